@@ -4,11 +4,13 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError
+from dist_attn.launchers import place_on_host
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention import kernels_taken
 from dist_attn.wire.choices import Precision, check_device
@@ -21,6 +23,11 @@ class Compute:
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """The type's name."""
+        return "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+
     def autocast(self) -> AbstractContextManager[object]:
         """Around whatever computes; states, sums and denominators stay float32 inside it."""
         if self.dtype == torch.bfloat16:
@@ -31,11 +38,15 @@ class Compute:
         """Device, precision, ranks, their back end and the kernels, with the reason; of rank 0 where there are more."""
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
         ranks = "1 rank" if comm is None or comm.size == 1 else f"{comm.size} ranks over {comm.backend}"
-        precision = str(self.dtype).removeprefix("torch.")
-        return f"device {self.device}{name}, {precision}, {ranks}, kernels: {kernels_taken(self.device)}"
+        return f"device {self.device}{name}, {self.precision}, {ranks}, kernels: {kernels_taken(self.device)}"
 
 
 ON_CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def present_compute(device: torch.device) -> Compute:
+    """What this thread computes with on a device just now."""
+    return Compute(device, torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32)
 
 
 def choose_compute(device: str = "auto", dtype: Precision = "auto", environ: Mapping[str, str] = os.environ) -> Compute:
@@ -43,7 +54,10 @@ def choose_compute(device: str = "auto", dtype: Precision = "auto", environ: Map
 
     Raises: ConfigError as `choose_device` and `compute_on`.
     """
-    return compute_on(choose_device(device, environ), dtype)
+    compute = compute_on(choose_device(device, environ), dtype)
+    if compute.device.type == "cuda":
+        torch.cuda.set_device(compute.device)  # also for what asks for none, such as pinned memory
+    return compute
 
 
 def compute_on(device: torch.device, dtype: Precision = "auto") -> Compute:
@@ -78,23 +92,17 @@ def choose_device(name: str = "auto", environ: Mapping[str, str] = os.environ) -
     if not count:
         why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
         raise ConfigError(f"device is {name}, but {why}: take --device cpu, or look at `dist-attn doctor`")
-    local, own = local_rank(environ), name in ("auto", "cuda")
+    own = name in ("auto", "cuda")
+    local, of_host = place_on_host(environ) or (0, 1)
     index = local if own else int(name.partition(":")[2])
-    if own and index >= count == 1 and environ.get("CUDA_VISIBLE_DEVICES"):
-        index = 0  # whether it is this rank's alone is seen when the ranks meet
-    if index >= count:
-        what = f"rank {local} of this host has no GPU of its own" if own else f"device is {name}"
+    if own and count == 1 and environ.get("CUDA_VISIBLE_DEVICES"):
+        return torch.device("cuda", 0)  # whether it is this rank's alone is seen when the ranks meet
+    if own and count < (needed := max(of_host, index + 1)):
+        # On every rank of the host, where their number is known: the first one has a GPU, and is the one that speaks.
         raise ConfigError(
-            f"{what}: torch finds {count} here; start at most {count} rank{'s' * (count > 1)} on this host, let all "
-            f"share one with --device cuda:0, or take --device cpu"
+            f"torch finds {count} GPU{'s' * (count > 1)} for {needed} ranks of this host: start at most {count} here, "
+            "let all share one with --device cuda:0, or take --device cpu"
         )
+    if index >= count:
+        raise ConfigError(f"device is {name}: torch finds {count} here; take a lower number, or --device cpu")
     return torch.device("cuda", index)
-
-
-LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-
-
-def local_rank(environ: Mapping[str, str]) -> int:
-    """The number of this process among those of its host, as its launcher says; 0 where none does."""
-    numbers = (environ.get(name, "") for name in LOCAL_RANK_VARIABLES)
-    return next((int(number) for number in numbers if number.isdecimal()), 0)

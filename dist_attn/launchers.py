@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["Launch", "ended_in_order", "find_mpiexec", "is_first_rank", "lacks_for_mpi", "read_launch"]
+__all__ = ["Launch", "ended_in_order", "find_mpiexec", "is_first_rank", "lacks_for_mpi", "place_on_host", "read_launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,25 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 def is_first_rank(environ: Mapping[str, str]) -> bool:
     """Whether this process is alone or rank 0, the one that speaks for all; it never fails."""
     return all(environ.get(rank_variable, "0") == "0" for _, rank_variable, _ in _DIALECTS)
+
+
+# torchrun, MPICH, Open MPI, Slurm; last MPICH's gforker, which starts ranks of one host only and counts no other way.
+_OF_HOST = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_LOCALID", ""),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def place_on_host(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """The number of this process among those of its host, and how many there are (0: not known), as launchers say."""
+    for rank_variable, size_variable in _OF_HOST:
+        rank, size = environ.get(rank_variable, ""), environ.get(size_variable, "")
+        if rank.isdecimal():
+            return int(rank), int(size) if size.isdecimal() else 0
+    return None
 
 
 def find_mpiexec(*, one_host: bool = False) -> str | None:

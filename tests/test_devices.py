@@ -16,6 +16,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     return found
 
@@ -31,6 +32,7 @@ def gpus(monkeypatch):
         (4, "auto", {"MPI_LOCALRANKID": "2"}, "cuda:2"),
         (4, "cuda:1", {"LOCAL_RANK": "3"}, "cuda:1"),
         (1, "cuda", {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}, "cuda:0"),
+        (1, "cuda", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "0"}, "cuda:0"),
     ],
 )
 def test_a_rank_takes_the_gpu_of_its_number(gpus, count, name, environ, device):
@@ -44,8 +46,15 @@ def test_a_rank_takes_the_gpu_of_its_number(gpus, count, name, environ, device):
     [
         (0, "cuda", {}, "device is cuda, but .*: take --device cpu"),
         (0, "tpu", {}, "device is 'tpu'; needed is auto, cpu, cuda or cuda:N"),
-        (2, "auto", {"LOCAL_RANK": "2"}, "rank 2 of this host has no GPU of its own: torch finds 2 here"),
-        (1, "cuda", {"LOCAL_RANK": "1"}, "start at most 1 rank on this host, let all share one with --device cuda:0"),
+        (2, "auto", {"LOCAL_RANK": "2"}, "torch finds 2 GPUs for 3 ranks of this host: start at most 2 here"),
+        (
+            1,
+            "cuda",
+            {"LOCAL_RANK": "1"},
+            "finds 1 GPU for 2 ranks of this host: .* let all share one with --device cuda:0",
+        ),
+        (2, "auto", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "torch finds 2 GPUs for 4 ranks of this host"),
+        (2, "auto", {"PMI_RANK": "0", "PMI_SIZE": "4"}, "torch finds 2 GPUs for 4 ranks of this host"),
         (2, "cuda:2", {}, "device is cuda:2: torch finds 2 here"),
     ],
 )

@@ -124,7 +124,7 @@ class Communicator(ABC):
         """The one of `groups` that this rank is in; every rank makes the call, with the same groups."""
 
     def check_exchanges(self) -> None:
-        """Wait for all exchanges so far, and raise what failed; no call of all ranks, to be made where a step ends.
+        """Let the host see how its exchanges went, and raise what failed; no call of all ranks, made where a step ends.
 
         Between GPUs an exchange is only queued, and where it failed its result is anything: what came of it must not
         leave the process before. Other back ends raise in the exchange, or in the wait for it.

@@ -4,6 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast, final
 from weakref import WeakSet
@@ -115,7 +116,12 @@ class TorchDistCommunicator(Communicator):
                 )
             comm = cls(group, device, timeout_s, owned=owned, poison=poison)
             comm._meet()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, CommError) as error:
+            if owned and dist.is_initialized():  # who tries again makes a new one
+                with suppress(RuntimeError, ValueError):
+                    dist.destroy_process_group()
+            if isinstance(error, CommError):
+                raise
             place = f" at {url}" if url else ""
             raise CommError(
                 f"rank {_given(rank, 'RANK')} of {_given(size, 'WORLD_SIZE')} could not join the {backend} group"

@@ -37,7 +37,7 @@ from dist_attn.commands.options import (
     taking,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
-from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
+from dist_attn.launchers import ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.wire.specs import SamplingSpec
 
 __all__ = ["app", "main"]
@@ -155,8 +155,10 @@ def _wait_for_rank_0_error() -> None:
 
 
 def _complain(message: str, code: int, *, instead_of_rank_0: bool = False) -> int:
-    # One rank speaks for all: under torchrun or mpiexec every rank meets the same bad input.
-    if instead_of_rank_0 or is_first_rank(os.environ):
+    # One rank of a host speaks for all: under torchrun or mpiexec every rank meets the same bad input, but hosts may
+    # have other files and devices.
+    place = place_on_host(os.environ)
+    if instead_of_rank_0 or is_first_rank(os.environ) or (place is not None and place[0] == 0):
         print(f"dist-attn: {' '.join(message.split())}", file=sys.stderr)
     return code
 

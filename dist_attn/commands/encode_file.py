@@ -27,7 +27,7 @@ from dist_attn.commands.encode_blocks import (
 )
 from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
 from dist_attn.commands.options import EncodeOptions
-from dist_attn.devices import choose_compute
+from dist_attn.devices import Compute, choose_compute
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
@@ -93,7 +93,7 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     Raises: InputError, ModelFolderError, CommError; as `encode_file`.
     """
     folder = resolve_model_folder(options.model)
-    compute = choose_compute(options.device, options.dtype)
+    compute = _compute(options)
     loaded, tokeniser = load_reader_and_tokeniser(folder)
     reading = None
     if isinstance(loaded, TextEncoder):
@@ -112,6 +112,16 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
         with byte_progress("encoding", size, enabled=comm.rank == 0) as on_progress:
             report = encode_file(comm, loaded, tokeniser, encoding, on_progress, begun)
     return None if report is None else {**asdict(report), "model": folder.name}
+
+
+def _compute(options: EncodeOptions) -> Compute:
+    """Raises: ConfigError as `choose_compute`; InputError for a GPU, whose sums depend on how a text is cut."""
+    if options.deterministic and options.device.startswith("cuda"):
+        raise InputError(
+            f"--deterministic and --device {options.device} were given; the same bytes by any number of processes come "
+            "from CPUs alone: leave one out"
+        )
+    return choose_compute("cpu" if options.deterministic else options.device, options.dtype)
 
 
 @torch.inference_mode()

@@ -153,7 +153,8 @@ def _run(settings: RehearsalSettings) -> None:
     from dist_attn.devices import choose_compute
     from dist_attn.wire.messages import RowSpec
 
-    compute = choose_compute(settings.device, settings.dtype, {"LOCAL_RANK": str(settings.rank)} | os.environ)
+    place = {} if settings.backend == "mpi" else {"LOCAL_RANK": str(settings.rank)}
+    compute = choose_compute(settings.device, settings.dtype, {**os.environ, **place})
     model, tokeniser = load_model_and_tokeniser(settings.model)
     model.to(compute.device)
     with torch.inference_mode(), compute.autocast(), join_trial(settings, compute.device) as comm:

@@ -73,6 +73,7 @@ class _Agent:
         self._engine: str | None = None  # the controller that spoke last
         self._stop = ""
         self._again = False
+        self._signalled = False
         self._unanswered = 0
 
     def run(self) -> bool:
@@ -101,7 +102,7 @@ class _Agent:
                 self._group.kill()
             self._clear()
             _reap()
-        return self._again
+        return self._again and not self._signalled
 
     def _clear(self, but: int | None = None) -> None:
         """Kill what this host has of the controller that spoke last, that of an agent before this one too."""
@@ -112,6 +113,7 @@ class _Agent:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = f"signal {signal.Signals(number).name}"
+        self._signalled = True
 
     def _hello(self) -> None:
         """Say that the agent is alive; the controller answers each time, so silence is counted in hellos."""

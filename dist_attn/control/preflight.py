@@ -5,6 +5,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from dist_attn.costs import model_kind, read_model_costs
@@ -59,8 +60,12 @@ def check_gpus(engine: EngineSettings, environ: Mapping[str, str]) -> None:
     if not has_driver and (engine.device.startswith("cuda") or engine.backend == "nccl"):
         raise ConfigError(f"{asked}, and this machine shows no driver of NVIDIA GPUs: `dist-attn doctor` tells more")
     one_each = engine.device == "cuda" or (engine.device == "auto" and has_driver and _torch_has_cuda())
-    gpus = [gpu for gpu in Path("/dev").glob("nvidia*") if gpu.name.removeprefix("nvidia").isdecimal()]
-    count = len(environ["CUDA_VISIBLE_DEVICES"].split(",")) if environ.get("CUDA_VISIBLE_DEVICES") else len(gpus)
+    gpus = [gpu.name for gpu in Path("/dev").glob("nvidia*") if gpu.name.removeprefix("nvidia").isdecimal()]
+    if (shown := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, shown.split(","))))
+        if not gpus and engine.device.startswith("cuda"):
+            raise ConfigError(f"{asked}, and CUDA_VISIBLE_DEVICES={shown} shows no GPU: leave one of them out")
+    count = len(gpus)
     if one_each and engine.agents == 1 and 0 < count < engine.ranks:
         raise ConfigError(
             f"engine.ranks is {engine.ranks}, and there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}: take as "

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import dist_attn
+from dist_attn.devices import present_compute
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.language_model import mixers_of_layers
@@ -78,7 +79,7 @@ def computation_of(model: LanguageModel, *, chunk_tokens: int, decode_slots: int
         denormals_flushed=flushes_denormals(),
         library_version=dist_attn.__version__,
         torch_version=str(torch.__version__),
-        dtype="bfloat16" if torch.is_autocast_enabled(device.type) else "float32",
+        dtype=present_compute(device).precision,
     )
 
 

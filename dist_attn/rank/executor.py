@@ -13,7 +13,7 @@ import torch
 from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
 from dist_attn.comm import Communicator, Rendezvous, open_communicator
 from dist_attn.control.preflight import check_weights_fit
-from dist_attn.devices import choose_compute
+from dist_attn.devices import choose_compute, present_compute
 from dist_attn.errors import EngineError, StateMismatchError, WireError
 from dist_attn.generation import computation_of, identity_of
 from dist_attn.layout import SequenceLayout
@@ -133,7 +133,7 @@ class ModelExecutor:
         self.text_tokens: int | None = None
         self._language_model = model
         self._device = model.embedding.weight.device
-        self.device = str(self._device)
+        self.device = f"{self._device}, {present_compute(self._device).precision}"
         self.backend = comm.backend
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}

@@ -7,6 +7,7 @@ from typing import NoReturn, final
 import numpy as np
 import torch
 
+from dist_attn.devices import present_compute
 from dist_attn.errors import EngineError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
@@ -44,7 +45,7 @@ class SequenceExecutor:
         self.text_tokens: int | None = model.config.text_tokens
         self._encoder = model
         self._device = model.embedding.weight.device
-        self.device = str(self._device)
+        self.device = f"{self._device}, {present_compute(self._device).precision}"
         self._rank = rank
         self._requests: dict[int, _Reading] = {}
         self._watch = Watch(finite)

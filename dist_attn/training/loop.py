@@ -88,12 +88,14 @@ def train(
     `report` is given the metrics, `tell` lines for people. Once `stop()` is true on any rank, the run saves a
     checkpoint after the step and returns metrics with `stopped`.
 
-    Raises: ConfigError for a folder in use, a device that is not there or a resume that does not fit;
-        EngineError when the loss is not finite, or
-        for what went wrong on another rank; StorageError for a full disk; CommError when a rank is lost.
+    Raises: ConfigError for a folder in use, a device that is not there or a resume that does not fit; EngineError when
+        the loss is not finite, or for what went wrong on another rank; StorageError for a full disk; CommError
+        when a rank is lost.
     """
     world = LocalCommunicator() if comm is None else comm
     compute = choose_compute(config.run.device, config.run.dtype)
+    # What "auto" came to is what the run is: it goes on so elsewhere.
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dtype": compute.precision})})
     with Mesh(world, config.run.data_ranks, config.run.sequence_ranks, compute.device) as mesh, ExitStack() as held:
         held.enter_context(denormals_flushed())
         run = _Run(config, resume, mesh, progress, held)
@@ -180,6 +182,7 @@ class _Run:
                     self._write(log, last)
                 best = False
                 if self._due(run.evaluate_every) and (scores := self._validate()):
+                    asked = asked or bool(self.share.sum(torch.tensor(float(stop()))))
                     last = {"step": self.step, unit: seen, **scores}
                     self._write(log, last)
                     for line in self.task.remarks(self.step, scores) if self.mesh.is_first else ():
@@ -261,11 +264,13 @@ class _Run:
         self.model.eval()
         with torch.no_grad():
             scores = self.parameters.with_values(self.task.validate)
+        self.mesh.world.check_exchanges()
         self.model.train()
         return scores
 
     def _save(self, best: bool) -> None:
         carried = self.mesh.gather_rows(self.task.carried(), self.task.batch)
+        self.mesh.world.check_exchanges()
         checkpoints, keep = self.folder / "checkpoints", self.config.run.keep_checkpoints
         what = f"the checkpoint of step {self.step}"
         with writing(what, self.folder):

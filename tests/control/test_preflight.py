@@ -132,6 +132,7 @@ def test_a_language_model_may_hold_its_weights_in_fewer_bits(fields):
         (0, {"device": "cuda"}, "engine.device is cuda, and this machine shows no driver"),
         (0, {"backend": "nccl"}, "engine.backend is nccl, and this machine shows no driver"),
         (1, {"device": "cpu", "backend": "nccl"}, "which is for GPUs, and engine.device is cpu"),
+        (0, {"ranks": 4}, None),
         (2, {"device": "cuda", "ranks": 2}, None),
         (2, {"device": "cuda", "ranks": 4}, "engine.ranks is 4, and there are 2 GPUs: take as many ranks"),
         (1, {"device": "cuda:0", "ranks": 4}, None),

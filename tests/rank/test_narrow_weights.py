@@ -139,7 +139,7 @@ def test_a_rank_computes_in_the_precision_it_was_told(folder, capsys):
 
     def read(dtype):
         made = opened(folder, "float32", dtype)
-        assert (made.device, made.backend, made.manifest.computed.dtype) == ("cpu", "local", dtype)
+        assert (made.device, made.backend, made.manifest.computed.dtype) == (f"cpu, {dtype}", "local", dtype)
         made.open(OpenOp(1, RowSpec("document"), None, None, {}))
         pieces = made.prefill(PrefillOp(1, 0, [40], PROMPT.numpy().astype("<i4").tobytes()))
         rows[dtype] = np.frombuffer(pieces.vectors, "<f4")
