@@ -107,7 +107,7 @@ def test_a_group_starts_when_there_is_an_agent_and_runs_when_every_rank_said_hel
     scene.group.tick(scene.now, None, 0)
     start = scene.outlet.last(StartGroup)
     assert start == StartGroup(1, "", [HostShare("127.0.0.1", 2)], 0, "direct", start.terms)
-    assert (start.terms["ranks"], start.terms["backend"]) == (2, "gloo") and "keys_dir" not in start.terms
+    assert (start.terms["ranks"], start.terms["backend"]) == (2, "auto") and "keys_dir" not in start.terms
     scene.hello(1)
     assert "1 of 2" in scene.group.reason(scene.now)
     scene.hello(0)

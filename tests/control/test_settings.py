@@ -104,7 +104,7 @@ def test_ranks_that_could_not_talk_are_refused(tmp_path, monkeypatch):
     """The local back end knows one rank only, which is said before anything is started or made."""
     assert ControlSettings(**GIVEN, backend="local").ranks == 1
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(ConfigError, match="choose gloo, nccl or mpi"):
+    with pytest.raises(ConfigError, match="choose auto, gloo, nccl or mpi"):
         start_engine(model="m", backend="local", ranks=2)
     assert list(tmp_path.iterdir()) == []
 

@@ -90,13 +90,14 @@ class SoftmaxConfig(HeadsConfig, MixerConfig):
         return self.prefill_flops(2 * position)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About nine tensors of [B, L, D]; the fused kernel never holds the scores.
+        """About nine tensors of [B, L, D], with rotary positions two more; the fused kernel never holds the scores.
 
         With relative positions a tile: its scores two and a half times, its rows of 8 bytes three times, and what each
         query has for each row twice.
         """
         widest = max(self.values_size, self.hidden_size)
-        around = FLOAT_BYTES * batch * tokens * (5 * self.hidden_size + 4 * widest)
+        turned = 2 * (self.rotary is not None)
+        around = FLOAT_BYTES * batch * tokens * ((5 + turned) * self.hidden_size + 4 * widest)
         if self.relative is None:
             return around
         rows = min(tokens, TILE_QUERIES)
