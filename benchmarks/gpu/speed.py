@@ -154,7 +154,7 @@ def tile_cases(*, tiny: bool) -> Cases:
     return {
         f"{name} {tiles}": partial(_tiles, shape, tiles, *((32, 0) if tiny else (32_768, 5)))
         for name, shape in shapes.items()
-        for tiles in candidates(*shape[2:], torch.bfloat16)[: 2 if tiny else None]
+        for tiles in candidates(shape.projections, shape.values)[: 2 if tiny else None]
     }
 
 

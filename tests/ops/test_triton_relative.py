@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The smallest that matrix units take: a few tokens are several chunks, and a few columns several blocks.
-SMALL = Tiles(chunk=16, block_d=16, block_k=16, block_v=16)
+SMALL = Tiles(chunk=16, block_d=16, block_v=16)
 
 
 def causal_or_full(q, k, v, rp, *, causal):

@@ -28,6 +28,7 @@ from dist_attn.ops.linear_attention.triton_forward import (
     Sums,
     blocks,
     gates,
+    map_operand,
     on_device,
     outputs,
     rowwise,
@@ -131,7 +132,7 @@ class _CausalKernels(Terms):
         q, k, v = (rowwise(present(t)) for t in (x.q, x.k, x.v))
         s, tokens, chunk = present(x.s), v.shape[2], self.plan.tiles.chunk
         step = chunk * max(1, STATE_BYTES // (8 * max(1, s.numel())))
-        weights = s if x.w is None else x.w.float().contiguous()
+        weights = s if x.w is None else map_operand(x.w, v.dtype)
         numbers = document_numbers(self.documents, tokens, v.device) if self.documents else None
         parts = []
         for first, last in pairwise([*range(0, tokens, step), tokens]):

@@ -29,12 +29,13 @@ from dist_attn.ops.linear_attention.triton_forward import (
 )
 from dist_attn.ops.linear_attention.triton_gradients import (
     features_gradient_kernel,
+    inputs_gradient_kernel,
     map_gradient_kernel,
     row_products_kernel,
     values_gradient_kernel,
 )
 from dist_attn.ops.linear_attention.triton_states import gate_gradients_kernel
-from dist_attn.ops.linear_attention.triton_tiles import Tiles
+from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 
 MAP_CHUNKS = 16  # chunks of tokens behind each partial sum of dw
 
@@ -130,33 +131,42 @@ def features_gradient(
     stretch: Stretch, gate: Gates, rows: Rows, side: Side, with_map: bool, *, pairs: bool = True
 ) -> FeaturesGradient:
     """The gradient of one side; without `pairs` all that a token sees went through one state."""
-    plan, own, size = stretch.plan, side.own, side.own.shape[3]
+    own, size, values = side.own, side.own.shape[3], side.own_y.shape[3]
+    plan = replace(stretch.plan, tiles=stretch.plan.tiles.of_features_gradient(values))
     grad = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+    has_w = plan.map in ("gaussian", "arc_cosine")
     projected = grad
-    if with_map:
-        projected = stretch.empty(stretch.tokens, plan.projections, dtype=tile_dtype(own.dtype))
+    if has_w:
+        projected = grad.new_empty((*own.shape[:3], plan.projections), dtype=tile_dtype(own.dtype))
     sums, state_sums = torch.empty_like(gate.left), torch.empty_like(gate.left)
     features_gradient_kernel[(stretch.chunks * stretch.groups,)](
         own, side.other, side.own_y, side.other_y, stretch.w, gate.decay, either(gate.key_scale, sums),
-        either(stretch.documents, sums), *rows, *side.weights, *side.state, grad, projected, sums, state_sums,
-        *strides(own, side.other, side.own_y, side.other_y, grad), *stretch.sizes(size, side.own_y.shape[3]),
+        either(stretch.documents, sums), *rows, *side.weights, *side.state, projected, sums, state_sums,
+        *strides(own, side.other, side.own_y, side.other_y, projected), *stretch.sizes(size, values),
         KEYS=side.keys, PAIRS=pairs, WITH_ROWS=stretch.log_gate is not None or stretch.key_scale is not None,
-        WITH_PROJECTED=with_map, BLOCK_X=plan.tiles.fitted_inputs(size),
-        **stretch.options, **replace(plan, tiles=plan.tiles.of_features_gradient()).constants(own.dtype),
+        **stretch.options, **plan.constants(own.dtype),
     )  # fmt: skip
-    grad_w = map_gradient(projected, own, plan.tiles, own.dtype) if with_map else None
+    if not has_w:
+        return FeaturesGradient(grad, None, sums, state_sums)
+    tiles, heads = plan.tiles, own.shape[1]
+    inputs_gradient_kernel[(stretch.chunks * stretch.groups,)](
+        projected, own, stretch.w, grad, *strides(own, grad), stretch.tokens, stretch.chunks, heads, size,
+        plan.projections, UNIT=plan.unit_norm, PRECISION=precision(own.dtype), T=tiles.chunk, BLOCK_D=tiles.block_d,
+        BLOCK_X=power_tile(size), num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    grad_w = map_gradient(projected.flatten(0, 1), own, plan.tiles.chunk, own.dtype) if with_map else None
     return FeaturesGradient(grad, grad_w, sums, state_sums)
 
 
-def map_gradient(projected: torch.Tensor, x: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> torch.Tensor:
+def map_gradient(projected: torch.Tensor, x: torch.Tensor, chunk: int, dtype: torch.dtype) -> torch.Tensor:
     """The gradient [H, D, K] of w in w x, from that of the projections, [G, L, D], and x [B, H, L, K]."""
     batch, heads, tokens, size = x.shape
-    projections, chunks = projected.shape[2], blocks(tokens, tiles.chunk)
-    splits = blocks(chunks, MAP_CHUNKS)
+    projections, chunks = projected.shape[2], blocks(tokens, chunk)
+    splits, block_d, block_k = blocks(chunks, MAP_CHUNKS), *(min(64, power_tile(n)) for n in (projections, size))
     parts = torch.empty((batch * heads, splits, projections, size), device=x.device)
-    map_gradient_kernel[(batch * heads * splits, blocks(projections, tiles.block_d), blocks(size, tiles.block_k))](
+    map_gradient_kernel[(batch * heads * splits, blocks(projections, block_d), blocks(size, block_k))](
         projected, x, parts, *strides(x), tokens, chunks, heads, size, projections, splits,
-        PRECISION=precision(dtype), T=tiles.chunk, BLOCK_D=tiles.block_d, BLOCK_K=tiles.block_k, num_warps=4,
+        PRECISION=precision(dtype), T=chunk, BLOCK_D=block_d, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
     return parts.view(batch, heads, splits, projections, size).sum((0, 2))
 

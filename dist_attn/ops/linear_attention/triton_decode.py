@@ -12,7 +12,7 @@ from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.triton_features import features, load_projections
 from dist_attn.ops.linear_attention.triton_forward import Plan, blocks, either, on_device
 from dist_attn.ops.linear_attention.triton_outputs import guard
-from dist_attn.ops.linear_attention.triton_tiles import Tiles
+from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 from dist_attn.ops.state import LinearState, writes_in_place
 from dist_attn.ops.watch import current_watch
 
@@ -131,7 +131,7 @@ def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, Linear
             q, k, v, w.detach().float().contiguous(), either(log_gate, den), either(key_scale, den), *before,
             out, *after, den, heads, size, plan.projections, plan.features, values, plan.scale, policy.eps,
             KIND=policy.kind, HAS_GATE=log_gate is not None, HAS_SCALE=key_scale is not None,
-            MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=plan.tiles.fitted_inputs(size),
+            MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=power_tile(size),
             BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, num_warps=plan.tiles.warps,
         )  # fmt: skip
     watch = current_watch()

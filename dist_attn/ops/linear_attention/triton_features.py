@@ -6,12 +6,14 @@ others both parts are the same tile, and only the first counts.
 
 How tiles enter matrix units, by the inputs' type:
 
-| precision | inputs | tiles | projections w x |
-|---|---|---|---|
-| bf16 | bfloat16 | bfloat16 | x is exact, w in two parts: 16 bits of w |
-| bf16_interpreted | bfloat16 | the same roundings in float32: numpy has no bfloat16 | as bf16 |
-| tf32 | float16 | tf32: float16's digits with float32's range, so no sum can overflow | three tf32 products |
-| ieee | float32 | float32 in three tf32 products, which keep 22 bits | three tf32 products |
+| precision | inputs | scores: `narrow` | weighted values, states, gradients: `operand` | projections w x |
+|---|---|---|---|---|
+| bf16 | bfloat16 | bfloat16 | bfloat16 | x is exact, w in two parts: 16 bits of w |
+| bf16_interpreted | bfloat16 | the same roundings in float32: numpy has no bfloat16 | the same | as bf16 |
+| fp16 | float16 | float16 | tf32: float16's digits with float32's range | x is exact, w in two parts: 22 bits of w |
+| ieee | float32 | float32 in three tf32 products, which keep 22 bits | the same | three tf32 products |
+
+Of float16 inputs, sums over 100,000 tokens pass float16's largest number, and gradients divided by them its smallest.
 
 All sums are float32.
 """
@@ -54,12 +56,41 @@ def operand(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, PRECISION: tl.constexpr):
+    """`operand` of an input or of features that meet another such: numbers of the inputs' own range."""
+    if PRECISION == "fp16":
+        return x.to(tl.float16)
+    else:
+        return operand(x, PRECISION)
+
+
+@triton.jit
 def product(a, b, total, PRECISION: tl.constexpr):
     """total + a b in float32, of two operands."""
     if PRECISION == "ieee":
         return tl.dot(a, b, acc=total, input_precision="tf32x3")
     else:
         return tl.dot(a, b, acc=total, input_precision="tf32")
+
+
+@triton.jit
+def inputs_product(a, b, total, PRECISION: tl.constexpr):
+    """total + a b of two tiles as they are in memory: those that are float16 need no other type."""
+    if PRECISION == "fp16" and a.dtype == tl.float16 and b.dtype == tl.float16:
+        return tl.dot(a, b, acc=total)
+    else:
+        return product(operand(a, PRECISION), operand(b, PRECISION), total, PRECISION)
+
+
+@triton.jit
+def parts_product(a, b, total, PRECISION: tl.constexpr):
+    """total + a b of an input a and float32 numbers b, which enter in two parts where a is of 16 bits."""
+    if PRECISION == "ieee" or (PRECISION == "fp16" and a.dtype != tl.float16):
+        return product(a.to(tl.float32), b, total, "ieee")
+    else:
+        high = narrow(b, PRECISION)
+        total = product(narrow(a, PRECISION), high, total, PRECISION)
+        return product(narrow(a, PRECISION), narrow(b - high.to(tl.float32), PRECISION), total, PRECISION)
 
 
 @triton.jit
@@ -87,36 +118,71 @@ def load_projections(w_ptr, inputs, outputs, K, D):
 
 
 @triton.jit
-def project(
-    x_ptr, stride, rows, valid, w_ptr, outputs, K, D,
-    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+def map_of_head(w_ptr, head, K, D, PRECISION: tl.constexpr):
+    """Where the w of a head begins: float32 [D, K], or its two parts, [2, D, K]; see `triton_forward.map_operand`."""
+    if PRECISION == "ieee":
+        return w_ptr + head * D * K
+    else:
+        return w_ptr + head * 2 * D * K
+
+
+@triton.jit
+def load_map(
+    w_ptr, outputs, K, D, MAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """w x / |x| [T, BLOCK_D] and 1 / |x| [T] (both without the length unless UNIT); for maps without w columns of x."""
+    """The two parts of some projections, [BLOCK_X, BLOCK_D] each; zeros where `project` reads w or none is there."""
+    if MAP == "none" or MAP == "elu" or PRECISION == "ieee":
+        high = tl.zeros((16, BLOCK_D), tl.float32)
+        low = high
+    else:
+        inputs = tl.arange(0, BLOCK_X)
+        high = load_projections(w_ptr, inputs, outputs, K, D)
+        low = load_projections(w_ptr + D * K, inputs, outputs, K, D)
+    return high, low
+
+
+@triton.jit
+def load_vectors(
+    x_ptr, stride, rows, valid, K, MAP: tl.constexpr, UNIT: tl.constexpr, T: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """All columns of x, read once for all its projections, and 1 / |x| [T] (ones without UNIT).
+
+    Maps without w read columns where they are used: zeros stand for x here.
+    """
     inverse = tl.full((T,), 1.0, tl.float32)
+    if MAP == "none" or MAP == "elu":
+        x = tl.zeros((T, 16), tl.float32)
+    else:
+        x = load_tile(x_ptr, rows, tl.arange(0, BLOCK_X), stride, valid, K)
+        if UNIT:
+            length = tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1))
+            inverse = 1.0 / tl.where(length == 0.0, 1.0, length)
+    return x, inverse
+
+
+@triton.jit
+def project(
+    x, inverse, high, low, x_ptr, stride, rows, valid, w_ptr, outputs, K, D,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """w x / |x| [T, BLOCK_D] (without the length unless UNIT); for maps without w columns of x."""
     if MAP == "none" or MAP == "elu":
         projected = load_tile(x_ptr, rows, outputs, stride, valid, K).to(tl.float32)
     else:
         projected = tl.zeros((T, BLOCK_D), tl.float32)
-        squares = tl.zeros((T,), tl.float32)
-        for first in range(0, K, BLOCK_K):
-            inputs = first + tl.arange(0, BLOCK_K)
-            x = load_tile(x_ptr, rows, inputs, stride, valid, K)
-            w = load_projections(w_ptr, inputs, outputs, K, D)
-            if PRECISION == "bf16" or PRECISION == "bf16_interpreted":
-                high = operand(w, PRECISION)
-                low = operand(w - high.to(tl.float32), PRECISION)
-                projected = product(operand(x, PRECISION), high, projected, PRECISION)
-                projected = product(operand(x, PRECISION), low, projected, PRECISION)
-            else:
-                projected = product(x.to(tl.float32), w, projected, "ieee")
-            if UNIT:
-                squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        if PRECISION == "ieee":
+            # Some columns at a time: three products of all of them would fill the registers.
+            for first in range(0, K, 32):
+                inputs = first + tl.arange(0, 32)
+                part = load_tile(x_ptr, rows, inputs, stride, valid, K)
+                w = load_projections(w_ptr, inputs, outputs, K, D)
+                projected = product(part, w, projected, PRECISION)
+        else:
+            projected = product(narrow(x, PRECISION), narrow(high, PRECISION), projected, PRECISION)
+            projected = product(narrow(x, PRECISION), narrow(low, PRECISION), projected, PRECISION)
         if UNIT:
-            length = tl.sqrt(squares)
-            inverse = 1.0 / tl.where(length == 0.0, 1.0, length)
             projected = projected * inverse[:, None]
-    return projected, inverse
+    return projected
 
 
 @triton.jit
@@ -137,20 +203,6 @@ def features(projected, outputs, D, scale, MAP: tl.constexpr):
         first = projected
         second = first
     return tl.where(there, first, 0.0), second
-
-
-@triton.jit
-def feature_tile(
-    x_ptr, stride, rows, valid, w_ptr, outputs, K, D, scale,
-    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The two parts of phi(x) as they enter products."""
-    projected, _ = project(
-        x_ptr, stride, rows, valid, w_ptr, outputs, K, D, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K
-    )  # fmt: skip
-    first, second = features(projected, outputs, D, scale, MAP)
-    return operand(first, PRECISION), operand(second, PRECISION)
 
 
 @triton.jit

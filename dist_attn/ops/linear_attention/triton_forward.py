@@ -17,7 +17,7 @@ from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
 from dist_attn.ops.linear_attention.block import CLOSED
 from dist_attn.ops.linear_attention.triton_outputs import outputs_kernel, read_kernel
 from dist_attn.ops.linear_attention.triton_states import gates_kernel, scan_kernel, sums_kernel
-from dist_attn.ops.linear_attention.triton_tiles import Tiles
+from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 
 # Triton decides when the kernels are imported, by TRITON_INTERPRET: the same kernels in numpy, on tensors of the CPU.
 INTERPRETED = isinstance(outputs_kernel, InterpretedFunction)
@@ -34,6 +34,7 @@ class Plan:
     unit_norm: bool
     policy: Denominator
     tiles: Tiles
+    head_size: int  # K
     projections: int  # D
     features: int  # M
 
@@ -50,7 +51,8 @@ class Plan:
             map="none" if form is None else form.kind,
             unit_norm=form is not None and form.unit_norm,
             policy=policy,
-            tiles=tiles.fitted(size, projections, values),
+            tiles=tiles.fitted(projections, values),
+            head_size=size,
             projections=projections,
             features=2 * projections if form is not None and form.kind == "gaussian" else projections,
         )
@@ -68,8 +70,8 @@ class Plan:
             "PRECISION": precision(dtype),
             "T": self.tiles.chunk,
             "BLOCK_D": self.tiles.block_d,
-            "BLOCK_K": self.tiles.block_k,
             "BLOCK_V": self.tiles.block_v,
+            "BLOCK_X": power_tile(self.head_size),
             "num_warps": self.tiles.warps,
             "num_stages": self.tiles.stages,
         }
@@ -78,7 +80,7 @@ class Plan:
 class Stretch(NamedTuple):
     """The tokens of one set of launches.
 
-    Shapes: q, k [B, H, L, K], v [B, H, L, V], last dimension contiguous; w [H, D, K] float32; log_gate, key_scale
+    Shapes: q, k [B, H, L, K], v [B, H, L, V], last dimension contiguous; w see `map_operand`; log_gate, key_scale
         [B, H, L] contiguous; documents int32 [N T], how many documents have started in this stretch so far.
     """
 
@@ -189,7 +191,19 @@ def precision(dtype: torch.dtype) -> str:
     """How tiles enter matrix units; see `triton_features`."""
     if dtype == torch.bfloat16:
         return "bf16_interpreted" if INTERPRETED else "bf16"
-    return "tf32" if dtype == torch.float16 else "ieee"
+    return "fp16" if dtype == torch.float16 else "ieee"
+
+
+def map_operand(w_HDK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """w as kernels over inputs of this type read it: float32, or for 16 bits two parts of them, [H, 2, D, K].
+
+    Their sum is w. Every chunk would have to make them again.
+    """
+    w_HDK = w_HDK.float().contiguous()
+    if dtype == torch.float32:
+        return w_HDK
+    high = w_HDK.to(dtype)
+    return torch.stack([high, (w_HDK - high.float()).to(dtype)], dim=1)
 
 
 def gates(stretch: Stretch) -> Gates:

@@ -27,6 +27,7 @@ from dist_attn.ops.linear_attention.triton_forward import (
     Stretch,
     Sums,
     Weights,
+    map_operand,
     on_device,
     read,
     rowwise,
@@ -201,7 +202,7 @@ class _Read(KernelOperation[ReadTensors]):
 def _stretch(plan: Plan, x: torch.Tensor | None, y: torch.Tensor, w: torch.Tensor | None) -> Stretch:
     """x and y of the whole sequence, as kernels take them."""
     x, y = rowwise(present(x)), rowwise(y)
-    return Stretch(plan, x, x, y, x if w is None else w.float().contiguous())
+    return Stretch(plan, x, x, y, x if w is None else map_operand(w, x.dtype))
 
 
 def _features(feature_map: FeatureMap | None, x: torch.Tensor | None, w: torch.Tensor | None) -> torch.Tensor:

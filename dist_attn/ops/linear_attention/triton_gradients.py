@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 
 from dist_attn.ops.linear_attention.triton_features import (
-    feature_tile,
     features,
-    load_projections,
+    inputs_product,
+    load_map,
     load_tile,
+    load_vectors,
+    map_of_head,
     operand,
     product,
     project,
@@ -60,7 +62,7 @@ def values_gradient_kernel(
     L, N, H, K, D, M, V, scale,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """dv of one chunk: from its own queries, and from all later ones by the adjoint state after it.
 
@@ -79,9 +81,9 @@ def values_gradient_kernel(
     scores, grad, _ = scores_and_reads(
         k_ptr + batch * k_stride_b + head * k_stride_h + start * k_stride_l, k_stride_l,
         q_ptr + batch * q_stride_b + head * q_stride_h + start * q_stride_l, q_stride_l, rows, valid,
-        w_ptr + head * D * K, state_ptr + (group * N + chunk) * M * V, zm_ptr + (group * N + chunk) * (M + 1),
-        values, K, D, V, scale,
-        MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
+        map_of_head(w_ptr, head, K, D, PRECISION), state_ptr + (group * N + chunk) * M * V,
+        zm_ptr + (group * N + chunk) * (M + 1), values, K, D, V, scale,
+        False, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_V, BLOCK_X,
     )  # fmt: skip
     weights = pair_weights(decay_ptr + group * N * T, documents_ptr, tokens, tokens, L, True, HAS_GATE, HAS_DOCUMENTS)
     inverse = tl.load(inverse_ptr + group * N * T + tokens)
@@ -103,9 +105,9 @@ def pair_products(
     total = tl.zeros((T, T), tl.float32)
     for first in range(0, V, BLOCK_V):
         values = first + tl.arange(0, BLOCK_V)
-        a = operand(load_tile(a_ptr, rows, values, a_stride, a_valid, V), PRECISION)
-        b = operand(load_tile(b_ptr, rows, values, b_stride, b_valid, V), PRECISION)
-        total = product(a, tl.trans(b), total, PRECISION)
+        a = load_tile(a_ptr, rows, values, a_stride, a_valid, V)
+        b = load_tile(b_ptr, rows, values, b_stride, b_valid, V)
+        total = inputs_product(a, tl.trans(b), total, PRECISION)
     return total
 
 
@@ -127,21 +129,42 @@ def through_states(
 
 
 @triton.jit
-def _towards(
-    own_ptr, own_stride, other_ptr, other_stride, decay_ptr, key_scale_ptr, inverse_ptr, grad_den_ptr, grad_mass_ptr,
-    documents_ptr, rows, tokens, valid, L, V,
-    KEYS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_V: tl.constexpr,
+def through_state(
+    y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, values, D, V,
+    PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """E without its scores and masses, [own, other], and the row sums of its masses; of keys before their scale."""
+    """weight y S^T + z_weight z, [T, BLOCK_D], of all values: the gradient of features that meet a state.
+
+    Weights come after the product: y stays as it is in memory, and is not held in registers too.
+    """
+    if PRECISION == "ieee":
+        # See `project`.
+        return through_states(
+            y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, D, V, PRECISION, T, BLOCK_D, 32
+        )  # fmt: skip
+    else:
+        z = tl.load(z_ptr + outputs, mask=outputs < D, other=0.0)
+        there = (outputs[None, :] < D) & (values[:, None] < V)
+        state = tl.load(state_ptr + outputs[None, :] * V + values[:, None], mask=there, other=0.0)
+        total = tl.zeros((T, BLOCK_D), tl.float32)
+        total = product(operand(y, PRECISION), operand(state, PRECISION), total, PRECISION)
+        return total * weight[:, None] + z_weight[:, None] * z[None, :]
+
+
+@triton.jit
+def _towards(
+    toward, decay_ptr, key_scale_ptr, inverse_ptr, grad_den_ptr, grad_mass_ptr, documents_ptr, tokens, L,
+    KEYS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """E without its scores and masses, [own, other], and the row sums of its masses; of keys before their scale.
+
+    From the products dO.v of all pairs.
+    """
     pairs = pair_weights(decay_ptr, documents_ptr, tokens, tokens, L, KEYS, HAS_GATE, HAS_DOCUMENTS)
     if HAS_SCALE and not KEYS:
         pairs = pairs * tl.load(key_scale_ptr + tokens)[None, :]
     inverse, grad_den = tl.load(inverse_ptr + tokens), tl.load(grad_den_ptr + tokens)
     grad_mass = tl.load(grad_mass_ptr + tokens)
-    toward = pair_products(
-        own_ptr, own_stride, valid, other_ptr, other_stride, valid, rows, V, PRECISION, T, BLOCK_V
-    )  # fmt: skip
     if KEYS:
         toward = toward * inverse[None, :] + grad_den[None, :]
         masses = tl.sum(pairs * grad_mass[None, :], axis=1)
@@ -153,92 +176,73 @@ def _towards(
 
 @triton.jit
 def _part_gradient(
-    phi, other_phi, entering, y_ptr, stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, D, V,
-    PAIRS: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    phi, other_phi, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr,
+    outputs, values, D, V,
+    PAIRS: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one part of phi, and its products with phi: of what came through the state, and of all.
 
     The products are the row sums of E, without scores being made for them.
     """
-    through = through_states(
-        y_ptr, stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, D, V, PRECISION, T, BLOCK_D, BLOCK_V
+    through = through_state(
+        y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, values, D, V,
+        PRECISION, T, BLOCK_D,
     )  # fmt: skip
     state_rows = tl.sum(phi * through, axis=1)
     total = through
     if PAIRS:
-        total = product(entering, operand(other_phi, PRECISION), through, PRECISION)
+        total = product(entering, other_phi, through, PRECISION)
     return total, state_rows, tl.sum(phi * total, axis=1)
 
 
 @triton.jit
-def _projections_gradient(
-    own_ptr, own_stride, other_ptr, other_stride, y_ptr, y_stride, w_ptr, state_ptr, z_ptr,
-    entering, weight, z_weight, rows, valid, outputs, K, D, V, scale,
-    PAIRS: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The gradient of w x / |x| and 1 / |x|; both sums of `_part_gradient`."""
-    other = entering
-    other_second = entering
-    if PAIRS:
-        other, other_second = feature_tile(
-            other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D, scale,
-            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
-        )  # fmt: skip
-    projected, lengths = project(
-        own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K
-    )  # fmt: skip
-    first, second = features(projected, outputs, D, scale, MAP)
-    grad_first, through, products = _part_gradient(
-        first, other, entering, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr,
-        outputs, D, V, PAIRS, PRECISION, T, BLOCK_D, BLOCK_V,
-    )  # fmt: skip
-    grad_second = grad_first
-    if MAP == "gaussian":
-        grad_second, through_second, products_second = _part_gradient(
-            second, other_second, entering, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr + D * V,
-            z_ptr + D, outputs, D, V, PAIRS, PRECISION, T, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        through += through_second
-        products += products_second
-    grad_projected = projection_gradient(projected, grad_first, grad_second, first, second, scale, MAP)
-    return tl.where((outputs < D)[None, :], grad_projected, 0.0), lengths, through, products
-
-
-@triton.jit
 def _walk_projections(
-    own_ptr, own_stride, other_ptr, other_stride, y_ptr, y_stride, w_ptr, state_ptr, z_ptr, grad_ptr, grad_stride,
-    projected_ptr, entering, own_scale, weight, z_weight, rows, valid, K, D, V, scale,
-    PAIRS: tl.constexpr, WITH_PROJECTED: tl.constexpr, BLOCK_X: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    own_ptr, own_stride, other_ptr, other_stride, w_ptr, state_ptr, z_ptr, grad_ptr, grad_stride,
+    entering, y, y_ptr, y_stride, own_scale, weight, z_weight, rows, valid, values, K, D, V, scale,
+    PAIRS: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of own and, where asked for, those of its projections over |x|; sums of `_part_gradient`."""
-    columns = tl.arange(0, BLOCK_X)
-    lengths = tl.full((T,), 1.0, tl.float32)
+    """Store the gradients of projections over |x|, or of own for maps without w; sums of `_part_gradient`."""
     state_rows, chunk_rows = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
-    grad = tl.zeros((T, BLOCK_X), tl.float32)
+    own_x, lengths = load_vectors(own_ptr, own_stride, rows, valid, K, MAP, UNIT, T, BLOCK_X)
+    other_x, other_lengths = own_x, lengths
+    if PAIRS:
+        other_x, other_lengths = load_vectors(other_ptr, other_stride, rows, valid, K, MAP, UNIT, T, BLOCK_X)
     for d in range(0, D, BLOCK_D):
         outputs = d + tl.arange(0, BLOCK_D)
-        grad_projected, lengths, through, products = _projections_gradient(
-            own_ptr, own_stride, other_ptr, other_stride, y_ptr, y_stride, w_ptr, state_ptr, z_ptr,
-            entering, weight, z_weight, rows, valid, outputs, K, D, V, scale,
-            PAIRS, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
+        high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
+        other, other_second = entering, entering
+        if PAIRS:
+            other = project(
+                other_x, other_lengths, high, low, other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D,
+                MAP, UNIT, PRECISION, T, BLOCK_D,
+            )  # fmt: skip
+            other, other_second = features(other, outputs, D, scale, MAP)
+            other, other_second = operand(other, PRECISION), operand(other_second, PRECISION)
+        projected = project(
+            own_x, lengths, high, low, own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
+        first, second = features(projected, outputs, D, scale, MAP)
+        grad_first, through, products = _part_gradient(
+            first, other, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs,
+            values, D, V,
+            PAIRS, PRECISION, T, BLOCK_D,
+        )  # fmt: skip
+        grad_second = grad_first
+        if MAP == "gaussian":
+            grad_second, through_second, products_second = _part_gradient(
+                second, other_second, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight,
+                state_ptr + D * V, z_ptr + D, outputs, values,
+                D, V, PAIRS, PRECISION, T, BLOCK_D,
+            )  # fmt: skip
+            through += through_second
+            products += products_second
         state_rows += through
         chunk_rows += products
-        grad_projected = grad_projected * own_scale[:, None]
-        if MAP == "none" or MAP == "elu":
-            store_tile(grad_ptr, grad_stride, rows, valid, outputs, D, grad_projected)
-        else:
-            w = tl.trans(load_projections(w_ptr, columns, outputs, K, D))
-            grad = product(operand(grad_projected, PRECISION), operand(w, PRECISION), grad, PRECISION)
-            if WITH_PROJECTED:
-                store_tile(projected_ptr, D, rows, valid, outputs, D, grad_projected * lengths[:, None])
-    if MAP == "gaussian" or MAP == "arc_cosine":
-        if UNIT:
-            direction = load_tile(own_ptr, rows, columns, own_stride, valid, K).to(tl.float32) * lengths[:, None]
-            grad = (grad - direction * tl.sum(direction * grad, axis=1)[:, None]) * lengths[:, None]
-        store_tile(grad_ptr, grad_stride, rows, valid, columns, K, grad)
+        grad_projected = projection_gradient(projected, grad_first, grad_second, first, second, scale, MAP)
+        grad_projected = tl.where((outputs < D)[None, :], grad_projected, 0.0) * own_scale[:, None]
+        store_tile(grad_ptr, grad_stride, rows, valid, outputs, D, grad_projected * lengths[:, None])
     return state_rows, chunk_rows
 
 
@@ -246,22 +250,22 @@ def _walk_projections(
 def features_gradient_kernel(
     own_ptr, other_ptr, own_y_ptr, other_y_ptr, w_ptr, decay_ptr, key_scale_ptr, documents_ptr,
     inverse_ptr, grad_den_ptr, grad_mass_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, state_ptr, zm_ptr,
-    grad_ptr, projected_ptr, rows_ptr, state_rows_ptr,
+    grad_ptr, rows_ptr, state_rows_ptr,
     own_stride_b, own_stride_h, own_stride_l, other_stride_b, other_stride_h, other_stride_l,
     own_y_stride_b, own_y_stride_h, own_y_stride_l, other_y_stride_b, other_y_stride_h, other_y_stride_l,
     grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K, D, M, V, scale,
-    KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr, WITH_PROJECTED: tl.constexpr,
-    BLOCK_X: tl.constexpr,
+    KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """dq of one chunk, or dk for `KEYS`, where own and other change places; sums of E over the other; see above.
+    """Of one chunk, the gradient of the projections of q over |q|; of k for `KEYS`, where own and other change places.
 
-    Without `PAIRS` all that a token sees went through one state, [G, M, V] and [G, M + 1], and `other` is not read.
+    For maps without w it is that of q or k itself. Sums of E over the other; see above. Without `PAIRS` all that a
+    token sees went through one state, [G, M, V] and [G, M + 1], and `other` is not read.
 
-    Own y is dO for queries and v for keys. Rows of keys are those before their scale. Where they are asked for, the
-    gradients of the projections, divided by |x|, are kept for that of w. Grid: G N chunks.
+    Own y is dO for queries and v for keys. Rows of keys are those before their scale. All values are one tile.
+    Grid: G N chunks.
     """
     program = tl.program_id(0)
     group, chunk = (program // N).to(tl.int64), program % N
@@ -281,28 +285,67 @@ def features_gradient_kernel(
     valid = tokens < L
     of_group = group * N * T
     at = of_group + tokens
+    values = tl.arange(0, BLOCK_V)
+    y = load_tile(own_y_ptr, rows, values, own_y_stride_l, valid, V)
     entering = tl.zeros((T, T), tl.float32)
     masses = tl.zeros((T,), tl.float32)
     if PAIRS:
+        if PRECISION == "ieee":
+            entering = pair_products(
+                own_y_ptr, own_y_stride_l, valid, other_y_ptr, other_y_stride_l, valid, rows, V, PRECISION, T, 32
+            )  # fmt: skip
+        else:
+            other_y = load_tile(other_y_ptr, rows, values, other_y_stride_l, valid, V)
+            entering = inputs_product(y, tl.trans(other_y), entering, PRECISION)
         entering, masses = _towards(
-            own_y_ptr, own_y_stride_l, other_y_ptr, other_y_stride_l, decay_ptr + of_group, key_scale_ptr + of_group,
-            inverse_ptr + of_group, grad_den_ptr + of_group, grad_mass_ptr + of_group, documents_ptr,
-            rows, tokens, valid, L, V, KEYS, HAS_GATE, HAS_SCALE, HAS_DOCUMENTS, PRECISION, T, BLOCK_V,
+            entering, decay_ptr + of_group, key_scale_ptr + of_group, inverse_ptr + of_group,
+            grad_den_ptr + of_group, grad_mass_ptr + of_group, documents_ptr, tokens, L,
+            KEYS, HAS_GATE, HAS_SCALE, HAS_DOCUMENTS,
         )  # fmt: skip
     own_scale = tl.full((T,), 1.0, tl.float32)
     if HAS_SCALE and KEYS:
         own_scale = tl.load(key_scale_ptr + at)
     state_rows, chunk_rows = _walk_projections(
-        own_ptr, own_stride_l, other_ptr, other_stride_l, own_y_ptr, own_y_stride_l, w_ptr + head * D * K,
+        own_ptr, own_stride_l, other_ptr, other_stride_l, map_of_head(w_ptr, head, K, D, PRECISION),
         state_ptr + state * M * V, zm_ptr, grad_ptr, grad_stride_l,
-        projected_ptr + (group * L + start) * D, operand(entering, PRECISION), own_scale,
-        tl.load(weight_ptr + at), tl.load(z_weight_ptr + at), rows, valid, K, D, V, scale,
-        PAIRS, WITH_PROJECTED, BLOCK_X, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
+        operand(entering, PRECISION), y, own_y_ptr, own_y_stride_l, own_scale,
+        tl.load(weight_ptr + at), tl.load(z_weight_ptr + at), rows, valid, values, K, D, V, scale,
+        PAIRS, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_X,
     )  # fmt: skip
     if WITH_ROWS:
         mass_rows = tl.load(mass_weight_ptr + at) * tl.load(zm_ptr + M)
         tl.store(rows_ptr + at, chunk_rows + masses + mass_rows)
         tl.store(state_rows_ptr + at, state_rows + mass_rows)
+
+
+@triton.jit
+def inputs_gradient_kernel(
+    projected_ptr, x_ptr, w_ptr, grad_ptr, x_stride_b, x_stride_h, x_stride_l,
+    grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K, D,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """dx of one chunk from the gradients [G, L, D] of its projections over |x|. Grid: G N chunks."""
+    program = tl.program_id(0)
+    group, chunk = (program // N).to(tl.int64), program % N
+    batch, head = group // H, group % H
+    start = chunk.to(tl.int64) * T
+    x_ptr += batch * x_stride_b + head * x_stride_h + start * x_stride_l
+    grad_ptr += batch * grad_stride_b + head * grad_stride_h + start * grad_stride_l
+    projected_ptr += (group * L + start) * D
+    w_ptr = map_of_head(w_ptr, head, K, D, PRECISION)
+    rows, inputs = tl.arange(0, T), tl.arange(0, BLOCK_X)
+    valid = chunk * T + rows < L
+    grad = tl.zeros((T, BLOCK_X), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        outputs = d + tl.arange(0, BLOCK_D)
+        projected = operand(load_tile(projected_ptr, rows, outputs, D, valid, D), PRECISION)
+        w = operand(load_tile(w_ptr, outputs, inputs, K, outputs < D, K), PRECISION)
+        grad = product(projected, w, grad, PRECISION)
+    if UNIT:
+        x, inverse = load_vectors(x_ptr, x_stride_l, rows, valid, K, "gaussian", True, T, BLOCK_X)
+        direction = x.to(tl.float32) * inverse[:, None]
+        grad = grad - direction * tl.sum(direction * grad, axis=1)[:, None]
+    store_tile(grad_ptr, grad_stride_l, rows, valid, inputs, K, grad)
 
 
 @triton.jit

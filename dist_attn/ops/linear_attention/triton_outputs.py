@@ -9,7 +9,18 @@ values.
 import triton
 import triton.language as tl
 
-from dist_attn.ops.linear_attention.triton_features import feature_tile, load_tile, operand, product, store_tile
+from dist_attn.ops.linear_attention.triton_features import (
+    features,
+    load_map,
+    load_tile,
+    load_vectors,
+    map_of_head,
+    narrow,
+    operand,
+    product,
+    project,
+    store_tile,
+)
 
 
 @triton.jit
@@ -56,38 +67,56 @@ def guard(denominator, mass, eps, KIND: tl.constexpr):
 
 
 @triton.jit
+def read_state(
+    phi, state_ptr, z_ptr, outputs, values, D, V, num, den, WITH_Z: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """num + phi S, and with WITH_Z den + phi z, of some rows of both."""
+    phi = operand(phi, PRECISION)
+    at = state_ptr + outputs[:, None] * V + values[None, :]
+    state = tl.load(at, mask=(outputs[:, None] < D) & (values[None, :] < V), other=0.0)
+    if WITH_Z:
+        z = tl.load(z_ptr + outputs, mask=outputs < D, other=0.0)
+        den += tl.sum(phi.to(tl.float32) * z[None, :], axis=1)
+    return product(phi, operand(state, PRECISION), num, PRECISION), den
+
+
+@triton.jit
 def scores_and_reads(
     own_ptr, own_stride, other_ptr, other_stride, rows, valid, w_ptr, state_ptr, z_ptr, values,
     K, D, V, scale,
-    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    WITH_Z: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """phi(own) phi(other)^T [T, T], phi(own) S [T, BLOCK_V] and phi(own) z [T] of one chunk."""
+    """phi(own) phi(other)^T [T, T], phi(own) S [T, BLOCK_V] and with WITH_Z phi(own) z [T] of one chunk."""
     scores = tl.zeros((T, T), tl.float32)
     num = tl.zeros((T, BLOCK_V), tl.float32)
     den = tl.zeros((T,), tl.float32)
+    own_x, own_inverse = load_vectors(own_ptr, own_stride, rows, valid, K, MAP, UNIT, T, BLOCK_X)
+    other_x, other_inverse = load_vectors(other_ptr, other_stride, rows, valid, K, MAP, UNIT, T, BLOCK_X)
     for d in range(0, D, BLOCK_D):
         outputs = d + tl.arange(0, BLOCK_D)
-        there = (outputs[:, None] < D) & (values[None, :] < V)
-        own, own_second = feature_tile(
-            own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D, scale,
-            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
+        other = project(
+            other_x, other_inverse, high, low, other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        other, other_second = feature_tile(
-            other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D, scale,
-            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        # Narrowed before the own ones are made: in float32 both would be held in registers at a time.
+        other, other_second = features(other, outputs, D, scale, MAP)
+        other, other_second = tl.trans(narrow(other, PRECISION)), tl.trans(narrow(other_second, PRECISION))
+        own = project(
+            own_x, own_inverse, high, low, own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        scores = product(own, tl.trans(other), scores, PRECISION)
-        at = state_ptr + outputs[:, None] * V + values[None, :]
-        num = product(own, operand(tl.load(at, mask=there, other=0.0), PRECISION), num, PRECISION)
-        z = tl.load(z_ptr + outputs, mask=outputs < D, other=0.0)
-        den += tl.sum(own.to(tl.float32) * z[None, :], axis=1)
+        own, own_second = features(own, outputs, D, scale, MAP)
+        scores = product(narrow(own, PRECISION), other, scores, PRECISION)
+        num, den = read_state(
+            own, state_ptr, z_ptr, outputs, values, D, V, num, den, WITH_Z, PRECISION
+        )  # fmt: skip
         if MAP == "gaussian":
-            scores = product(own_second, tl.trans(other_second), scores, PRECISION)
-            state = tl.load(at + D * V, mask=there, other=0.0)
-            num = product(own_second, operand(state, PRECISION), num, PRECISION)
-            z = tl.load(z_ptr + D + outputs, mask=outputs < D, other=0.0)
-            den += tl.sum(own_second.to(tl.float32) * z[None, :], axis=1)
+            scores = product(narrow(own_second, PRECISION), other_second, scores, PRECISION)
+            num, den = read_state(
+                own_second, state_ptr + D * V, z_ptr + D, outputs, values, D, V, num, den, WITH_Z, PRECISION
+            )  # fmt: skip
     return scores, num, den
 
 
@@ -100,7 +129,7 @@ def outputs_kernel(
     L, N, H, K, D, M, V, scale, eps,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Outputs [G, L, V], denominators before any policy [G, L] and masses [G, L] of one chunk.
 
@@ -121,8 +150,8 @@ def outputs_kernel(
     scores, num, den = scores_and_reads(
         q_ptr + batch * q_stride_b + head * q_stride_h + start * q_stride_l, q_stride_l,
         k_ptr + batch * k_stride_b + head * k_stride_h + start * k_stride_l, k_stride_l, rows, valid,
-        w_ptr + head * D * K, state_ptr + (group * N + chunk) * M * V, zm_ptr, values, K, D, V, scale,
-        MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
+        map_of_head(w_ptr, head, K, D, PRECISION), state_ptr + (group * N + chunk) * M * V, zm_ptr, values,
+        K, D, V, scale, True, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_V, BLOCK_X,
     )  # fmt: skip
     weights = pair_weights(decay_ptr + group * N * T, documents_ptr, tokens, tokens, L, False, HAS_GATE, HAS_DOCUMENTS)
     if HAS_SCALE:
@@ -147,7 +176,7 @@ def read_kernel(
     L, N, H, K, D, M, V, scale, eps,
     KIND: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """weight_t phi(x_t) S over the divisor, [G, L, V], and phi(x_t) z before any policy, [G, L], of one chunk.
 
@@ -167,22 +196,21 @@ def read_kernel(
     values = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     num = tl.zeros((T, BLOCK_V), tl.float32)
     den = tl.zeros((T,), tl.float32)
+    w_ptr = map_of_head(w_ptr, head, K, D, PRECISION)
+    x, inverse = load_vectors(x_ptr, x_stride_l, rows, valid, K, MAP, UNIT, T, BLOCK_X)
     for d in range(0, D, BLOCK_D):
         outputs = d + tl.arange(0, BLOCK_D)
-        there = (outputs[:, None] < D) & (values[None, :] < V)
-        first, second = feature_tile(
-            x_ptr, x_stride_l, rows, valid, w_ptr + head * D * K, outputs, K, D, scale,
-            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
+        projected = project(
+            x, inverse, high, low, x_ptr, x_stride_l, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        at = state_ptr + outputs[:, None] * V + values[None, :]
-        num = product(first, operand(tl.load(at, mask=there, other=0.0), PRECISION), num, PRECISION)
-        z = tl.load(zm_ptr + outputs, mask=outputs < D, other=0.0)
-        den += tl.sum(first.to(tl.float32) * z[None, :], axis=1)
+        first, second = features(projected, outputs, D, scale, MAP)
+        num, den = read_state(first, state_ptr, zm_ptr, outputs, values, D, V, num, den, True, PRECISION)
         if MAP == "gaussian":
-            state = tl.load(at + D * V, mask=there, other=0.0)
-            num = product(second, operand(state, PRECISION), num, PRECISION)
-            z = tl.load(zm_ptr + D + outputs, mask=outputs < D, other=0.0)
-            den += tl.sum(second.to(tl.float32) * z[None, :], axis=1)
+            num, den = read_state(
+                second, state_ptr + D * V, zm_ptr + D, outputs, values, D, V, num, den, True, PRECISION
+            )  # fmt: skip
     if HAS_WEIGHT:
         num = num * tl.load(weight_ptr + group * N * T + tokens)[:, None]
     mass = tl.zeros((T,), tl.float32) + tl.load(zm_ptr + M)

@@ -10,7 +10,16 @@ Shape letters: B batch, H heads, L tokens, K head size, D projections, M feature
 import triton
 import triton.language as tl
 
-from dist_attn.ops.linear_attention.triton_features import feature_tile, load_tile, operand, product
+from dist_attn.ops.linear_attention.triton_features import (
+    features,
+    load_map,
+    load_tile,
+    load_vectors,
+    map_of_head,
+    operand,
+    product,
+    project,
+)
 
 
 @triton.jit
@@ -85,7 +94,7 @@ def sums_kernel(
     x_stride_b, x_stride_h, x_stride_l, y_stride_b, y_stride_h, y_stride_l,
     L, N, H, K, D, M, V, scale, splits, length,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Of each split of `length` chunks: sum of weight_t phi(x_t) y_t^T, of z_weight_t phi(x_t), of mass_weight_t.
 
@@ -102,33 +111,37 @@ def sums_kernel(
     rows = tl.arange(0, T)
     values = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     outputs = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
-    total_second = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
+    # Values are the rows: a block of them fills the 64 rows of a Hopper GPU's products where one of features would not.
+    total = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    total_second = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     z = tl.zeros((BLOCK_D,), tl.float32)
     z_second = tl.zeros((BLOCK_D,), tl.float32)
     mass = tl.zeros((T,), tl.float32)
+    w_ptr = map_of_head(w_ptr, head, K, D, PRECISION)
     for chunk in range(first_chunk, tl.minimum(first_chunk + length, N)):
         tokens = chunk * T + rows
         valid = tokens < L
-        first, second = feature_tile(
-            x_ptr, x_stride_l, rows, valid, w_ptr + head * D * K, outputs, K, D, scale,
-            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
+        x, inverse = load_vectors(x_ptr, x_stride_l, rows, valid, K, MAP, UNIT, T, BLOCK_X)
+        projected = project(
+            x, inverse, high, low, x_ptr, x_stride_l, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
+        first, second = features(projected, outputs, D, scale, MAP)
         at = group * N * T + tokens
-        y = load_tile(y_ptr, rows, values, y_stride_l, valid, V).to(tl.float32)
-        y = operand(y * tl.load(weight_ptr + at)[:, None], PRECISION)
-        z_weight = tl.load(z_weight_ptr + at)[:, None]
-        total = product(tl.trans(first), y, total, PRECISION)
-        z += tl.sum(first.to(tl.float32) * z_weight, axis=0)
+        y = tl.trans(operand(load_tile(y_ptr, rows, values, y_stride_l, valid, V), PRECISION))
+        weight, z_weight = tl.load(weight_ptr + at)[:, None], tl.load(z_weight_ptr + at)[:, None]
+        total = product(y, operand(first * weight, PRECISION), total, PRECISION)
+        z += tl.sum(first * z_weight, axis=0)
         if MAP == "gaussian":
-            total_second = product(tl.trans(second), y, total_second, PRECISION)
-            z_second += tl.sum(second.to(tl.float32) * z_weight, axis=0)
+            total_second = product(y, operand(second * weight, PRECISION), total_second, PRECISION)
+            z_second += tl.sum(second * z_weight, axis=0)
         mass += tl.load(mass_weight_ptr + at)
         x_ptr += T * x_stride_l
         y_ptr += T * y_stride_l
 
-    there = (outputs[:, None] < D) & (values[None, :] < V)
-    at_sums = sums_ptr + (group * splits + split) * M * V + outputs[:, None] * V + values[None, :]
+    there = (outputs[None, :] < D) & (values[:, None] < V)
+    at_sums = sums_ptr + (group * splits + split) * M * V + outputs[None, :] * V + values[:, None]
     tl.store(at_sums, total, mask=there)
     if MAP == "gaussian":
         tl.store(at_sums + D * V, total_second, mask=there)

@@ -17,47 +17,51 @@ class Tiles:
 
     chunk           tokens that attend to each other directly; states are stored once a chunk.
     block_d         projections of a tile of features (twice as many features of a Gaussian map).
-    block_k         columns of q and k that enter a projection at once.
-    block_v         values of a tile of outputs or states.
-    warps, stages   of 32 threads; of the pipeline of loads.
+    block_v         values of a tile of outputs or states; features are made once for each such block.
+    warps, stages   of 32 threads; of the pipeline of loads. Four warps of a Hopper GPU share products of 64 rows, so
+                    more of them than one for 16 tokens of a chunk would cut its columns into narrow products.
     """
 
     chunk: int = 64
     block_d: int = 32
-    block_k: int = 64
-    block_v: int = 64
-    warps: int = 8
+    block_v: int = 128
+    warps: int = 4
     stages: int = 2
 
-    def fitted(self, head_size: int, projections: int, values: int) -> "Tiles":
+    def fitted(self, projections: int, values: int) -> "Tiles":
         """No tile larger than what it covers."""
         return replace(
-            self,
-            block_d=min(self.block_d, _power(projections)),
-            block_k=min(self.block_k, _power(head_size)),
-            block_v=min(self.block_v, _power(values)),
+            self, block_d=min(self.block_d, power_tile(projections)), block_v=min(self.block_v, power_tile(values))
         )
 
-    def of_features_gradient(self) -> "Tiles":
-        """Smaller ones for the kernel that holds most at a time: with these it spills no register."""
-        return replace(
-            self,
-            block_d=max(16, self.block_d // 2),
-            block_k=min(32, self.block_k),
-            block_v=min(32, self.block_v),
-            stages=1,
-        )
+    def of_features_gradient(self, values: int) -> "Tiles":
+        """All values of a chunk at once: its gradients of projections need the whole of dO v^T."""
+        return replace(self, block_v=power_tile(values))
 
-    def fitted_inputs(self, head_size: int) -> int:
-        """One tile for all columns of q or k, for gradients that are summed over projections."""
-        return _power(head_size)
+    def of_windows(self) -> "Tiles":
+        """For relative attention, which holds position scores besides: what a thread has of these, more warps halve."""
+        return replace(self, block_v=min(64, self.block_v), warps=self.chunk // 8)
 
 
-def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dtype) -> Tiles:
-    """Small ones, for registers: with 128 of each size outputs spill none on an H200."""
-    # Products of float32 tiles take three times the registers; see `dist-attn bench kernel-registers`.
-    tiles = Tiles() if dtype == torch.bfloat16 else Tiles(chunk=32, block_d=16, block_k=32, block_v=32, stages=1)
-    return tiles.fitted(head_size, projections, values)
+def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dtype, generation: int = 9) -> Tiles:
+    """Those with which no kernel spills registers at sizes of 128, on a GPU of compute capability `generation`.x.
+
+    `dist-attn bench kernel-registers` has the table of them.
+    """
+    if dtype != torch.bfloat16:  # float32 tiles take two registers for one, and their products three times as many
+        tiles = Tiles(chunk=32, block_d=16, block_v=32, stages=1 if dtype == torch.float32 and generation > 9 else 2)
+    elif generation < 9:  # matrix units read their operands out of registers
+        tiles = Tiles(block_d=16, block_v=64)
+    else:  # on Blackwell results of products lie outside the registers and come into them whole
+        tiles = Tiles(block_d=32 if generation == 9 else 16)
+    if max(head_size, values) > 128:  # whole rows of q, k, v and dO lie in shared memory
+        tiles = replace(tiles, block_d=16, block_v=min(64, tiles.block_v), stages=1)
+    return tiles.fitted(projections, values)
+
+
+def generation_of(device: torch.device) -> int:
+    """The first number of the compute capability; that of Hopper for what is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def tiles_for(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMap | None) -> Tiles:
@@ -66,8 +70,8 @@ def tiles_for(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMa
     record = record_of(q_BHLK.device)
     measured = None if record is None else record.tiles.get(tiles_key(q_BHLK, v_BHLV, feature_map))
     if measured is not None:
-        return Tiles(**measured).fitted(*sizes)
-    return default_tiles(*sizes, v_BHLV.dtype)
+        return Tiles(**measured).fitted(*sizes[1:])
+    return default_tiles(*sizes, v_BHLV.dtype, generation_of(v_BHLV.device))
 
 
 def tiles_key(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMap | None) -> str:
@@ -82,19 +86,18 @@ def _projections(q_BHLK: torch.Tensor, feature_map: FeatureMap | None) -> int:
     return tensors[0].shape[1] if tensors else q_BHLK.shape[3]
 
 
-def candidates(head_size: int, projections: int, values: int, dtype: torch.dtype) -> list[Tiles]:
+def candidates(projections: int, values: int) -> list[Tiles]:
     """What a measurement may choose from, without doubles."""
     tried = [
-        Tiles(chunk, block_d, 64, block_v, warps, stages)
-        for chunk in (64, 128)
+        Tiles(chunk, block_d, block_v, warps, stages)
+        for chunk, warps in ((64, 4), (128, 8))
         for block_d in (32, 64)
         for block_v in (64, 128)
-        for warps in (4, 8)
-        for stages in (1, 2, 3)
-        if chunk == 64 or warps == 8
+        for stages in (1, 2)
     ]
-    return list(dict.fromkeys(tiles.fitted(head_size, projections, values) for tiles in tried))
+    return list(dict.fromkeys(tiles.fitted(projections, values) for tiles in tried))
 
 
-def _power(size: int) -> int:
+def power_tile(size: int) -> int:
+    """The smallest tile that covers so much."""
     return max(16, 1 << (size - 1).bit_length())

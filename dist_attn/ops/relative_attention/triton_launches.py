@@ -4,7 +4,7 @@ Shape letters: B batch, H heads, G = B H, L queries in N chunks, S keys in NK ch
 V values, W = V + 1 (values and their count), R rows of relative positions.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -208,7 +208,7 @@ def relative_gradients(
     grad_z: torch.Tensor,
 ) -> RelativeTensors:
     """The gradients of all inputs from those of outputs, S and z; zeros for `ones`."""
-    q, k, v, tiles, (batch, heads, keys, values) = x.q, x.k, x.v, x.setting.tiles, x.v.shape
+    q, k, v, (batch, heads, keys, values) = x.q, x.k, x.v, x.v.shape
     grad_out, walked = rowwise(grad_out), walk(x)
     rows = _query_rows(x.setting, out, den, grad_out)
     # What queries send back through the states of the keys before them.
@@ -222,7 +222,7 @@ def relative_gradients(
         q=_features_gradient(x, rows, _Side(q, k, grad_out, v, walked.before, scores)),
         k=_features_gradient(x, rows, _Side(k, q, v, grad_out, after.before, None)),
         v=grad_v,
-        rp=map_gradient(scores, q, replace(tiles, block_d=_block_r(scores.shape[2]), block_k=tiles.block_d), v.dtype),
+        rp=map_gradient(scores, q, x.setting.tiles.chunk, v.dtype),
         s=start.s.unflatten(0, (batch, heads)),
         z=start.zm[:, :-1].unflatten(0, (batch, heads)),
         far=F.pad(far, (0, 1)).view(batch, heads, values + 1),  # the count of keys is no function of anything
@@ -235,7 +235,7 @@ def _states(
 ) -> Scanned:
     """The states before all chunks of these tokens, and the one after the last; of all of them if not causal."""
     size = tokens.shape[3]
-    plan = Plan("none", False, Denominator(), x.setting.tiles, size, size)
+    plan = Plan("none", False, Denominator(), x.setting.tiles, size, size, size)
     sums = chunk_sums(Stretch(plan, tokens, tokens, y, y), tokens, y, weights)
     if x.setting.causal:
         gain = torch.ones(sums.s.shape[:2], device=sums.s.device)

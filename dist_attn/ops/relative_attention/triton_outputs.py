@@ -13,7 +13,14 @@ V values, R rows of relative positions.
 import triton
 import triton.language as tl
 
-from dist_attn.ops.linear_attention.triton_features import load_tile, operand, product, project, store_tile
+from dist_attn.ops.linear_attention.triton_features import (
+    load_projections,
+    load_tile,
+    operand,
+    parts_product,
+    product,
+    store_tile,
+)
 
 
 @triton.jit
@@ -29,11 +36,13 @@ def positions_kernel(
     tokens = tl.arange(0, T)
     valid = chunk * T + tokens < L
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    # The projection of a random feature map without its function, so named by one that has a w.
-    scores, _ = project(
-        q_ptr + batch * q_stride_b + head * q_stride_h + start * q_stride_l, q_stride_l, tokens, valid,
-        rp_ptr + head * R * K, columns, K, R, "arc_cosine", False, PRECISION, T, BLOCK_R, BLOCK_D,
-    )  # fmt: skip
+    q_ptr += batch * q_stride_b + head * q_stride_h + start * q_stride_l
+    scores = tl.zeros((T, BLOCK_R), tl.float32)
+    for first in range(0, K, BLOCK_D):
+        inputs = first + tl.arange(0, BLOCK_D)
+        q = load_tile(q_ptr, tokens, inputs, q_stride_l, valid, K)
+        rp = load_projections(rp_ptr + head * R * K, inputs, columns, K, R)
+        scores = parts_product(q, rp, scores, PRECISION)
     store_tile(positions_ptr + (group * L + start) * R, R, tokens, valid, columns, R, scores)
 
 

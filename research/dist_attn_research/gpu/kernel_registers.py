@@ -1,165 +1,187 @@
-"""Registers, spills and shared memory of every GPU kernel as compiled for an H100 or H200; needs triton and no GPU.
+"""What every GPU kernel is compiled to on three generations of GPUs; needs triton and no GPU.
 
-    dist-attn bench kernel-registers [--head-size N] [--projections N] [--values N] [--dtype T] [--json F]
+    dist-attn bench kernel-registers [--size N] [--dtype T ...] [--capability N ...] [--only WORD ...] [--tiles JSON]
 
-A spilled register goes through memory each time it is used: tiles are chosen so that none is (`triton_tiles`).
+A spilled register goes through memory each time it is used: tiles are chosen so that none is (`triton_tiles`). Matrix
+products are counted by their instruction as it stands in the PTX, loops once. All kernels at the default tiles are
+filed; part of them, or others, are only printed.
 """
 
 import argparse
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dist_attn.ops.linear_attention.triton_tiles import Tiles, default_tiles
+from benchmarks.measured import Measured, Table
+from benchmarks.report import file_finding
+from benchmarks.setting import look_around
+from dist_attn.ops.linear_attention.triton_tiles import Tiles, default_tiles, power_tile
 
-__all__ = ["compiled", "kernels_of", "relative_kernels"]
+__all__ = ["Compiled", "Kernel", "compiled", "kernels_of", "main", "relative_kernels"]
 
-ARCHITECTURE = 90
+NAME = "kernel-registers"
+QUESTION = (
+    "How many registers, how much shared memory and which matrix instructions do the GPU's kernels take? Compiled "
+    "without a GPU for sizes of 128, a Gaussian map and gates, at the default tiles."
+)
+SIZE = 128
+# Compute capabilities of A100, H100 and H200, B200.
+CAPABILITIES = (80, 90, 100)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "ieee"}
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "ieee"}
 # Arguments that are of the inputs' type, and those that are states as they enter products.
-INPUTS = {"q", "k", "v", "x", "y", "out", "own", "other", "own_y", "other_y", "grad", "grad_out", "a", "b"}
+INPUTS = {"q", "k", "v", "x", "y", "out", "own", "other", "own_y", "other_y", "grad_out", "a", "b", "w"}
 STATES = {"state", "before", "projected"}
+# What Triton knows to be a multiple of 16 at a launch of such sizes, besides addresses and strides.
+SIZES = ("K", "D", "M", "V", "L")
 
 
-def kernels_of(tiles: Tiles, dtype: torch.dtype, head_size: int) -> dict[str, tuple[Any, dict[str, object], Tiles]]:
-    """Each kernel with the constants it is compiled for and its tiles: a Gaussian map, gates, no documents."""
-    from dist_attn.ops.linear_attention import (
-        triton_decode,
-        triton_gradients,
-        triton_outputs,
-        triton_states,
-    )
+class Kernel(NamedTuple):
+    """A kernel, the constants and the tiles it is compiled for, and the types that its arguments' names do not say."""
 
-    blocks = {"T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_K": tiles.block_k, "BLOCK_V": tiles.block_v}
-    made: dict[str, object] = {"MAP": "gaussian", "UNIT": True, "PRECISION": PRECISIONS[dtype], **blocks}
+    source: Any
+    constants: Mapping[str, object]
+    tiles: Tiles
+    types: Mapping[str, str] = {}
+
+
+class Compiled(NamedTuple):
+    """Registers and bytes of spilled ones, of a thread; bytes of shared memory; matrix instructions by their shape."""
+
+    registers: int
+    spilled: int
+    shared: int
+    products: dict[str, int]
+
+
+def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]:
+    """Those of linear attention of so many columns, projections and values: a Gaussian map, gates, no documents."""
+    from dist_attn.ops.linear_attention import triton_decode, triton_gradients, triton_outputs, triton_states
+
+    precision, columns = {"PRECISION": PRECISIONS[dtype]}, {"BLOCK_X": power_tile(size)}
+    blocks = {"T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_V": tiles.block_v, **columns}
+    map_form: dict[str, object] = {"MAP": "gaussian", "UNIT": True}
+    made = {**map_form, **precision, **blocks}
     optional = {"HAS_GATE": True, "HAS_SCALE": True, "HAS_DOCUMENTS": False}
-    small, step, four = tiles.of_features_gradient(), triton_decode.STEP_TILES, replace(tiles, warps=4)
-    features = {
-        "PAIRS": True,
-        "WITH_ROWS": True,
-        "WITH_PROJECTED": True,
-        "BLOCK_X": tiles.fitted_inputs(head_size),
-        **optional,
-        **made,
-    }
-    features |= {"BLOCK_D": small.block_d, "BLOCK_K": small.block_k, "BLOCK_V": small.block_v}
+    of_values, step = tiles.of_features_gradient(size), triton_decode.STEP_TILES
+    four = replace(tiles, warps=4)
+    causal = {**made, **optional, "BLOCK_V": of_values.block_v, "PAIRS": True, "WITH_ROWS": True}
+    full = {**causal, "PAIRS": False, "HAS_GATE": False}
+    # Gradients of projections are states' type where they enter products later.
+    projections = {"grad_ptr": "*bf16" if dtype == torch.bfloat16 else "*fp32"}
+    inputs = {"grad_ptr": POINTERS[dtype]}
+    square = min(64, power_tile(size))
+    gradient = triton_gradients.features_gradient_kernel
     return {
-        "sums": (triton_states.sums_kernel, made, tiles),
-        "scan": (triton_states.scan_kernel, {"REVERSE": False, "WITH_DOT": False, "BLOCK": 1024}, four),
-        "scan back": (triton_states.scan_kernel, {"REVERSE": True, "WITH_DOT": True, "BLOCK": 1024}, four),
-        "outputs": (triton_outputs.outputs_kernel, {"KIND": "floor", **optional, **made}, tiles),
-        "gradient of values": (triton_gradients.values_gradient_kernel, {**optional, **made}, tiles),
-        "gradient of queries": (triton_gradients.features_gradient_kernel, {"KEYS": False, **features}, small),
-        "gradient of keys": (triton_gradients.features_gradient_kernel, {"KEYS": True, **features}, small),
-        "gradient of w": (
+        "sums": Kernel(triton_states.sums_kernel, made, tiles),
+        "scan": Kernel(triton_states.scan_kernel, {"REVERSE": False, "WITH_DOT": False, "BLOCK": 1024}, four),
+        "scan back": Kernel(triton_states.scan_kernel, {"REVERSE": True, "WITH_DOT": True, "BLOCK": 1024}, four),
+        "outputs": Kernel(triton_outputs.outputs_kernel, {"KIND": "floor", **optional, **made}, tiles),
+        "gradient of values": Kernel(triton_gradients.values_gradient_kernel, {**optional, **made}, tiles, inputs),
+        "gradient of queries' features": Kernel(gradient, {"KEYS": False, **causal}, of_values, projections),
+        "gradient of keys' features": Kernel(gradient, {"KEYS": True, **causal}, of_values, projections),
+        "gradient of queries, of keys": Kernel(
+            triton_gradients.inputs_gradient_kernel,
+            {"UNIT": True, **precision, **columns, "T": tiles.chunk, "BLOCK_D": tiles.block_d},
+            tiles,
+            inputs,
+        ),
+        "gradient of w": Kernel(
             triton_gradients.map_gradient_kernel,
-            {name: made[name] for name in ("PRECISION", "T", "BLOCK_D", "BLOCK_K")},
+            {**precision, "T": tiles.chunk, "BLOCK_D": square, "BLOCK_K": square},
             four,
         ),
-        "full read": (triton_outputs.read_kernel, {"KIND": "floor", "HAS_WEIGHT": False, **made}, tiles),
-        "full gradient of queries": (
-            triton_gradients.features_gradient_kernel,
-            {"KEYS": False, **features, "PAIRS": False, "WITH_ROWS": False, "HAS_GATE": False, "HAS_SCALE": False},
-            small,
+        "full read": Kernel(triton_outputs.read_kernel, {"KIND": "floor", "HAS_WEIGHT": False, **made}, tiles),
+        "full gradient of queries' features": Kernel(
+            gradient, {"KEYS": False, **full, "WITH_ROWS": False, "HAS_SCALE": False}, of_values, projections
         ),
-        "full gradient of keys": (
-            triton_gradients.features_gradient_kernel,
-            {"KEYS": True, **features, "PAIRS": False, "HAS_GATE": False},
-            small,
-        ),
-        "step": (
+        "full gradient of keys' features": Kernel(gradient, {"KEYS": True, **full}, of_values, projections),
+        "step": Kernel(
             triton_decode.step_kernel,
-            {
-                "KIND": "floor",
-                "HAS_GATE": True,
-                "HAS_SCALE": True,
-                "MAP": "gaussian",
-                "UNIT": True,
-                "BLOCK_X": tiles.fitted_inputs(head_size),
-                "BLOCK_D": step.block_d,
-                "BLOCK_V": step.block_v,
-            },
+            {"KIND": "floor", "HAS_GATE": True, "HAS_SCALE": True, **map_form, **columns}
+            | {"BLOCK_D": step.block_d, "BLOCK_V": step.block_v},
             step,
+            {"w_ptr": "*fp32"},
         ),
     }
 
 
-def relative_kernels(tiles: Tiles, dtype: torch.dtype) -> dict[str, tuple[Any, dict[str, object], Tiles]]:
+def relative_kernels(tiles: Tiles, dtype: torch.dtype) -> dict[str, Kernel]:
     """As `kernels_of`, those of causal relative attention."""
     from dist_attn.ops.relative_attention import triton_gradients, triton_outputs
 
-    window: dict[str, object] = {
-        "CAUSAL": True,
-        "PRECISION": PRECISIONS[dtype],
-        "T": tiles.chunk,
-        "BLOCK_V": tiles.block_v,
-    }
+    tiles, precision = tiles.of_windows(), {"PRECISION": PRECISIONS[dtype]}
+    window: dict[str, object] = {"CAUSAL": True, **precision, "T": tiles.chunk, "BLOCK_V": tiles.block_v}
     whole = {**window, "BLOCK_D": tiles.block_d}
-    rows = {"PRECISION": PRECISIONS[dtype], "T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_R": 32}
+    rows = {**precision, "T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_R": 32}
+    sums = {"T": tiles.chunk, "BLOCK_V": tiles.block_v}
+    four, inputs = replace(tiles, warps=4), {"grad_ptr": POINTERS[dtype]}
+    features = triton_gradients.relative_features_gradient_kernel
     return {
-        "relative positions": (triton_outputs.positions_kernel, rows, replace(tiles, warps=4)),
-        "relative sums": (
-            triton_outputs.row_sums_kernel,
-            {"T": tiles.chunk, "BLOCK_V": tiles.block_v},
-            replace(tiles, warps=4),
-        ),
-        "relative outputs": (triton_outputs.relative_outputs_kernel, whole, tiles),
-        "relative gradient of positions": (triton_gradients.positions_gradient_kernel, window, tiles),
-        "relative gradient of queries": (
-            triton_gradients.relative_features_gradient_kernel,
-            {"KEYS": False, "BLOCK_R": 32, **whole},
-            tiles,
-        ),
-        "relative gradient of keys": (
-            triton_gradients.relative_features_gradient_kernel,
-            {"KEYS": True, "BLOCK_R": 32, **whole},
-            tiles,
-        ),
-        "relative gradient of values": (triton_gradients.relative_values_gradient_kernel, whole, tiles),
+        "relative positions": Kernel(triton_outputs.positions_kernel, rows, four),
+        "relative sums": Kernel(triton_outputs.row_sums_kernel, sums, four),
+        "relative outputs": Kernel(triton_outputs.relative_outputs_kernel, whole, tiles),
+        "relative gradient of positions": Kernel(triton_gradients.positions_gradient_kernel, window, tiles),
+        "relative gradient of queries": Kernel(features, {"KEYS": False, "BLOCK_R": 32, **whole}, tiles, inputs),
+        "relative gradient of keys": Kernel(features, {"KEYS": True, "BLOCK_R": 32, **whole}, tiles, inputs),
+        "relative gradient of values": Kernel(triton_gradients.relative_values_gradient_kernel, whole, tiles, inputs),
     }
 
 
-def compiled(
-    kernel: Any, constants: Mapping[str, object], dtype: torch.dtype, *, warps: int, stages: int
-) -> dict[str, int]:
-    """Registers a thread, bytes of stack and of spilled registers, bytes of shared memory."""
+def compiled(kernel: Kernel, dtype: torch.dtype, capability: int) -> Compiled:
+    """What Triton and its ptxas make of a kernel for GPUs of this compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {name: "constexpr" if name in constants else _type(name, dtype) for name in kernel.arg_names}
-    # As at a launch: pointers and row lengths of whole 16 bytes may be read as such.
-    aligned = [name.endswith("_ptr") or "_stride_" in name for name in kernel.arg_names]
+    names = kernel.source.arg_names
+    signature = {n: "constexpr" if n in kernel.constants else kernel.types.get(n) or _type(n, dtype) for n in names}
+    # As at a launch: addresses and row lengths of whole 16 bytes may be read as such.
+    aligned = [name.endswith("_ptr") or "_stride_" in name or name in SIZES for name in names]
     attributes = {(i,): [["tt.divisibility", 16]] for i, whole in enumerate(aligned) if whole}
     made = triton.compile(
-        ASTSource(kernel, signature, dict(constants), attributes),
-        target=GPUTarget("cuda", ARCHITECTURE, 32),
-        options={"num_warps": warps, "num_stages": stages},
+        ASTSource(kernel.source, signature, dict(kernel.constants), attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": kernel.tiles.warps, "num_stages": kernel.tiles.stages},
     )
+    said = _assembled(made.asm["ptx"], capability)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert spilled is not None and registers is not None, said
+    return Compiled(int(registers[1]), int(spilled[1]), int(made.metadata.shared), _products(made.asm["ptx"]))
+
+
+def _assembled(ptx: str, capability: int) -> str:
+    """What ptxas says of registers; Triton has run it too, and kept that to itself."""
+    import triton
+
+    program = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        source.write_text(made.asm["ptx"])
-        command = [_assembler(), "-v", f"--gpu-name=sm_{ARCHITECTURE}a", str(source), "-o", str(Path(folder) / "cubin")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    assert stack is not None and registers is not None, done.stderr
-    return {
-        "registers": int(registers[1]),
-        "stack": int(stack[1]),
-        "spilled": int(stack[2]),
-        "shared": int(made.metadata.shared),
-    }
+        source.write_text(ptx)
+        assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
+        command = [str(assembler), "-v", f"--gpu-name={architecture}", str(source), "-o", str(Path(folder) / "cubin")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
+
+
+def _products(ptx: str) -> dict[str, int]:
+    """ "wgmma m64n128k16 bf16" and the like, and how often each stands there."""
+    found: Counter[str] = Counter()
+    for name, rest in re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.([\w.:]+)", ptx):
+        shape = re.search(r"m\d+n\d+k\d+", rest)
+        kind = re.findall(r"bf16|tf32|f16", rest)[-1]
+        found[" ".join([name.partition(".")[0], *([shape[0]] if shape else []), kind])] += 1
+    return dict(sorted(found.items()))
 
 
 def _type(name: str, dtype: torch.dtype) -> str:
@@ -173,39 +195,72 @@ def _type(name: str, dtype: torch.dtype) -> str:
     return POINTERS[dtype] if base in INPUTS else "*fp32"
 
 
-def _assembler() -> str:
-    import triton
+def _finding(
+    rows: Mapping[tuple[str, int], Mapping[str, Compiled]], tiles: Mapping[tuple[str, int], Tiles]
+) -> Measured:
+    tables = [
+        Table(
+            f"{dtype}, compute capability {capability / 10:.1f}: {_words(tiles[dtype, capability])}",
+            ("kernel", "registers", "bytes spilled", "shared memory, KiB", "matrix instructions"),
+            tuple(
+                (
+                    name,
+                    str(row.registers),
+                    str(row.spilled),
+                    f"{row.shared / 1024:g}",
+                    ", ".join(f"{count} {product}" for product, count in row.products.items()) or "–",
+                )
+                for name, row in found.items()
+            ),
+        )
+        for (dtype, capability), found in rows.items()
+    ]
+    numbers = {
+        f"{dtype}, {capability / 10:.1f}, {name}, {what}": float(getattr(row, what))
+        for (dtype, capability), found in rows.items()
+        for name, row in found.items()
+        for what in ("registers", "spilled", "shared")
+    }
+    return Measured(NAME, QUESTION, look_around(), tuple(tables), {}, numbers, (), notes=_NOTES)
 
-    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    found = str(own) if own.exists() else shutil.which("ptxas")
-    if found is None:
-        raise SystemExit("ptxas is neither in triton's wheel nor on the PATH; install the CUDA toolkit")
-    return found
+
+def _words(tiles: Tiles) -> str:
+    return ", ".join(f"{name} {value}" for name, value in asdict(tiles).items())
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table, a row as soon as it is known."""
+_NOTES = (
+    "Registers are those of one thread, 255 at most; instructions are counted as they stand in the PTX, loops once.",
+    "The step has no matrix products: one token of one sequence is a vector.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print each kernel as soon as it is compiled, then all tables; 1 where a default tile spills."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name in ("head-size", "projections", "values"):
-        parser.add_argument(f"--{name}", type=int, default=128)
-    parser.add_argument("--dtype", choices=[str(t).removeprefix("torch.") for t in POINTERS], default="bfloat16")
+    parser.add_argument("--size", type=int, default=SIZE, help="of a head, its values and its projections")
+    types = {str(t).removeprefix("torch."): t for t in POINTERS}
+    parser.add_argument("--dtype", nargs="*", choices=types, default=list(types))
+    parser.add_argument("--capability", type=int, nargs="*", choices=CAPABILITIES, default=list(CAPABILITIES))
     parser.add_argument("--tiles", default="{}", help='JSON, as {"chunk": 128, "warps": 8}')
     parser.add_argument("--only", nargs="*", default=[""], help="kernels whose name contains one of these")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    dtype = getattr(torch, given.dtype)
-    sizes = (given.head_size, given.projections, given.values)
-    tiles = Tiles(**{**asdict(default_tiles(*sizes, dtype)), **json.loads(given.tiles)}).fitted(*sizes)
-    print(tiles)
-    rows = {}
-    kernels = kernels_of(tiles, dtype, given.head_size) | relative_kernels(tiles, dtype)
-    for name, (kernel, constants, own) in kernels.items():
-        if any(part in name for part in given.only):
-            rows[name] = compiled(kernel, constants, dtype, warps=own.warps, stages=own.stages)
-            print(f"{name:30} {rows[name]}", flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps({"tiles": asdict(tiles), "dtype": given.dtype, "kernels": rows}, indent=1))
+    rows: dict[tuple[str, int], dict[str, Compiled]] = {}
+    tiles: dict[tuple[str, int], Tiles] = {}
+    for name in given.dtype:
+        for capability in given.capability:
+            dtype, own = types[name], default_tiles(given.size, given.size, given.size, types[name], capability // 10)
+            cut = tiles[name, capability] = Tiles(**{**asdict(own), **json.loads(given.tiles)})
+            kernels = kernels_of(cut, dtype, given.size) | relative_kernels(cut, dtype)
+            found = rows[name, capability] = {}
+            for kernel in (k for k in kernels if any(part in k for part in given.only)):
+                found[kernel] = compiled(kernels[kernel], dtype, capability)
+                print(f"{name} {capability} {kernel}: {found[kernel]._asdict()}", file=sys.stderr, flush=True)
+    finding = _finding(rows, tiles)
+    print(finding.as_markdown())
+    if all(getattr(given, option) == parser.get_default(option) for option in vars(given)):
+        print(f"filed as {file_finding(finding)}", file=sys.stderr)
+    return int(any(row.spilled for found in rows.values() for row in found.values()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())
