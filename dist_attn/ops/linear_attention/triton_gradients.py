@@ -225,16 +225,14 @@ def _walk_projections(
         )  # fmt: skip
         first, second = features(projected, outputs, D, scale, MAP)
         grad_first, through, products = _part_gradient(
-            first, other, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs,
-            values, D, V,
-            PAIRS, PRECISION, T, BLOCK_D,
+            first, other, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr,
+            outputs, values, D, V, PAIRS, PRECISION, T, BLOCK_D,
         )  # fmt: skip
         grad_second = grad_first
         if MAP == "gaussian":
             grad_second, through_second, products_second = _part_gradient(
                 second, other_second, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight,
-                state_ptr + D * V, z_ptr + D, outputs, values,
-                D, V, PAIRS, PRECISION, T, BLOCK_D,
+                state_ptr + D * V, z_ptr + D, outputs, values, D, V, PAIRS, PRECISION, T, BLOCK_D,
             )  # fmt: skip
             through += through_second
             products += products_second
@@ -287,8 +285,7 @@ def features_gradient_kernel(
     at = of_group + tokens
     values = tl.arange(0, BLOCK_V)
     y = load_tile(own_y_ptr, rows, values, own_y_stride_l, valid, V)
-    entering = tl.zeros((T, T), tl.float32)
-    masses = tl.zeros((T,), tl.float32)
+    entering, masses = tl.zeros((T, T), tl.float32), tl.zeros((T,), tl.float32)
     if PAIRS:
         if PRECISION == "ieee":
             entering = pair_products(
