@@ -182,7 +182,7 @@ class _Run:
                     self._write(log, last)
                 best = False
                 if self._due(run.evaluate_every) and (scores := self._validate()):
-                    asked = asked or bool(self.share.sum(torch.tensor(float(stop()))))
+                    asked = asked or bool(self.share.sum(torch.tensor(float(stop()), device="cpu")))
                     last = {"step": self.step, unit: seen, **scores}
                     self._write(log, last)
                     for line in self.task.remarks(self.step, scores) if self.mesh.is_first else ():
