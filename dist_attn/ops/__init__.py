@@ -1,5 +1,12 @@
 """Operations along the sequence: naive oracles, fast forms, and the seam that models use."""
 
+from dist_attn.ops.affine import (
+    AffineState,
+    affine_recurrence,
+    affine_step,
+    gated_delta_rule,
+    gated_delta_step,
+)
 from dist_attn.ops.convolution import convolve, convolve_streaming
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.dense_space import dense_scan
@@ -28,6 +35,7 @@ from dist_attn.ops.token_mixing import mix_tokens
 from dist_attn.ops.watch import FiniteCheck, Watch, current_watch, watching
 
 __all__ = [
+    "AffineState",
     "Denominator",
     "FeatureMap",
     "FiniteCheck",
@@ -40,12 +48,16 @@ __all__ = [
     "SequenceOps",
     "Watch",
     "absorb_keys",
+    "affine_recurrence",
+    "affine_step",
     "convolve",
     "convolve_streaming",
     "current_watch",
     "dense_scan",
     "diagonal_scan",
     "fourier_mix",
+    "gated_delta_rule",
+    "gated_delta_step",
     "legs_memory",
     "legs_step",
     "linear_attention",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.affine import AffineState, Read, affine_recurrence, gated_delta_rule
 from dist_attn.ops.convolution import convolve, convolve_streaming, packed_convolve, packed_convolve_streaming
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.dense_space import dense_scan
@@ -95,6 +96,54 @@ class LocalSequenceOps:
             denominator=denominator,
             documents=self.documents,
             prefix=prefix,
+            implementation=self.implementation,
+        )
+
+    def affine_recurrence(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        *,
+        log_decay_BHLK: torch.Tensor,
+        erase: tuple[torch.Tensor, torch.Tensor] | None = None,
+        bonus_HK: torch.Tensor | None = None,
+        read: Read = "after",
+        state: AffineState | None = None,
+    ) -> tuple[torch.Tensor, AffineState]:
+        """See `dist_attn.ops.affine_recurrence`."""
+        return affine_recurrence(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            log_decay_BHLK=log_decay_BHLK,
+            erase=erase,
+            bonus_HK=bonus_HK,
+            read=read,
+            state=state,
+            documents=self.documents,
+            implementation=self.implementation,
+        )
+
+    def gated_delta_rule(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        *,
+        beta_BHL: torch.Tensor,
+        log_decay_BHLK: torch.Tensor,
+        state: AffineState | None = None,
+    ) -> tuple[torch.Tensor, AffineState]:
+        """See `dist_attn.ops.gated_delta_rule`."""
+        return gated_delta_rule(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            beta_BHL=beta_BHL,
+            log_decay_BHLK=log_decay_BHLK,
+            state=state,
+            documents=self.documents,
             implementation=self.implementation,
         )
 

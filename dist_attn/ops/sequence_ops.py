@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from dist_attn.ops.affine import AffineState, Read
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import DocumentPlaces
 from dist_attn.ops.feature_map import FeatureMap
@@ -78,6 +79,30 @@ class SequenceOps(Protocol):
         denominator: Denominator | None = None,
         prefix: int = 0,
     ) -> tuple[torch.Tensor, LinearState]: ...
+
+    def affine_recurrence(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        *,
+        log_decay_BHLK: torch.Tensor,
+        erase: tuple[torch.Tensor, torch.Tensor] | None = None,
+        bonus_HK: torch.Tensor | None = None,
+        read: Read = "after",
+        state: AffineState | None = None,
+    ) -> tuple[torch.Tensor, AffineState]: ...
+
+    def gated_delta_rule(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        *,
+        beta_BHL: torch.Tensor,
+        log_decay_BHLK: torch.Tensor,
+        state: AffineState | None = None,
+    ) -> tuple[torch.Tensor, AffineState]: ...
 
     def relative_attention(
         self,

@@ -1,6 +1,6 @@
 """The exclusive scan of states over ranks, by several exchanges that give the same result to rounding."""
 
-from dist_attn.sharded.prefix_scan.monoid import LegsForgets, LogDecay, Matrix, Monoid, Powers
+from dist_attn.ops.monoid import LegsForgets, LogDecay, Matrix, Monoid, Powers
 from dist_attn.sharded.prefix_scan.scan import (
     Algorithm,
     Exchange,

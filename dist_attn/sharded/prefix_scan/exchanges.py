@@ -15,7 +15,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ConfigError
-from dist_attn.sharded.prefix_scan.monoid import Monoid
+from dist_attn.ops.monoid import Monoid
 from dist_attn.sharded.prefix_scan.scan_gradient import before_start
 
 LABEL = "carry"  # in the traffic log

@@ -12,6 +12,7 @@ from dist_attn.comm import Communicator
 from dist_attn.costs import Calibration, calibration_file, read_calibration
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
+from dist_attn.ops.monoid import LogDecay, Monoid
 from dist_attn.sharded.prefix_scan.exchanges import (
     Finish,
     start_exscan,
@@ -20,7 +21,6 @@ from dist_attn.sharded.prefix_scan.exchanges import (
     start_pair,
     start_serial_ring,
 )
-from dist_attn.sharded.prefix_scan.monoid import LogDecay, Monoid
 from dist_attn.sharded.prefix_scan.pieces import start_pipelined_ring, start_two_level
 from dist_attn.wire.choices import EXCHANGES, StateExchange
 

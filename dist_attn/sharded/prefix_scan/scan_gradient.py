@@ -1,7 +1,7 @@
 """The back end's exclusive scan with gradients: the backward pass is the same scan, from the last rank to the first.
 
-What travels in the backward pass, and what follows from it, says `monoid.Monoid`. It is made of plain operations and of
-that scan, so that it has gradients itself.
+What travels in the backward pass, and what follows from it, says `ops.monoid.Monoid`. It is made of plain operations and
+of that scan, so that it has gradients itself.
 """
 
 from typing import Any, cast, final
@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from dist_attn.comm import Communicator, Pending
 from dist_attn.comm import differentiable as collectives
-from dist_attn.sharded.prefix_scan.monoid import Monoid, monoid_named, pulled_back
+from dist_attn.ops.monoid import Monoid, monoid_named, pulled_back
 
 __all__ = ["Running", "before_start"]
 

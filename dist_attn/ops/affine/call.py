@@ -1,0 +1,113 @@
+"""A call of an affine recurrence as one value: its tensors, what is asked of them, and parts of it.
+
+Shape letters: B batch, H heads, L tokens, K key size, V values, G decays of a head: 1, or K.
+"""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Literal
+
+import torch
+
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.affine.state import AffineState
+from dist_attn.ops.documents import check_documents
+from dist_attn.ops.linear_attention.call import Implementation
+
+Read = Literal["after", "before"]
+
+
+@dataclass(frozen=True)
+class AffineCall:
+    """The arguments of `affine_recurrence`, or with `beta_BHL` of `gated_delta_rule`; these explain them."""
+
+    q_BHLK: torch.Tensor
+    k_BHLK: torch.Tensor
+    v_BHLV: torch.Tensor
+    log_decay_BHLG: torch.Tensor
+    erase: tuple[torch.Tensor, torch.Tensor] | None = None
+    beta_BHL: torch.Tensor | None = None
+    bonus_HK: torch.Tensor | None = None
+    read: Read = "after"
+    state: AffineState | None = None
+    documents: tuple[int, ...] = ()
+    implementation: Implementation = "auto"
+
+    @property
+    def tokens(self) -> int:
+        """L."""
+        return self.q_BHLK.shape[2]
+
+    @property
+    def sequence(self) -> tuple[torch.Tensor | None, ...]:
+        """q, k, v, log decay, a, b and beta: what lies along the tokens."""
+        a_b = (None, None) if self.erase is None else self.erase
+        return self.q_BHLK, self.k_BHLK, self.v_BHLV, self.log_decay_BHLG, *a_b, self.beta_BHL
+
+    @property
+    def erases(self) -> bool:
+        """Whether tokens take something from the state, so that its transition is a matrix."""
+        return self.erase is not None or self.beta_BHL is not None
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[B, H, K, V]."""
+        batch, heads, _, size = self.k_BHLK.shape
+        return batch, heads, size, self.v_BHLV.shape[3]
+
+    def with_sequence(self, sequence: tuple[torch.Tensor | None, ...]) -> "AffineCall":
+        """The same call of other tensors along the tokens, in the order of `sequence`."""
+        q, k, v, log_decay, a, b, beta = sequence
+        assert q is not None and k is not None and v is not None and log_decay is not None
+        erase = None if a is None or b is None else (a, b)
+        return replace(self, q_BHLK=q, k_BHLK=k, v_BHLV=v, log_decay_BHLG=log_decay, erase=erase, beta_BHL=beta)
+
+    def part(self, start: int, stop: int) -> "AffineCall":
+        """The call of the tokens from `start` to before `stop`, with the documents that start among these."""
+        sequence = tuple(None if t is None else t[:, :, start:stop] for t in self.sequence)
+        documents = tuple(at - start for at in self.documents if start <= at < stop)
+        return replace(self.with_sequence(sequence), documents=documents)
+
+    def of_heads(self, heads: slice) -> "AffineCall":
+        """The call of some heads."""
+        sequence = tuple(None if t is None else t[:, heads] for t in self.sequence)
+        bonus = None if self.bonus_HK is None else self.bonus_HK[heads]
+        state = None if self.state is None else AffineState(self.state.s_BHKV[:, heads])
+        return replace(self.with_sequence(sequence), bonus_HK=bonus, state=state)
+
+    def sums_dtype(self) -> torch.dtype:
+        """The precision of the state: the widest of all inputs, float32 at least."""
+        states = () if self.state is None else (self.state.s_BHKV,)
+        there = (t for t in (*self.sequence, *states) if t is not None)
+        return reduce(torch.promote_types, (t.dtype for t in there), torch.float32)
+
+    def first_sums(self, dtype: torch.dtype) -> torch.Tensor:
+        """S before the first token, [B, H, K, V]."""
+        if self.state is None:
+            return torch.zeros(self.state_shape, dtype=dtype, device=self.v_BHLV.device)
+        return self.state.s_BHKV.to(dtype)
+
+    def check(self) -> None:
+        """Raises ShapeError for tensors that do not fit together, InputError for settings that mean nothing."""
+        q, k, v, decay = self.q_BHLK, self.k_BHLK, self.v_BHLV, self.log_decay_BHLG
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, log_decay {tuple(decay.shape)}"
+        if not (q.dim() == k.dim() == v.dim() == decay.dim() == 4):
+            raise ShapeError(f"{shapes}: all need four dimensions [batch, heads, tokens, size]")
+        if q.shape != k.shape or not k.shape[:3] == v.shape[:3] == decay.shape[:3]:
+            raise ShapeError(f"{shapes}: q and k need equal shapes, all four the same batch, heads and tokens")
+        if decay.shape[3] not in (1, k.shape[3]):
+            raise ShapeError(f"log_decay has {decay.shape[3]} numbers for a head; needed are 1 or {k.shape[3]}")
+        for name, t, needed in zip(
+            ("erase[0]", "erase[1]", "beta"), self.sequence[4:], (k.shape, k.shape, k.shape[:3]), strict=True
+        ):
+            if t is not None and t.shape != needed:
+                raise ShapeError(f"{name} has shape {tuple(t.shape)}; needed is {tuple(needed)}")
+        if self.bonus_HK is not None and self.bonus_HK.shape != (k.shape[1], k.shape[3]):
+            raise ShapeError(f"bonus has shape {tuple(self.bonus_HK.shape)}; needed is {(k.shape[1], k.shape[3])}")
+        if self.read not in ("after", "before"):
+            raise InputError(f"read is {self.read!r}; needed is 'after' or 'before'")
+        if self.bonus_HK is not None and self.read == "after":
+            raise InputError("a bonus was given with read='after', which sees the token already; give read='before'")
+        if self.state is not None and tuple(self.state.s_BHKV.shape) != self.state_shape:
+            raise ShapeError(f"the state is {tuple(self.state.s_BHKV.shape)}; these inputs need {self.state_shape}")
+        check_documents(self.documents, self.tokens)

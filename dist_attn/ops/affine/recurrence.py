@@ -1,0 +1,177 @@
+"""Affine recurrences along a sequence: vector decays, delta rules, and any erasure of rank one.
+
+Shape letters: B batch, H heads, L tokens, K key size, V values.
+"""
+
+import torch
+
+from dist_attn.ops.affine.call import AffineCall, Read
+from dist_attn.ops.affine.state import AffineState
+from dist_attn.ops.affine.streaming import stream_absorb, stream_recurrence
+from dist_attn.ops.device import without_autocast
+from dist_attn.ops.linear_attention.call import Implementation
+from dist_attn.ops.state import writes_in_place
+
+__all__ = ["absorb", "affine_recurrence", "affine_step", "gated_delta_rule", "gated_delta_step", "recur"]
+
+
+def affine_recurrence(
+    q_BHLK: torch.Tensor,
+    k_BHLK: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    *,
+    log_decay_BHLK: torch.Tensor,
+    erase: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bonus_HK: torch.Tensor | None = None,
+    read: Read = "after",
+    state: AffineState | None = None,
+    documents: tuple[int, ...] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[torch.Tensor, AffineState]:
+    """S_t = (diag(exp log_decay_t) + a_t b_t^T) S_{t-1} + k_t v_t^T, o_t = q_t^T S_t, in O(L).
+
+    `erase` is (a, b). A log decay is one number for a head, or one for each key channel; -inf closes the gate. With
+    `read="before"` a query sees the state before its token, and of its own token bonus * k v^T (RWKV-6).
+
+    `documents` are the positions at which documents start; each begins from zeros. The state in is that of the tokens
+    before the first start, the state out that of the last document.
+
+    Shapes: q, k, a, b [B, H, L, K], v [B, H, L, V], log_decay [B, H, L, 1] or [B, H, L, K], bonus [H, K] ->
+        o [B, H, L, V] in v's dtype and the state to go on from, float32 or wider.
+    Raises: ShapeError when shapes do not fit together; InputError for a bonus with read="after", or another `read`;
+        ConfigError for an implementation that cannot take this call.
+    Reference: Yang et al. 2024, Gated Linear Attention, Eq. 3; Peng et al. 2024, Eagle and Finch (RWKV-6), Eq. 19;
+        Peng et al. 2025, RWKV-7, Eq. 17.
+    """
+    return recur(
+        AffineCall(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            log_decay_BHLK,
+            erase,
+            bonus_HK=bonus_HK,
+            read=read,
+            state=state,
+            documents=documents or (),
+            implementation=implementation,
+        )
+    )
+
+
+def gated_delta_rule(
+    q_BHLK: torch.Tensor,
+    k_BHLK: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    *,
+    beta_BHL: torch.Tensor,
+    log_decay_BHLK: torch.Tensor,
+    state: AffineState | None = None,
+    documents: tuple[int, ...] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[torch.Tensor, AffineState]:
+    """S_t = (1 - beta_t k_t k_t^T) diag(exp log_decay_t) S_{t-1} + beta_t k_t v_t^T, o_t = q_t^T S_t, in O(L).
+
+    Keys come as they are: where a model normalises them, that is the caller's. beta may exceed 1.
+
+    Shapes: as `affine_recurrence`, beta [B, H, L].
+    Raises: as `affine_recurrence`.
+    Reference: Yang et al. 2024, Gated Delta Networks, Eq. 10; with a decay for each channel Kimi Linear, 2025, Eq. 1.
+    """
+    return recur(
+        AffineCall(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            log_decay_BHLK,
+            beta_BHL=beta_BHL,
+            state=state,
+            documents=documents or (),
+            implementation=implementation,
+        )
+    )
+
+
+def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+    """`affine_recurrence` or `gated_delta_rule` of a call.
+
+    Raises: as these.
+    """
+    call.check()
+    return stream_recurrence(call)
+
+
+def absorb(call: AffineCall) -> AffineState:
+    """What the call's tokens leave behind and what they do to a state before them; its state counts for nothing.
+
+    Raises: as `affine_recurrence`.
+    """
+    call.check()
+    return stream_absorb(call, call.sums_dtype())
+
+
+def affine_step(
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    state: AffineState,
+    *,
+    log_decay_BHK: torch.Tensor,
+    erase: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bonus_HK: torch.Tensor | None = None,
+    read: Read = "after",
+) -> tuple[torch.Tensor, AffineState]:
+    """`affine_recurrence` for the one token after `state`.
+
+    Shapes: q, k, a, b [B, H, K], v [B, H, V], log_decay [B, H, 1] or [B, H, K] -> o [B, H, V] and the state after.
+    """
+    before = state.s_BHKV
+    with without_autocast(v_BHV.device):
+        q, k, v, decay = (x.to(before.dtype) for x in (q_BHK, k_BHK, v_BHV, log_decay_BHK))
+        taken = None if erase is None else (erase[0].to(before.dtype), _read(before, erase[1].to(before.dtype)))
+        out = None
+        if read == "before":
+            out = _read(before, q)
+            if bonus_HK is not None:
+                out = out + (q * bonus_HK.to(before.dtype) * k).sum(-1, keepdim=True) * v
+        after = _written(before, decay, k, v, taken)
+        out = _read(after, q) if out is None else out
+    return out.to(v_BHV.dtype), AffineState(after)
+
+
+def gated_delta_step(
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    state: AffineState,
+    *,
+    beta_BH: torch.Tensor,
+    log_decay_BHK: torch.Tensor,
+) -> tuple[torch.Tensor, AffineState]:
+    """`gated_delta_rule` for the one token after `state`; shapes as `affine_step`, beta [B, H]."""
+    before = state.s_BHKV
+    with without_autocast(v_BHV.device):
+        q, k, v, decay, beta = (x.to(before.dtype) for x in (q_BHK, k_BHK, v_BHV, log_decay_BHK, beta_BH))
+        new_BHV = beta[..., None] * (v - _read(before, k * decay.exp()))
+        after = _written(before, decay, k, new_BHV, None)
+        out = _read(after, q)
+    return out.to(v_BHV.dtype), AffineState(after)
+
+
+def _read(s_BHKV: torch.Tensor, x_BHK: torch.Tensor) -> torch.Tensor:
+    return (x_BHK[..., None, :] @ s_BHKV)[..., 0, :]
+
+
+def _written(
+    s_BHKV: torch.Tensor,
+    log_decay_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    taken: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """The state one token later, with what an erasure adds; over the state before where nobody needs that any more."""
+    out = s_BHKV if writes_in_place() else None
+    s = torch.mul(s_BHKV, log_decay_BHK.exp()[..., None], out=out)
+    for x_BHK, y_BHV in [(k_BHK, v_BHV)] + ([] if taken is None else [taken]):
+        s = torch.addcmul(s, x_BHK[..., :, None], y_BHV[..., None, :], out=out)
+    return s
