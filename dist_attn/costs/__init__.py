@@ -21,6 +21,8 @@ from dist_attn.costs.exchanges import (
     reshuffle_bytes,
     scan_cost,
     scan_seconds,
+    takes_turns,
+    turn_bytes,
 )
 from dist_attn.costs.models import LanguageModelCosts, LayerCosts, layer_costs, model_kind, read_model_costs
 from dist_attn.model_config.figures import ScanMessage, TokenFlops
@@ -55,5 +57,7 @@ __all__ = [
     "reshuffle_bytes",
     "scan_cost",
     "scan_seconds",
+    "takes_turns",
     "timed_exchanges",
+    "turn_bytes",
 ]

@@ -18,6 +18,8 @@ from dist_attn.costs.exchanges import (
     reshuffle_back_bytes,
     reshuffle_bytes,
     scan_cost,
+    takes_turns,
+    turn_bytes,
 )
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.figures import FLOAT_BYTES, POSITION_BYTES, TokenFlops, Weights, linear
@@ -57,8 +59,11 @@ class LayerCosts:
         traffic, ranks = self.config.traffic(batch), len(lengths)
         gathered = traffic.gathered_bytes + traffic.edge_bytes + traffic.aside_bytes
         sent = all_gather_bytes(gathered, ranks) + all_reduce_bytes(traffic.reduced, FLOAT_BYTES, ranks)
-        if traffic.scanned is not None:
-            sent += scan_cost(default_exchange(ranks), traffic.scanned, ranks, rank).bytes_sent
+        scanned = traffic.scanned
+        if scanned is not None and scanned.heads and takes_turns(ranks, scanned.heads, erases=scanned.erases):
+            sent += turn_bytes(scanned.state_bytes, ranks, rank)
+        elif scanned is not None:
+            sent += scan_cost(default_exchange(ranks), scanned, ranks, rank).bytes_sent
         sent += reshuffle_bytes(lengths, traffic.columns, traffic.column_bytes, rank)
         return sent + reshuffle_back_bytes(lengths, traffic.columns_back, traffic.column_bytes, rank)
 

@@ -80,6 +80,18 @@ class ScanMessage:
     element_bytes: int = FLOAT_BYTES
     rows: int = 1
     weights: int = LOG_DECAY
+    # Heads of an affine recurrence, at which ranks may take turns in place of a scan; 0: they do not.
+    heads: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """The sums alone, which ranks that take turns pass on."""
+        return self.groups * self.sums * self.element_bytes
+
+    @property
+    def erases(self) -> bool:
+        """Whether what tokens do to a state is a matrix."""
+        return self.weights > self.rows
 
     @property
     def bytes(self) -> int:

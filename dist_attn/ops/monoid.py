@@ -69,6 +69,19 @@ class Monoid(Protocol):
         ...
 
 
+class Carry(Protocol):
+    """A state as exchanges see it: what a stretch of tokens leaves behind, as a message of its monoid."""
+
+    @property
+    def monoid(self) -> Monoid: ...
+
+    def pack(self) -> torch.Tensor: ...
+
+    def unpack(self, message: torch.Tensor, /) -> Self:
+        """The state in a message of states such as this one."""
+        ...
+
+
 @dataclass(frozen=True)
 class LogDecay:
     """Rows that decay by numbers of their own: [B as K rows, `added` numbers that only add up, w].

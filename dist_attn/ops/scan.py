@@ -29,7 +29,8 @@ class BlockBody(Protocol):
     `has_output` says whether `run` gives an output slice; a body without a carry takes and gives ().
     """
 
-    has_output: bool
+    @property
+    def has_output(self) -> bool: ...
 
     def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
         """The block's output slice (or None) and the carry after it."""

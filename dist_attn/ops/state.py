@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.monoid import LogDecay
 
 __all__ = ["LinearState", "steps_in_place", "writes_in_place"]
 
@@ -140,6 +141,27 @@ class LinearState:
         """Numerator [B, H, L, V] and denominator [B, H, L] of queries that see exactly this state."""
         phi = phi_q_BHLM.to(self.s_BHMV.dtype)
         return phi @ self.s_BHMV, (phi @ self.z_BHM[..., None])[..., 0]
+
+    @property
+    def monoid(self) -> LogDecay:
+        """How messages of states join: all sums of a head share one decay."""
+        return LogDecay()
+
+    def pack(self) -> torch.Tensor:
+        """A message: S, z and the mass, which decay alike, then their log decay; one row per batch and head.
+
+        Shapes: -> [B, H, X], X = M V + M + 2.
+        """
+        return torch.cat(
+            [self.s_BHMV.flatten(2), self.z_BHM, self.mass_BH[..., None], self.log_decay_BH[..., None]], dim=-1
+        )
+
+    def unpack(self, message_BHX: torch.Tensor) -> "LinearState":
+        """The state in a message, with the sizes and the flags of this one."""
+        features, values = self.s_BHMV.shape[2:]
+        s_BHN, z_BHM, mass_BH1, log_decay_BH1 = message_BHX.split((features * values, features, 1, 1), dim=-1)
+        s_BHMV = s_BHN.unflatten(-1, (features, values))
+        return LinearState(s_BHMV, z_BHM, mass_BH1[..., 0], log_decay_BH1[..., 0], self.reset_BH)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The fields in order, as `LinearState(*tensors)` takes them."""

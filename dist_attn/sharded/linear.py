@@ -8,22 +8,20 @@ do not. For the bits of one rank the state itself goes from rank to rank, every 
 between chunks: the arithmetic is the same for any number of ranks, one included.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from dist_attn.comm import Communicator
-from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
 from dist_attn.ops.linear_attention import Attend, LinearCall, absorb, check_choice, prefix_then_causal
 from dist_attn.ops.linear_attention.attention import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from dist_attn.sharded.carry_scan import sharded_linear_attention
+from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
-from dist_attn.sharded.prefix_scan.exchanges import LABEL, connected, rows_of, tied
-from dist_attn.sharded.prefix_scan.scan import pack, unpack
+from dist_attn.sharded.prefix_scan.exchanges import tied
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding
 
@@ -103,40 +101,22 @@ def attention_in_order(comm: Communicator, call: LinearCall) -> tuple[torch.Tens
     # tokens has gradients too.
     no_keys = call.part(slice(0), slice(0)).of_keys().streaming_if_empty()
     first = absorb(no_keys, dtype)
+    message_BHX, heads = first.pack(), max(1, first.mass_BH.shape[1])
+
+    def attend(_: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, after = attend_by_chunks(call, first.unpack(before_BHX))
+        return out, after.pack()
+
+    def walk_keys(_: slice, before_BHX: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, absorb_by_chunks(call, first.unpack(before_BHX)).pack()
+
     if call.causal and torch.is_grad_enabled():
-        _, out_BHLV, after = _in_turn(comm, first, partial(attend_by_chunks, call))
-        assert out_BHLV is not None  # `attend_by_chunks` returns one
-        return out_BHLV, after
-    before, _, after = _in_turn(comm, first, lambda state: (None, absorb_by_chunks(call, state)))
+        _, out_BHLV, after_BHX = in_turn(comm, message_BHX, heads, attend)
+        assert out_BHLV is not None  # `attend` returns one
+        return out_BHLV, first.unpack(after_BHX)
+    before_BHX, _, after_BHX = in_turn(comm, message_BHX, heads, walk_keys)
+    after = first.unpack(after_BHX)
     if call.causal:
-        return attend_by_chunks(call, before)[0], after
+        return attend_by_chunks(call, first.unpack(before_BHX))[0], after
     out_BHLV = read_by_chunks(call, after)
     return tied(out_BHLV, after.s_BHMV), after  # without queries nothing else leads back to the exchanges
-
-
-def _in_turn(
-    comm: Communicator,
-    first: LinearState,
-    work: Callable[[LinearState], tuple[torch.Tensor | None, LinearState]],
-) -> tuple[LinearState, torch.Tensor | None, LinearState]:
-    """Rank after rank works from the state that the one before it left: that state, the outputs, the global last one.
-
-    Every rank makes all P - 1 steps and the broadcast, and whatever is used of the results, the backward pass goes
-    through all of them.
-    """
-    before, out, own = first, None, first
-    rows = pack(first)[None][:0]
-    for turn in range(comm.size):
-        if comm.rank == turn:
-            before = unpack(rows[0], first) if turn else first
-            out, own = work(before)
-        if turn + 1 < comm.size:
-            sent = rows_of([pack(own)] if comm.rank == turn else [], rows)
-            send = {turn + 1: 1} if comm.rank == turn else {}
-            recv = {turn: 1} if comm.rank == turn + 1 else {}
-            rows = collectives.send_receive(comm, sent, send, recv, label=LABEL)
-    if comm.size == 1:
-        return before, out, own
-    last_BHX = collectives.broadcast(comm, connected(pack(own), rows), comm.size - 1, label=LABEL)
-    after = replace(unpack(last_BHX, first), reset_BH=first.reset_BH)
-    return before, None if out is None else tied(out, last_BHX), after

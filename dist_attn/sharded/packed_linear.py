@@ -15,7 +15,6 @@ from dist_attn.ops import LinearState
 from dist_attn.ops.linear_attention import LinearCall, absorb, attend, check_choice
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import Heard, hear_from_start, ranks_heard
-from dist_attn.sharded.prefix_scan.scan import pack, unpack
 
 
 def sharded_packed_linear_attention(
@@ -40,10 +39,10 @@ def sharded_packed_linear_attention(
     check_choice(replace(call, documents=layout.documents or ()), sums=dtype)
     part = _Part(layout, comm.rank, replace(call, state=None), dtype)
     tail = part.absorb(0, call.keys)
-    message, first = pack(tail), tail
+    message, first = tail.pack(), tail
     if not call.causal:
         first = part.absorb(0, part.first) if call.documents else tail
-        message = torch.cat([message, pack(first)], dim=-1)
+        message = torch.cat([message, first.pack()], dim=-1)
     sources = ranks_heard(layout, causal=call.causal, final=state is not None)
     running = hear_from_start(comm, sources, message, label="carry")
     rest = [] if not call.documents else part.attend_rest()
@@ -127,12 +126,13 @@ class _Elements:
 
     def _tail_of(self, rank: int) -> LinearState:
         row = self.heard.messages[rank][..., : self._columns]
-        tail = unpack(row, self.tail)
+        tail = self.tail.unpack(row)
         starts = bool(self.layout.documents_on(rank))
         return replace(tail, reset_BH=torch.full_like(tail.reset_BH, starts))
 
     def _first_of(self, rank: int) -> LinearState:
-        return unpack(self.heard.messages[rank][..., self._columns :], self.tail)
+        first = self.tail.unpack(self.heard.messages[rank][..., self._columns :])
+        return replace(first, reset_BH=torch.zeros_like(first.reset_BH))
 
     @property
     def _columns(self) -> int:

@@ -9,6 +9,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, RelativePositions
+from dist_attn.ops.affine import AffineCall, AffineState, Read
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
@@ -17,6 +18,7 @@ from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.token_mixing import Activation
+from dist_attn.sharded.affine import recur_over_ranks
 from dist_attn.sharded.columns import (
     sharded_fourier_mix,
     sharded_long_convolve,
@@ -137,6 +139,44 @@ class ShardedSequenceOps:
             implementation=self._sharding.implementation,
         )
         return attend_over_layouts(self._sharding, call)
+
+    def affine_recurrence(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        *,
+        log_decay_BHLK: torch.Tensor,
+        erase: tuple[torch.Tensor, torch.Tensor] | None = None,
+        bonus_HK: torch.Tensor | None = None,
+        read: Read = "after",
+        state: AffineState | None = None,
+    ) -> tuple[torch.Tensor, AffineState]:
+        """See `sharded.affine.recur_over_ranks`."""
+        call = AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, erase, None, bonus_HK, read, state)
+        return self._recur("affine_recurrence", call)
+
+    def gated_delta_rule(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        *,
+        beta_BHL: torch.Tensor,
+        log_decay_BHLK: torch.Tensor,
+        state: AffineState | None = None,
+    ) -> tuple[torch.Tensor, AffineState]:
+        """See `sharded.affine.recur_over_ranks`."""
+        call = AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, beta_BHL=beta_BHL, state=state)
+        return self._recur("gated_delta_rule", call)
+
+    def _recur(self, operation: str, call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+        self._sharding.check_queries(call.tokens, "tokens")
+        names = ("q", "k", "v", "log_decay", "erase_a", "erase_b", "beta")
+        state = None if call.state is None else call.state.s_BHKV
+        along = dict(zip(names, call.sequence, strict=True))
+        self._sharding.agree(operation, along, 2, bonus=call.bonus_HK, read=call.read, state=state)
+        return recur_over_ranks(self._sharding, replace(call, implementation=self._sharding.implementation))
 
     def relative_attention(
         self,

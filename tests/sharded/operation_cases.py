@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from dist_attn import feature_maps
-from dist_attn.ops import Denominator, LegsState, LinearState, RelativeState, SequenceOps
+from dist_attn.ops import AffineState, Denominator, LegsState, LinearState, RelativeState, SequenceOps
 from dist_attn.ops.relative_attention import WindowState
 from dist_attn.ops.upsampling import Interpolation
 
-__all__ = ["CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax"]
+__all__ = ["AFFINE_CASES", "CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax"]
 
 BATCH, HEADS, SIZE, VALUES = 1, 2, 2, 2
 
@@ -95,6 +95,44 @@ def softmax(*, causal: bool, groups: int, prefix: int = 0) -> Case:
     return Case(sliced, {}, run)
 
 
+def affine(*, erases: bool, channels: bool, before: bool = False) -> Case:
+    """A recurrence with a decay for each head or for each of its channels, from a state."""
+    per_head = (BATCH, HEADS)
+    sliced = dict.fromkeys(("q", "k", "a", "b"), (per_head, SIZE)) | {"v": (per_head, VALUES)}
+    sliced["decay"] = (per_head, SIZE if channels else 1)
+    replicated = {"s": (*per_head, SIZE, VALUES)} | ({"bonus": (HEADS, SIZE)} if before else {})
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        out, after = ops.affine_recurrence(
+            x["q"],
+            x["k"],
+            x["v"],
+            log_decay_BHLK=torch.nn.functional.logsigmoid(x["decay"]),
+            erase=(x["a"].tanh(), x["b"].tanh()) if erases else None,
+            bonus_HK=x["bonus"] if before else None,
+            read="before" if before else "after",
+            state=AffineState.from_sums(x["s"]),
+        )
+        return out, after.s_BHKV
+
+    return Case(sliced if erases else {n: v for n, v in sliced.items() if n not in "ab"}, replicated, run)
+
+
+def delta(*, channels: bool) -> Case:
+    """The gated delta rule without a state before."""
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES), "beta": (per_head, 0)}
+    sliced["decay"] = (per_head, SIZE if channels else 1)
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        decay = torch.nn.functional.logsigmoid(x["decay"])
+        beta, k = 2 * x["beta"].sigmoid(), torch.nn.functional.normalize(x["k"], dim=-1)
+        out, after = ops.gated_delta_rule(x["q"], k, x["v"], beta_BHL=beta, log_decay_BHLK=decay)
+        return out, after.s_BHKV
+
+    return Case(sliced, {}, run)
+
+
 def _tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicated: tuple[int, ...]) -> Case:
     return Case({"x": ((BATCH,), 3)}, replicated, run)
 
@@ -142,40 +180,51 @@ KERNEL_CASES = {
     "relative, full": _relative(causal=False, reach=2),
     "relative, from a state": _relative_streaming(reach=3),
 }
-CASES = KERNEL_CASES | {
-    "softmax": softmax(causal=True, groups=1),
-    "softmax, full": softmax(causal=False, groups=2),
-    "softmax, with a prefix": softmax(causal=True, groups=1, prefix=3),
-    "convolve": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"]),), w=(4, 3)),
-    "convolve, centred": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"], centred=True),), w=(3, 3)),
-    "convolve, streaming": _tokens(
-        lambda ops, x: ops.convolve_streaming(x["x"], x["w"], x["tail"]), w=(4, 3), tail=(BATCH, 3, 3)
-    ),
-    "fourier": _tokens(lambda ops, x: (ops.fourier_mix(x["x"], norm="ortho"),)),
-    "long convolution": _tokens(lambda ops, x: (ops.long_convolve(x["x"], x["k"]),), k=(7, 3)),
-    "long convolution, both ways": _tokens(
-        lambda ops, x: (ops.long_convolve(x["x"], x["k"], backward_kernel_LD=x["ahead"]),), k=(7, 3), ahead=(2, 3)
-    ),
-    "token mixing": _tokens(
-        lambda ops, x: (ops.mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"]),), w=(5, 4), b=(4,)
-    ),
-    "diagonal scan": _diagonal(),
-    "dense scan": _tokens(
-        lambda ops, x: ops.dense_scan(x["x"], x["a"], x["b"], x["c"], state=x["state"]),
-        a=(3, 2, 2),
-        b=(3, 2),
-        c=(3, 2, 2),
-        state=(BATCH, 3, 2),
-    ),
-    "LegS memory": _tokens(_legs, read=(3, 4), state=(BATCH, 3, 4)),
-    "selection": _selection(0.0, None, Interpolation()),
-    "selection of the best one": _selection(9.0, None, Interpolation("knn", 2)),
-    "selection of at most so many": _selection(-9.0, 2, Interpolation("knn", 2)),
-    "routing": _routing(1, 2),
-    "routing, two choices": _routing(2, 3),
-    "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
-    "sum over documents": _tokens(lambda ops, x: (x["x"], ops.sum_over_documents(x["x"]))),
+AFFINE_CASES = {
+    "affine, a decay per head": affine(erases=False, channels=False),
+    "affine, a decay per channel, read before": affine(erases=False, channels=True, before=True),
+    "affine, erasing": affine(erases=True, channels=True),
+    "delta rule": delta(channels=False),
+    "delta rule, a decay per channel": delta(channels=True),
 }
+CASES = (
+    KERNEL_CASES
+    | AFFINE_CASES
+    | {
+        "softmax": softmax(causal=True, groups=1),
+        "softmax, full": softmax(causal=False, groups=2),
+        "softmax, with a prefix": softmax(causal=True, groups=1, prefix=3),
+        "convolve": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"]),), w=(4, 3)),
+        "convolve, centred": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"], centred=True),), w=(3, 3)),
+        "convolve, streaming": _tokens(
+            lambda ops, x: ops.convolve_streaming(x["x"], x["w"], x["tail"]), w=(4, 3), tail=(BATCH, 3, 3)
+        ),
+        "fourier": _tokens(lambda ops, x: (ops.fourier_mix(x["x"], norm="ortho"),)),
+        "long convolution": _tokens(lambda ops, x: (ops.long_convolve(x["x"], x["k"]),), k=(7, 3)),
+        "long convolution, both ways": _tokens(
+            lambda ops, x: (ops.long_convolve(x["x"], x["k"], backward_kernel_LD=x["ahead"]),), k=(7, 3), ahead=(2, 3)
+        ),
+        "token mixing": _tokens(
+            lambda ops, x: (ops.mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"]),), w=(5, 4), b=(4,)
+        ),
+        "diagonal scan": _diagonal(),
+        "dense scan": _tokens(
+            lambda ops, x: ops.dense_scan(x["x"], x["a"], x["b"], x["c"], state=x["state"]),
+            a=(3, 2, 2),
+            b=(3, 2),
+            c=(3, 2, 2),
+            state=(BATCH, 3, 2),
+        ),
+        "LegS memory": _tokens(_legs, read=(3, 4), state=(BATCH, 3, 4)),
+        "selection": _selection(0.0, None, Interpolation()),
+        "selection of the best one": _selection(9.0, None, Interpolation("knn", 2)),
+        "selection of at most so many": _selection(-9.0, 2, Interpolation("knn", 2)),
+        "routing": _routing(1, 2),
+        "routing, two choices": _routing(2, 3),
+        "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
+        "sum over documents": _tokens(lambda ops, x: (x["x"], ops.sum_over_documents(x["x"]))),
+    }
+)
 
 
 def inputs_of(case: Case, total: int) -> tuple[list[str], Tensors]:

@@ -9,6 +9,7 @@ from dist_attn.ops.affine.recurrence import (
     gated_delta_rule,
     gated_delta_step,
     recur,
+    recur_by_chunks,
 )
 from dist_attn.ops.affine.state import AffineState
 
@@ -24,4 +25,5 @@ __all__ = [
     "gated_delta_rule_naive",
     "gated_delta_step",
     "recur",
+    "recur_by_chunks",
 ]

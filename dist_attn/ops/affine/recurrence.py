@@ -3,16 +3,17 @@
 Shape letters: B batch, H heads, L tokens, K key size, V values.
 """
 
+from dataclasses import replace
+
 import torch
 
 from dist_attn.ops.affine.call import AffineCall, Read
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import stream_absorb, stream_recurrence
 from dist_attn.ops.device import without_autocast
+from dist_attn.ops.linear_attention.attention import chunk_ranges
 from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.state import writes_in_place
-
-__all__ = ["absorb", "affine_recurrence", "affine_step", "gated_delta_rule", "gated_delta_step", "recur"]
 
 
 def affine_recurrence(
@@ -99,6 +100,23 @@ def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """
     call.check()
     return stream_recurrence(call)
+
+
+def recur_by_chunks(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+    """`recur` chunk by chunk, so that bits do not depend on where between chunks a sequence is cut.
+
+    How a matrix product rounds depends on how many there are side by side.
+    """
+    call.check()
+    ranges = chunk_ranges(call.tokens)
+    if len(ranges) < 2:
+        return recur(call)
+    outputs, state = [], call.state
+    for start, stop in ranges:
+        out, state = recur(replace(call.part(start, stop), state=state))
+        outputs.append(out)
+    assert state is not None  # there were chunks
+    return torch.cat(outputs, dim=2), state
 
 
 def absorb(call: AffineCall) -> AffineState:

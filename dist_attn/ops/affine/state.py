@@ -105,8 +105,8 @@ class AffineState:
 
     def detach(self) -> "AffineState":
         """The same values cut off from the gradient."""
-        fields = self.s_BHKV, self.log_decay_BHK, self.change_BHKK
-        return AffineState(*(None if t is None else t.detach() for t in fields))
+        log_decay, change = (None if t is None else t.detach() for t in (self.log_decay_BHK, self.change_BHKK))
+        return AffineState(self.s_BHKV.detach(), log_decay, change)
 
     def _split(self, message_BHX: torch.Tensor) -> list[int]:
         sums = self.s_BHKV[0, 0].numel() if self.s_BHKV.numel() else self.s_BHKV.shape[2] * self.s_BHKV.shape[3]

@@ -134,6 +134,7 @@ class _Block:
         if not self.has_output:
             return None, after
         q_nCK, decay_nCG = _chunks(sequence[0], self.dtype), _chunks(sequence[3], self.dtype)
+        assert q_nCK is not None and decay_nCG is not None
         out_nCV = (q_nCK * _from_start(decay_nCG, self.reads_before).exp()) @ before_nKV
         for one in written:
             assert one.pairs_CC is not None  # there are queries
@@ -200,7 +201,7 @@ def _chunks(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     x = (x if x.dim() == 4 else x[..., None]).to(dtype)
     tokens = x.shape[2]
     if tokens >= CHUNK_TOKENS:
-        return x.unflatten(2, (-1, CHUNK_TOKENS))
+        return x.reshape(*x.shape[:2], -1, CHUNK_TOKENS, x.shape[3])
     return F.pad(x, (0, 0, 0, (1 << (tokens - 1).bit_length()) - tokens))[:, :, None]
 
 

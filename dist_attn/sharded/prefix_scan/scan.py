@@ -11,8 +11,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.costs import Calibration, calibration_file, read_calibration
 from dist_attn.errors import ConfigError
-from dist_attn.ops import LinearState
-from dist_attn.ops.monoid import LogDecay, Monoid
+from dist_attn.ops.monoid import Carry, Monoid
 from dist_attn.sharded.prefix_scan.exchanges import (
     Finish,
     start_exscan,
@@ -25,6 +24,7 @@ from dist_attn.sharded.prefix_scan.pieces import start_pipelined_ring, start_two
 from dist_attn.wire.choices import EXCHANGES, StateExchange
 
 Value = TypeVar("Value")
+State = TypeVar("State", bound=Carry)
 Algorithm = StateExchange
 
 
@@ -132,28 +132,28 @@ def scan_over_ranks_start(
 
 
 def exclusive_scan(
-    comm: Communicator, element: LinearState, initial: LinearState | None = None, exchange: Exchange | None = None
-) -> tuple[LinearState, LinearState]:
-    """`scan_over_ranks` of the states of kernel attention: that before this rank's first token, and the global last.
+    comm: Communicator, element: State, initial: State | None = None, exchange: Exchange | None = None
+) -> tuple[State, State]:
+    """`scan_over_ranks` of states: that before this rank's first token, and the global last.
 
-    Cost: |x| = 4 B H (M (V + 1) + 2) bytes (8 in place of 4 for float64).
+    Cost: |x| bytes of a message: of kernel attention 4 B H (M (V + 1) + 2), of an affine recurrence 4 B H (K V + |A|)
+        with 1, K or K^2 numbers |A| (8 in place of 4 for float64).
     """
     return exclusive_scan_start(comm, element, initial, exchange).wait()
 
 
 def exclusive_scan_start(
-    comm: Communicator, element: LinearState, initial: LinearState | None = None, exchange: Exchange | None = None
-) -> RunningScan[LinearState]:
+    comm: Communicator, element: State, initial: State | None = None, exchange: Exchange | None = None
+) -> RunningScan[State]:
     """Launch an `exclusive_scan`."""
-    before_all = None if initial is None else pack(initial)
-    running = scan_over_ranks_start(comm, LogDecay(), pack(element), before_all, exchange)
+    before_all = None if initial is None else initial.pack()
+    running = scan_over_ranks_start(comm, element.monoid, element.pack(), before_all, exchange)
+    # Of what is no number of a message, such as a flag of kernel attention, elements have none, but `initial` may.
+    like = element if initial is None else initial
 
-    def states() -> tuple[LinearState, LinearState]:
-        before_BHX, after_BHX = running.wait()
-        before, after = unpack(before_BHX, element), unpack(after_BHX, element)
-        if initial is not None:  # no document starts among the elements, but one may have before them
-            before, after = (replace(state, reset_BH=initial.reset_BH) for state in (before, after))
-        return before, after
+    def states() -> tuple[State, State]:
+        before, after = running.wait()
+        return like.unpack(before), like.unpack(after)
 
     return RunningScan(states)
 
@@ -170,26 +170,3 @@ def _starter(exchange: Exchange) -> Callable[[Communicator, Monoid, torch.Tensor
         "log_step": start_log_step,
         "serial_ring": start_serial_ring,
     }[exchange.algorithm]
-
-
-def pack(state: LinearState) -> torch.Tensor:
-    """A state as a message: S, z and the mass, which decay alike, then their log decay; one row per batch and head.
-
-    Shapes: -> [B, H, X], X = M V + M + 2.
-    """
-    return torch.cat(
-        [state.s_BHMV.flatten(2), state.z_BHM, state.mass_BH[..., None], state.log_decay_BH[..., None]], dim=-1
-    )
-
-
-def unpack(packed_BHX: torch.Tensor, like: LinearState) -> LinearState:
-    """The state in a message, with the sizes of `like`."""
-    features, values = like.s_BHMV.shape[2:]
-    s_BHN, z_BHM, mass_BH1, log_decay_BH1 = packed_BHX.split((features * values, features, 1, 1), dim=-1)
-    return LinearState(
-        s_BHN.unflatten(-1, (features, values)),
-        z_BHM,
-        mass_BH1[..., 0],
-        log_decay_BH1[..., 0],
-        torch.zeros_like(like.reset_BH),
-    )

@@ -1,7 +1,7 @@
 """The back end's exclusive scan with gradients: the backward pass is the same scan, from the last rank to the first.
 
-What travels in the backward pass, and what follows from it, says `ops.monoid.Monoid`. It is made of plain operations and
-of that scan, so that it has gradients itself.
+What travels in the backward pass, and what follows from it, says `ops.monoid.Monoid`. It is made of plain operations
+and of that scan, so that it has gradients itself.
 """
 
 from typing import Any, cast, final

@@ -1,0 +1,74 @@
+"""Affine recurrences over a sequence that is cut across ranks, in one of two ways with the same result to rounding.
+
+    in turn   each rank goes on from the state that the one before it has left, one group of heads at a time: every
+              token is walked once, and a rank waits for the first group of those before it.
+    scan      each rank reduces its tokens to what they do to a state, (A, B); these join by any exchange, and a second
+              walk attends from the state before the rank's first token.
+
+The walk for (A, B) takes more than the one that attends where tokens erase, since A is then a matrix, so that ranks
+take turns unless they are many more than the heads.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.costs import takes_turns
+from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
+from dist_attn.sharded.in_turn import in_turn
+from dist_attn.sharded.prefix_scan import exclusive_scan
+from dist_attn.sharded.sharding import Sharding
+
+HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
+
+
+def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+    """`ops.affine_recurrence` or `ops.gated_delta_rule` of this rank's slices, whose documents are the layout's.
+
+    The call's state is the one before the first global token, equal on all ranks; the state returned is the global
+    final one, on every rank. Gradients of replicated inputs are this rank's share. Ranks take turns where the exchange
+    is "auto" and that is faster, or with `deterministic`; any exchange by name takes a scan.
+
+    Shapes: as `ops.affine_recurrence`, L local, which may be 0.
+    Cost: in turn 4 B H K V bytes to the next rank and from the last to all; a scan of 4 B H (K V + |A|) bytes, with 1,
+        K or K^2 numbers |A| (8 in place of 4 for float64). One rank alone: nothing.
+    Raises: as `ops.affine_recurrence`.
+    """
+    comm = sharding.comm
+    call = replace(call, documents=sharding.layout.documents_on(comm.rank))
+    call.check()
+    run = recur_by_chunks if sharding.deterministic else recur
+    if comm.size == 1:
+        return run(call)
+    batch, heads, size, values = call.state_shape
+    together = _heads_at_once(comm, batch, heads, call.v_BHLV.device)
+    by_name = sharding.exchange.algorithm != "auto"
+    if sharding.deterministic or (not by_name and takes_turns(comm.size, heads // together, erases=call.erases)):
+
+        def work(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            before = AffineState(before_BHX.unflatten(-1, (size, values)))
+            out, after = run(replace(call.of_heads(some), state=before))
+            return out, after.s_BHKV.flatten(2)
+
+        # The state after no tokens is the one before them, and depends on all inputs.
+        first_BHKV = recur(replace(call.part(0, 0), documents=()))[1].s_BHKV
+        _, out, after_BHX = in_turn(comm, first_BHKV.flatten(2), together, work)
+        assert out is not None  # `work` returns outputs
+        return out, AffineState(after_BHX.unflatten(-1, (size, values)))
+    element = absorb(call)
+    initial = None if call.state is None else element.begun(call.state)
+    before, after = exclusive_scan(comm, element, initial, sharding.exchange)
+    out, _ = run(replace(call, state=AffineState(before.s_BHKV)))
+    return out, AffineState(after.s_BHKV)
+
+
+def _heads_at_once(comm: Communicator, batch: int, heads: int, device: torch.device) -> int:
+    """How many heads a rank works on in one turn, a divisor of all: as many as keep its threads or its GPU busy."""
+    busy = HEADS_OF_A_GPU
+    if device.type == "cpu":
+        # Equal on all ranks, whatever each of them was started with; simulated ranks are one process's threads.
+        one = comm.backend == "simulated" or torch.compiler.is_compiling()
+        busy = 1 if one else int(comm.told_by_first("threads", lambda: str(torch.get_num_threads())))
+    least = -(-busy // max(1, batch))
+    return next((n for n in range(min(least, heads), heads) if n and heads % n == 0), max(1, heads))

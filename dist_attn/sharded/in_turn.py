@@ -1,0 +1,55 @@
+"""Ranks that take turns: each goes on from the state that the one before it has left, for one group of heads at a time.
+
+While a rank works on its second group of heads the next one works on the first, so that with G groups P ranks are done
+after G + P - 1 turns of 1 / (G P) of the work. Every token is walked once and nothing is computed that one rank alone
+would not compute, so that the bits do not depend on the number of ranks where those of `work` do not depend on cuts.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.comm import differentiable as collectives
+from dist_attn.sharded.prefix_scan.exchanges import LABEL, connected, tied
+
+Work = Callable[[slice, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
+
+
+def in_turn(
+    comm: Communicator, first_BHX: torch.Tensor, heads_at_once: int, work: Work
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The messages of the states before this rank's first token, the outputs, and the messages of the global last ones.
+
+    `work` takes some heads and the message of their state before this rank's tokens, and gives their outputs, if there
+    are any, and the message of their state after these. `first` is the one before the first global token; it depends on
+    all inputs, so that ranks without tokens have a graph like the others. `heads_at_once` divides the heads.
+
+    Every rank makes all exchanges, and whatever is used of the results, the backward pass goes through all of them.
+
+    Cost: G + P - 2 steps, |x| bytes in G messages to the next rank; from the last, (P - 1) |x| in a broadcast. Backward
+        the same the other way.
+    """
+    groups = [slice(at, at + heads_at_once) for at in range(0, first_BHX.shape[1], heads_at_once)]
+    befores, outputs, afters = [], [], []
+    rows = first_BHX[None, :, :heads_at_once][:0]
+    for turn in range(len(groups) + comm.size - 1):
+        at = turn - comm.rank
+        works, receives = 0 <= at < len(groups), comm.rank > 0 and 0 <= at + 1 < len(groups)
+        if works:
+            befores.append(rows[0] if comm.rank else first_BHX[:, groups[at]])
+            out, after = work(groups[at], befores[-1])
+            outputs += [] if out is None else [out]
+            afters.append(after)
+        if turn + 2 == len(groups) + comm.size:
+            break  # nobody takes a turn after this one
+        sends = works and comm.rank + 1 < comm.size
+        sent = connected((afters[-1] if sends else first_BHX[:, :heads_at_once])[None][: int(sends)], rows)
+        send, recv = ({comm.rank + 1: 1} if sends else {}), ({comm.rank - 1: 1} if receives else {})
+        rows = collectives.send_receive(comm, sent, send, recv, label=LABEL)
+    before_BHX, after_BHX = torch.cat(befores, dim=1), torch.cat(afters, dim=1)
+    out_BHLV = torch.cat(outputs, dim=1) if outputs else None
+    if comm.size > 1:
+        after_BHX = collectives.broadcast(comm, connected(after_BHX, rows), comm.size - 1, label=LABEL)
+        out_BHLV = None if out_BHLV is None else tied(out_BHLV, after_BHX)
+    return before_BHX, out_BHLV, after_BHX
