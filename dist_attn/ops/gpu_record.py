@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("gpu_record.json")
 
 # Kernels of relative attention may be wrong on a device where those of linear attention are right; "fla" is linear
 # attention by flash-linear-attention's kernels.
-Operation = Literal["linear", "relative", "fla"]
+Operation = Literal["linear", "relative", "affine", "fla"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from dist_attn.ops.affine.call import AffineCall, Read
+from dist_attn.ops.affine.implementation import choose
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import stream_absorb, stream_recurrence
 from dist_attn.ops.device import without_autocast
@@ -99,6 +100,7 @@ def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     Raises: as these.
     """
     call.check()
+    choose(call)
     return stream_recurrence(call)
 
 
@@ -125,6 +127,7 @@ def absorb(call: AffineCall) -> AffineState:
     Raises: as `affine_recurrence`.
     """
     call.check()
+    choose(call)
     return stream_absorb(call, call.sums_dtype())
 
 
