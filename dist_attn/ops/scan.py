@@ -157,7 +157,8 @@ class _Scan(torch.autograd.Function):
                         carry = plan.body.advance(_slices(sequence, start, stop), carry, parameters)
                         carries.append(carry)
                 for (start, stop), carry in zip(reversed(blocks), reversed(carries), strict=True):
-                    grad_block = None if grad_output is None else grad_output[:, :, start:stop]
+                    # How products of strided views round may depend on the length of the whole.
+                    grad_block = None if grad_output is None else grad_output[:, :, start:stop].contiguous()
                     totals.add_block(start, stop, _slices(sequence, start, stop), carry, parameters, grad_block)
         return (None, *totals.results())
 

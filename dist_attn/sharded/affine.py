@@ -42,7 +42,8 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     if comm.size == 1:
         return run(call)
     batch, heads, size, values = call.state_shape
-    together = _heads_at_once(comm, batch, heads, call.v_BHLV.device)
+    # How a product rounds depends on how many there are side by side, so that for the same bits none is left out.
+    together = max(1, heads) if sharding.deterministic else _heads_at_once(comm, batch, heads, call.v_BHLV.device)
     by_name = sharding.exchange.algorithm != "auto"
     if sharding.deterministic or (not by_name and takes_turns(comm.size, heads // together, erases=call.erases)):
 

@@ -107,15 +107,17 @@ def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
 def recur_by_chunks(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`recur` chunk by chunk, so that bits do not depend on where between chunks a sequence is cut.
 
-    How a matrix product rounds depends on how many there are side by side.
+    How a matrix product rounds depends on how many there are side by side, and on the strides of its matrices.
     """
     call.check()
     ranges = chunk_ranges(call.tokens)
-    if len(ranges) < 2:
+    if not ranges:
         return recur(call)
     outputs, state = [], call.state
     for start, stop in ranges:
-        out, state = recur(replace(call.part(start, stop), state=state))
+        part = call.part(start, stop)
+        part = part.with_sequence(tuple(None if t is None else t.contiguous() for t in part.sequence))
+        out, state = recur(replace(part, state=state))
         outputs.append(out)
     assert state is not None  # there were chunks
     return torch.cat(outputs, dim=2), state

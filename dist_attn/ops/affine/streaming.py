@@ -49,7 +49,7 @@ def stream_absorb(call: AffineCall, dtype: torch.dtype) -> AffineState:
     """What the call's keys leave behind and do to a state before them; its queries and state count for nothing."""
     if call.documents:
         last = call.part(call.documents[-1], call.tokens)
-        _, s_BHKV = _scanned(last, None, dtype, last.first_sums(dtype).zero_())
+        _, s_BHKV = _scanned(last, None, dtype, torch.zeros_like(last.first_sums(dtype)))
         return AffineState(s_BHKV, *_nothing_left(call, dtype))
     if not call.erases:
         _, s_BHKV = _scanned(call, None, dtype, torch.zeros_like(call.first_sums(dtype)))
