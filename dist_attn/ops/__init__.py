@@ -23,6 +23,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_step,
     relative_attention_streaming,
 )
+from dist_attn.ops.selective_scan import gated_scan, gated_step, selective_scan, selective_step
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
@@ -58,6 +59,8 @@ __all__ = [
     "fourier_mix",
     "gated_delta_rule",
     "gated_delta_step",
+    "gated_scan",
+    "gated_step",
     "legs_memory",
     "legs_step",
     "linear_attention",
@@ -69,6 +72,8 @@ __all__ = [
     "relative_attention_step",
     "relative_attention_streaming",
     "reconstruct",
+    "selective_scan",
+    "selective_step",
     "softmax_attention",
     "softmax_attention_streaming",
     "watching",

@@ -31,6 +31,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_streaming,
 )
 from dist_attn.ops.running_maximum import Maxima, running_maximum
+from dist_attn.ops.selective_scan import gated_scan, selective_scan
 from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
@@ -255,6 +256,26 @@ class LocalSequenceOps:
         if self.documents:
             return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state, documents=self.documents)
         return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
+
+    def gated_scan(
+        self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.gated_scan`."""
+        return gated_scan(x_BLD, log_decay_BLD, state=state, documents=self.documents)
+
+    def selective_scan(
+        self,
+        x_BLD: torch.Tensor,
+        dt_BLD: torch.Tensor,
+        a_DN: torch.Tensor,
+        b_BLN: torch.Tensor,
+        c_BLN: torch.Tensor,
+        *,
+        skip_D: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.selective_scan`."""
+        return selective_scan(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D=skip_D, state=state, documents=self.documents)
 
     def dense_scan(
         self,

@@ -165,6 +165,22 @@ class SequenceOps(Protocol):
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def gated_scan(
+        self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def selective_scan(
+        self,
+        x_BLD: torch.Tensor,
+        dt_BLD: torch.Tensor,
+        a_DN: torch.Tensor,
+        b_BLN: torch.Tensor,
+        c_BLN: torch.Tensor,
+        *,
+        skip_D: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     def dense_scan(
         self,
         u_BLD: torch.Tensor,

@@ -26,6 +26,7 @@ from dist_attn.sharded.columns import (
     sharded_packed_long_convolve,
 )
 from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
+from dist_attn.sharded.gated_scans import sharded_gated_scan, sharded_selective_scan
 from dist_attn.sharded.linear import attend_over_layouts
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
@@ -298,6 +299,31 @@ class ShardedSequenceOps:
         self._sharding.agree_on_tokens("diagonal_scan", {"u": u_BLD}, a=a_DN, b=b_DN, c=c_DN, state=state)
         scan = sharded_packed_diagonal_scan if self._sharding.packed else sharded_diagonal_scan
         return scan(self._sharding, u_BLD, a_DN, b_DN, c_DN, state=state)
+
+    def gated_scan(
+        self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `sharded.gated_scans.sharded_gated_scan`."""
+        self._sharding.refuse_deterministic("the gated scan")
+        self._sharding.agree_on_tokens("gated_scan", {"x": x_BLD, "log_decay": log_decay_BLD}, state=state)
+        return sharded_gated_scan(self._sharding, x_BLD, log_decay_BLD, state=state)
+
+    def selective_scan(
+        self,
+        x_BLD: torch.Tensor,
+        dt_BLD: torch.Tensor,
+        a_DN: torch.Tensor,
+        b_BLN: torch.Tensor,
+        c_BLN: torch.Tensor,
+        *,
+        skip_D: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `sharded.gated_scans.sharded_selective_scan`."""
+        self._sharding.refuse_deterministic("the selective scan")
+        along = {"x": x_BLD, "dt": dt_BLD, "b": b_BLN, "c": c_BLN}
+        self._sharding.agree_on_tokens("selective_scan", along, a=a_DN, skip=skip_D, state=state)
+        return sharded_selective_scan(self._sharding, x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D=skip_D, state=state)
 
     def dense_scan(
         self,

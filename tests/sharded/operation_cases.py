@@ -137,6 +137,23 @@ def _tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicat
     return Case({"x": ((BATCH,), 3)}, replicated, run)
 
 
+def _gated_scan() -> Case:
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        return ops.gated_scan(x["x"], torch.nn.functional.logsigmoid(x["gate"]), state=x["state"])
+
+    return Case({"x": ((BATCH,), 3), "gate": ((BATCH,), 3)}, {"state": (BATCH, 3)}, run)
+
+
+def _selective_scan() -> Case:
+    sliced = {"x": ((BATCH,), 3), "dt": ((BATCH,), 3), "b": ((BATCH,), 2), "c": ((BATCH,), 2)}
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        dt_BLD, a_DN = torch.nn.functional.softplus(x["dt"]), -x["a"].exp()
+        return ops.selective_scan(x["x"], dt_BLD, a_DN, x["b"], x["c"], skip_D=x["skip"], state=x["state"])
+
+    return Case(sliced, {"a": (3, 2), "skip": (3,), "state": (BATCH, 3, 2)}, run)
+
+
 def _diagonal() -> Case:
     def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
         a, b, c, state = (torch.view_as_complex(x[name]) for name in ("a", "b", "c", "state"))
@@ -208,6 +225,8 @@ CASES = (
             lambda ops, x: (ops.mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"]),), w=(5, 4), b=(4,)
         ),
         "diagonal scan": _diagonal(),
+        "gated scan": _gated_scan(),
+        "selective scan": _selective_scan(),
         "dense scan": _tokens(
             lambda ops, x: ops.dense_scan(x["x"], x["a"], x["b"], x["c"], state=x["state"]),
             a=(3, 2, 2),

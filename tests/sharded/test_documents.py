@@ -122,6 +122,10 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "long convolution": lambda ops, x, rp: ops.long_convolve(x[0], rp[0]),
     "long convolution both ways": lambda ops, x, rp: ops.long_convolve(x[0], rp[0], backward_kernel_LD=rp[1]),
     "diagonal": lambda ops, x, rp: ops.diagonal_scan(x[0], *_diagonal(rp))[0],
+    "gated": lambda ops, x, rp: ops.gated_scan(x[0], -x[1].square())[0],
+    "selective": lambda ops, x, rp: ops.selective_scan(
+        x[0], x[1].square(), -rp[0, :3].T, x[1, ..., :3], x[0, ..., :3], skip_D=rp[0, 3]
+    )[0],
 }
 
 

@@ -198,6 +198,8 @@ def test_operations_without_the_promise_are_refused():
             ),
             lambda: ops.long_convolve(x, w[:, :2]),
             lambda: ops.diagonal_scan(x, modes, modes, modes),
+            lambda: ops.gated_scan(x, x),
+            lambda: ops.selective_scan(x, x, modes.real, x, x),
             lambda: ops.mix_tokens(x, w, w.T),
         )
         for call in calls:

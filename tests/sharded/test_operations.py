@@ -169,6 +169,16 @@ def test_bytes_sent(lengths):
         calls = {
             "long_convolve": (lambda u: ops.long_convolve(u, w[:, :channels]), reshuffle + back),
             "mix_tokens": (lambda u: ops.mix_tokens(u, w, w.T), sums),
+            "gated_scan": (
+                lambda u: ops.gated_scan(u, u)[0],
+                costs.all_gather_bytes(8 * 2 * 2 * channels, layout.size),
+            ),
+            "selective_scan": (
+                lambda u: ops.selective_scan(
+                    u, u, a.real, u[..., :1].expand(-1, -1, modes), u[..., :1].expand(-1, -1, modes)
+                )[0],
+                costs.all_gather_bytes(8 * 2 * 2 * channels * modes, layout.size),
+            ),
             "diagonal_scan": (
                 lambda u: ops.diagonal_scan(u, a, a, a)[0],
                 costs.all_gather_bytes(8 * (2 * 2 * channels * modes + 2), layout.size),

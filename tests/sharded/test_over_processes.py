@@ -25,6 +25,8 @@ WITH_DOCUMENTS = [
     "convolve",
     "convolve, streaming",
     "fourier",
+    "gated scan",
+    "selective scan",
 ]
 WITH_A_MEMORY = ["linear, full, gated, from a state", "relative", "relative, full", "softmax", "softmax, full"]
 DETERMINISTIC = ["linear", "linear, full, gated, from a state", "convolve", "convolve, streaming"]
