@@ -20,6 +20,7 @@ from dist_attn.costs import (
     parse_count,
     read_calibration,
     read_model_costs,
+    usual_exchange,
 )
 from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
@@ -83,7 +84,7 @@ def plan(options: PlanOptions) -> None:
 def _chosen(costs: LanguageModelCosts, ranks: int, backend: str) -> str | None:
     """The exchange that ranks choose on this machine: the one measured fastest, if any was; None without a choice."""
     messages = [message for mixer in costs.kinds if (message := mixer.traffic().scanned) is not None]
-    if not messages or ranks < 2:
+    if not messages or ranks < 2 or any(usual_exchange(message, ranks) == "in_turn" for message in messages):
         return None
     message = max(messages, key=lambda one: one.bytes)
     known = read_calibration(calibration_file(os.environ))

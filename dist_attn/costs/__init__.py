@@ -7,6 +7,7 @@ from dist_attn.costs.calibration import (
     default_exchange,
     read_calibration,
     timed_exchanges,
+    usual_exchange,
 )
 from dist_attn.costs.counts import parse_count
 from dist_attn.costs.estimate import Estimate, MemoryPerRank, OutputFormat, Rates, estimate, output_bytes
@@ -22,7 +23,6 @@ from dist_attn.costs.exchanges import (
     scan_cost,
     scan_seconds,
     takes_turns,
-    turn_bytes,
 )
 from dist_attn.costs.models import LanguageModelCosts, LayerCosts, layer_costs, model_kind, read_model_costs
 from dist_attn.model_config.figures import ScanMessage, TokenFlops
@@ -59,5 +59,5 @@ __all__ = [
     "scan_seconds",
     "takes_turns",
     "timed_exchanges",
-    "turn_bytes",
+    "usual_exchange",
 ]

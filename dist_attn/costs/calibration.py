@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from dist_attn.costs.exchanges import takes_turns
+from dist_attn.model_config.figures import ScanMessage
 from dist_attn.wire.choices import StateExchange
 
 # Up to so many ranks one all-gather is the fewest steps on a fast link; more need log2 P steps or two levels.
@@ -102,6 +104,13 @@ def default_exchange(
     if 1 < len(hosts) < ranks and [rank for host in hosts for rank in host] == list(range(ranks)):
         return "two_level"
     return "exscan" if backend == "mpi" and message_bytes is not None and message_bytes <= EXSCAN_BYTES else "log_step"
+
+
+def usual_exchange(message: ScanMessage, ranks: int) -> str:
+    """How a state travels where nothing else is asked for: in turn, or by the rule of thumb for scans."""
+    if takes_turns(ranks, message.heads, erases=message.erases):
+        return "in_turn"
+    return default_exchange(ranks)
 
 
 def calibration_file(environ: Mapping[str, str]) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dist_attn.costs.calibration import default_exchange
+from dist_attn.costs.calibration import usual_exchange
 from dist_attn.costs.exchanges import (
     Link,
     all_gather_bytes,
@@ -200,7 +200,7 @@ class _LayerExchange:
             return _LayerExchange(mixer, traffic, layers, "gather", ranks)
         if exchange == "pair" and ranks != 2:
             raise ConfigError(f"the exchange pair is for 2 ranks, not {ranks}; leave it open, or take gather")
-        return _LayerExchange(mixer, traffic, layers, exchange or default_exchange(ranks), ranks)
+        return _LayerExchange(mixer, traffic, layers, exchange or usual_exchange(traffic.scanned, ranks), ranks)
 
     @property
     def edge_bytes(self) -> int:

@@ -104,6 +104,7 @@ def scan_cost(
     serial_ring     |x|, (P - 1) |x| from the last rank.
     pipelined_ring  `pieces` pieces up to this rank and, but for the two ranks before the end, as many of the total.
     two_level       (R - 1) |x| in the host, a piece for each other host, two pieces for each neighbour.
+    in_turn         the state S of |x| to the next rank, head by head; (P - 1) |S| from the last rank.
 
     Raises: ConfigError for an unknown algorithm.
     """
@@ -122,6 +123,8 @@ def scan_cost(
     if algorithm in ("exscan", "serial_ring"):
         count = last or 1
         return ScanCost(count * whole, count)
+    if algorithm == "in_turn":
+        return ScanCost((last or 1) * message.state_bytes, last or message.heads)
     if algorithm == "pipelined_ring":
         pieces = message.most_pieces(pieces)
         up_to = set(range(rank, rank + pieces))
@@ -165,6 +168,10 @@ def scan_seconds(
         return 2 * rounds * seconds(message.bytes)
     if algorithm == "serial_ring":
         return (ranks - 1 + rounds) * seconds(message.bytes)
+    if algorithm == "in_turn":  # the last head's state, and the last rank's of all heads
+        return (ranks + message.heads - 2) * seconds(message.state_bytes // message.heads) + rounds * seconds(
+            message.state_bytes
+        )
     if algorithm == "pipelined_ring":
         pieces = message.most_pieces(pieces)
         return (2 * ranks + pieces - 3) * seconds(message.piece_bytes(pieces))
@@ -183,14 +190,10 @@ REDUCING_WALK = {"erases": 1.2, "decays": 0.4}
 def takes_turns(ranks: int, groups: int, *, erases: bool) -> bool:
     """Whether an affine recurrence is faster where ranks take turns at `groups` groups of heads than by a scan.
 
-    In turn the last rank is done after (G + P - 1) / G of its own work; by a scan after one and a `REDUCING_WALK`.
+    In turn the last rank is done after (G + P - 1) / G of its own work, by a scan after one and a `REDUCING_WALK`.
+    Other states have no such groups, 0, and are only scanned.
     """
-    return ranks - 1 <= groups * REDUCING_WALK["erases" if erases else "decays"]
-
-
-def turn_bytes(state_bytes: int, ranks: int, rank: int) -> int:
-    """What a rank sends in turn: the state to the next rank; the last rank its own to all others."""
-    return state_bytes if rank < ranks - 1 else (ranks - 1) * state_bytes
+    return groups > 0 and ranks - 1 <= groups * REDUCING_WALK["erases" if erases else "decays"]
 
 
 def _two_level(message: ScanMessage, rank: int, hosts: Sequence[Sequence[int]]) -> ScanCost:

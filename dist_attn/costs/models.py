@@ -11,15 +11,13 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from dist_attn.costs.calibration import default_exchange
+from dist_attn.costs.calibration import usual_exchange
 from dist_attn.costs.exchanges import (
     all_gather_bytes,
     all_reduce_bytes,
     reshuffle_back_bytes,
     reshuffle_bytes,
     scan_cost,
-    takes_turns,
-    turn_bytes,
 )
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.figures import FLOAT_BYTES, POSITION_BYTES, TokenFlops, Weights, linear
@@ -59,11 +57,8 @@ class LayerCosts:
         traffic, ranks = self.config.traffic(batch), len(lengths)
         gathered = traffic.gathered_bytes + traffic.edge_bytes + traffic.aside_bytes
         sent = all_gather_bytes(gathered, ranks) + all_reduce_bytes(traffic.reduced, FLOAT_BYTES, ranks)
-        scanned = traffic.scanned
-        if scanned is not None and scanned.heads and takes_turns(ranks, scanned.heads, erases=scanned.erases):
-            sent += turn_bytes(scanned.state_bytes, ranks, rank)
-        elif scanned is not None:
-            sent += scan_cost(default_exchange(ranks), scanned, ranks, rank).bytes_sent
+        if traffic.scanned is not None:
+            sent += scan_cost(usual_exchange(traffic.scanned, ranks), traffic.scanned, ranks, rank).bytes_sent
         sent += reshuffle_bytes(lengths, traffic.columns, traffic.column_bytes, rank)
         return sent + reshuffle_back_bytes(lengths, traffic.columns_back, traffic.column_bytes, rank)
 

@@ -116,11 +116,8 @@ def test_bytes_sent_are_the_formulas(kind, channels, exchange):
 
     for tokens in (3, 200):
         sent = run_simulated(partial(body, tokens=tokens), ranks)
-        if exchange == "auto" and costs.takes_turns(ranks, heads, erases=message.erases):
-            want = [costs.turn_bytes(message.state_bytes, ranks, rank) for rank in range(ranks)]
-        else:
-            name = "gather" if exchange == "auto" else exchange
-            want = [costs.scan_cost(name, message, ranks, rank).bytes_sent for rank in range(ranks)]
+        name = costs.usual_exchange(message, ranks) if exchange == "auto" else exchange
+        want = [costs.scan_cost(name, message, ranks, rank).bytes_sent for rank in range(ranks)]
         assert [forward for forward, _ in sent] == want
         assert sum(backward for _, backward in sent) <= 2 * sum(want)
 
