@@ -114,6 +114,8 @@ ANYWHERE = {
     "dist_attn/comm/": "a few numbers of the host that ranks tell each other; a back end takes them to its device",
     "dist_attn/commands/": "numbers and files of the host",
     "dist_attn/mixers/contract.py": "inputs of the contract's checks, which are made on the CPU",
+    "dist_attn/ops/affine/native": "memory for the kernels in C, which are the CPU's",
+    "dist_attn/ops/c_call.py": "memory for the kernels in C, which are the CPU's",
     "dist_attn/ops/linear_attention/native": "memory for the kernels in C, which are the CPU's",
 }
 

@@ -12,8 +12,9 @@ import torch
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import Denominator, LinearState, Watch, absorb_keys, linear_attention, watching
+from dist_attn.ops.c_call import BLOCK, CHUNK
 from dist_attn.ops.linear_attention import LinearCall, OutputBuffers, attend, choose, complete_sums, local_sums
-from dist_attn.ops.linear_attention.native_call import BLOCK, CHUNK, Call, kernels
+from dist_attn.ops.linear_attention.native_call import Call, kernels
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.native import Case, by_kernels, needs_kernels

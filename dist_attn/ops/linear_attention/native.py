@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.c_call import TYPES
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, gradients_of_replay, present
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.differentiable import (
@@ -28,7 +29,7 @@ from dist_attn.ops.linear_attention.differentiable import (
     state_of,
     sums_of,
 )
-from dist_attn.ops.linear_attention.native_call import TYPES, num_features
+from dist_attn.ops.linear_attention.native_call import num_features
 from dist_attn.ops.linear_attention.native_passes import (
     ReadInputs,
     ReadTensors,

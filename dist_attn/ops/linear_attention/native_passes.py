@@ -8,10 +8,11 @@ from typing import Generic, NamedTuple
 
 import torch
 
+from dist_attn.ops.c_call import Chunks
 from dist_attn.ops.kernel_operation import Each, present
 from dist_attn.ops.linear_attention.call import OutputBuffers
 from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Results, Terms, converted
-from dist_attn.ops.linear_attention.native_call import Chunks, KernelCall
+from dist_attn.ops.linear_attention.native_call import KernelCall
 from dist_attn.ops.processor import on_large_pages
 from dist_attn.ops.watch import current_watch
 

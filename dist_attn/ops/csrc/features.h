@@ -1,6 +1,6 @@
 /* Features of the tokens of a chunk, and what a gradient of features is one of: tokens lie in lanes, [M, CHUNK]. */
 #pragma once
-#include "call.h"
+#include "attention_call.h"
 
 /* One of queries or keys: the transposed rows, normalised where the map does so, 1 / length, and the features. */
 typedef struct {
@@ -17,8 +17,8 @@ INLINE float feature_scale(const call *c) {
 static void make_features(const call *c, int64_t group, view x, int64_t begin, int64_t length, side to, float *rows) {
     int64_t lanes = round_up(length, LANES), size = c->size, columns = round_up(size, LANES);
     int64_t D = c->projections;
-    pack(rows, columns, x, c, group, begin, length, lanes, size);
-    transposed(to.x, rows, columns, lanes, columns);
+    pack(rows, columns, x, c->heads, group, begin, length, lanes, size);
+    transposed(to.x, CHUNK, rows, columns, lanes, columns);
     if (c->unit_norm) {
         for (int64_t t = 0; t < lanes; t += LANES) {
             vec squares = {0};
@@ -119,5 +119,5 @@ static void features_gradient(const call *c, int64_t group, side from, const flo
         }
         of_x = grad_x;
     }
-    unpack_transposed(to, c, group, begin, length, of_x, size);
+    unpack_transposed(to, c->heads, group, begin, length, of_x, size);
 }

@@ -1,6 +1,7 @@
 /* What forward and backward share of one chunk: gates, weights of pairs, the divisor, the state's step. */
 #pragma once
 #include "features.h"
+#include "matrices.h"
 
 typedef struct {
     int64_t begin, length, lanes;
@@ -13,11 +14,6 @@ typedef struct {
     float gate[CHUNK] __attribute__((aligned(64)));    /* log gate */
     float gain; /* what is left of the state before, behind the chunk */
 } chunk;
-
-INLINE float number_at(view x, int64_t group, int64_t heads, int64_t token) {
-    const char *at = row_of(x, group, heads, token);
-    return x.type == BFLOAT16 ? read_row(at, BFLOAT16, 0, 1)[0] : *(const float *)at;
-}
 
 #define CLOSED -104.0f /* exp gives 0 from here on */
 
@@ -60,10 +56,6 @@ static float add_masses(const call *c, const chunk *at, float before, float *mas
     return m;
 }
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-#define STRIPE 16 /* rows whose pairs are reckoned with together: a multiple of LANES */
-
 /* Masks pairs [lanes, CHUNK] of keys after the query and weighs the others with what is left of them. */
 static void weigh_pairs(const chunk *at, float *pairs, const float *weights) {
     for (int64_t i = 0; i < at->lanes; i++) {
@@ -74,13 +66,6 @@ static void weigh_pairs(const chunk *at, float *pairs, const float *weights) {
         else
             for (int64_t j = i + 1; j < end; j++) row[j] = 0.0f;
     }
-}
-
-/* Rows [length, columns] times one number each. */
-INLINE void weigh_rows(float *rows, int64_t columns, int64_t length, const float *weight) {
-    for (int64_t t = 0; t < length; t++)
-        for (int64_t j = 0; j < columns; j += LANES)
-            store(rows + t * columns + j, load(rows + t * columns + j) * weight[t]);
 }
 
 /* exp(c_i - c_j) where key j is not after query i, 0 elsewhere. */
@@ -158,13 +143,6 @@ static void denominators(const call *c, const chunk *at, const float *queries, c
     }
 }
 
-/* Room for one thread, cut from one piece of memory. */
-typedef struct { float *next; } room;
-INLINE float *take(room *r, int64_t floats) {
-    float *at = r->next;
-    r->next += round_up(floats, 16);
-    return at;
-}
 INLINE side take_side(room *r, const call *c) {
     side s;
     s.x = take(r, round_up(c->size, LANES) * CHUNK);
@@ -173,3 +151,11 @@ INLINE side take_side(room *r, const call *c) {
     return s;
 }
 #define SIDE_FLOATS(c) ((round_up((c)->size, LANES) + round_up((c)->features, LANES) + 1) * CHUNK)
+
+INLINE int in_halves(const call *c) {
+    view keys = c->k.at ? c->k : c->q, values = c->k.at ? c->v : c->q; /* of a read: its queries */
+    return HALF_PRODUCTS && keys.type == BFLOAT16 && values.type == BFLOAT16;
+}
+INLINE int64_t factor_floats(const call *c) { return largest_factor(c->features, c->values); }
+INLINE int64_t matrices_floats(const call *c) { return in_halves(c) ? 2 * factor_floats(c) + 2 * 16 : 0; }
+INLINE matrices matrices_of(room *r, const call *c) { return take_matrices(r, in_halves(c), factor_floats(c)); }

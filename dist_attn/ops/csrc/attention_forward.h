@@ -1,6 +1,6 @@
 /* Causal attention from chunk to chunk, and the state that keys leave behind. */
 #pragma once
-#include "matrices.h"
+#include "attention_chunk.h"
 
 /* The state behind a chunk, S = gain S + sum phi_k v^T; `phi` holds weighed keys, times `left` where gates are. */
 static void advance(const call *c, const matrices *m, const chunk *at, state to, const float *phi, const float *v) {
@@ -15,14 +15,14 @@ static void advance(const call *c, const matrices *m, const chunk *at, state to,
 }
 
 static void forward_group(const call *c, int64_t group, float *memory) {
-    room r = {memory};
+    room r = {memory, 0};
     int64_t values = round_up(c->values, LANES), saved = 0;
     side keys = take_side(&r, c), queries = take_side(&r, c);
     float *rows = take(&r, CHUNK * round_up(c->size, LANES)), *v = take(&r, CHUNK * values);
     float *num = take(&r, CHUNK * values), *pairs = take(&r, CHUNK * CHUNK), *weights = take(&r, CHUNK * CHUNK);
     float den[CHUNK] __attribute__((aligned(64))), masses[CHUNK];
     int gated = c->log_gate.at != NULL;
-    matrices m = take_matrices(&r, c);
+    matrices m = matrices_of(&r, c);
     state now = state_at(c, take(&r, state_floats(c)));
     load_state(c, group, c->s, c->zm, now);
     for (int64_t n = 0; n < c->num_chunks; n++) {
@@ -34,7 +34,7 @@ static void forward_group(const call *c, int64_t group, float *memory) {
         int64_t lanes = at.lanes;
         make_features(c, group, c->k, at.begin, at.length, keys, rows);
         if (c->key_scale.at || at.length < lanes) weigh(keys.phi, c->features, lanes, at.weight);
-        pack(v, values, c->v, c, group, at.begin, at.length, lanes, c->values);
+        pack(v, values, c->v, c->heads, group, at.begin, at.length, lanes, c->values);
         if (at.fresh) memset(now.s, 0, 4 * state_floats(c));
         *now.mass = add_masses(c, &at, *now.mass, masses);
         if (c->q.at) {
@@ -45,10 +45,10 @@ static void forward_group(const call *c, int64_t group, float *memory) {
                 weigh_rows(num, values, at.length, at.into);
                 pair_weights(&at, weights);
             }
-            pair_products(&m, &at, pairs, (factor){queries.phi, 1, CHUNK}, keys.phi, c->features);
+            pair_products(&m, lanes, pairs, CHUNK, (factor){queries.phi, 1, CHUNK}, keys.phi, CHUNK, c->features);
             weigh_pairs(&at, pairs, gated ? weights : NULL);
             denominators(c, &at, queries.phi, now.z, pairs, den);
-            add_values(&m, &at, num, pairs, v, values);
+            add_values(&m, at.length, lanes, num, pairs, CHUNK, v, values, values);
             for (int64_t t = 0; t < at.length; t++)
                 write_output(c, group, at.begin + t, num + t * values, den[t], masses[t]);
         }

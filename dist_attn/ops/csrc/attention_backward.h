@@ -4,7 +4,7 @@
    blocks outnumber these, a walk over the keys finds the states between them first. Nothing of the length of the
    sequence is held but the gradients themselves. */
 #pragma once
-#include "matrices.h"
+#include "attention_chunk.h"
 
 typedef struct {
     side queries, keys[BLOCK];
@@ -43,7 +43,7 @@ static desk take_desk(room *r, const call *c) {
     d.of_queries = take(r, M * CHUNK), d.of_keys = take(r, M * CHUNK);
     d.before = take(r, BLOCK * state_floats(c));
     d.inner = take(r, inner_floats(c));
-    d.m = take_matrices(r, c);
+    d.m = matrices_of(r, c);
     return d;
 }
 
@@ -62,7 +62,7 @@ static void step_over(const call *c, int64_t group, const chunk *at, desk *d, si
     make_features(c, group, c->k, at->begin, at->length, keys, d->rows);
     if (c->key_scale.at || at->length < at->lanes) weigh(keys.phi, c->features, at->lanes, at->weight);
     if (!onward || !states_matter(c)) return;
-    pack(d->v, values, c->v, c, group, at->begin, at->length, at->lanes, c->values);
+    pack(d->v, values, c->v, c->heads, group, at->begin, at->length, at->lanes, c->values);
     if (at->fresh) memset(now.s, 0, 4 * state_floats(c));
     float masses[CHUNK];
     *now.mass = add_masses(c, at, *now.mass, masses);
@@ -86,7 +86,7 @@ static void divide_gradient(const call *c, int64_t group, const chunk *at, desk 
                             const float *masses, float *of_den, float *of_mass) {
     int64_t values = round_up(c->values, LANES);
     memset(of_den, 0, 4 * CHUNK), memset(of_mass, 0, 4 * CHUNK);
-    pack(d->of_num, values, c->grad_out, c, group, at->begin, at->length, at->lanes, c->values);
+    pack(d->of_num, values, c->grad_out, c->heads, group, at->begin, at->length, at->lanes, c->values);
     for (int64_t t = 0; t < at->length; t++) {
         if (c->undivided) {
             const float *row = (const float *)row_of(c->grad_out, group, c->heads, at->begin + t);
@@ -112,7 +112,7 @@ static void through_divisor(const call *c, int64_t group, const chunk *at, desk 
                             const float *masses, float *of_den, float *of_mass) {
     int64_t values = round_up(c->values, LANES);
     divide_gradient(c, group, at, d, den, masses, of_den, of_mass);
-    transposed(d->of_num_turned, d->of_num, values, at->lanes, values);
+    transposed(d->of_num_turned, CHUNK, d->of_num, values, at->lanes, values);
 }
 
 /* What the gates between queries and keys of a chunk are worth: for each gate the sum over pairs that it lies between,
@@ -139,7 +139,7 @@ static void through_pairs(const call *c, const chunk *at, desk *d, const float *
                           float *crossing) {
     int64_t values = round_up(c->values, LANES), lanes = at->lanes, M = c->features;
     int gated = c->log_gate.at != NULL;
-    pair_products(&d->m, at, d->of_pairs, (factor){d->of_num, values, 1}, d->v_turned, values);
+    pair_products(&d->m, lanes, d->of_pairs, CHUNK, (factor){d->of_num, values, 1}, d->v_turned, CHUNK, values);
     for (int64_t i = 0; i < lanes; i++)
         for (int64_t j = 0; j < smaller(lanes, round_up(i + 1, STRIPE)); j += LANES)
             store(d->of_pairs + i * CHUNK + j, load(d->of_pairs + i * CHUNK + j) + of_den[i]);
@@ -147,7 +147,7 @@ static void through_pairs(const call *c, const chunk *at, desk *d, const float *
     weigh_pairs(at, d->of_pairs, gated ? d->weights : NULL);
     for (int64_t i = 0; i < lanes; i += STRIPE) {
         int64_t there = smaller(STRIPE, lanes - i), end = smaller(lanes, i + STRIPE), rest = lanes - i;
-        transposed(d->of_pairs_turned + i, d->of_pairs + i * CHUNK, CHUNK, there, end);
+        transposed(d->of_pairs_turned + i, CHUNK, d->of_pairs + i * CHUNK, CHUNK, there, end);
         product(d->of_queries + i, CHUNK, 1.0f, (factor){keys, CHUNK, 1}, d->of_pairs_turned + i, CHUNK, M, there, end);
         product(d->of_keys + i, CHUNK, 1.0f, (factor){d->queries.phi + i, CHUNK, 1}, d->of_pairs + i * CHUNK + i, CHUNK,
                 M, there, rest);
@@ -185,8 +185,8 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
     float crossing = gated && !at->fresh ? at->gain * dot(before.s, grad.s, sum_floats(c)) : 0.0f;
     for (int64_t t = 0; t < CHUNK; t++) of_gate[t] = crossing;
     add_masses(c, at, *before.mass, masses);
-    pack(d->v, values, c->v, c, group, at->begin, at->length, lanes, c->values);
-    transposed(d->v_turned, d->v, values, lanes, values);
+    pack(d->v, values, c->v, c->heads, group, at->begin, at->length, lanes, c->values);
+    transposed(d->v_turned, CHUNK, d->v, values, lanes, values);
     /* What reaches keys and values through the state after the chunk. */
     multiply(&d->m, d->of_keys, CHUNK, 0.0f, (factor){grad.s, values, 1}, d->v_turned, CHUNK, M, lanes, c->values);
     for (int64_t m = 0; m < M; m++)
@@ -207,7 +207,7 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
         make_features(c, group, c->q, at->begin, at->length, d->queries, d->rows);
         if (at->length < lanes) weigh(d->queries.phi, M, lanes, at->present);
         if (gated) pair_weights(at, d->weights);
-        pair_products(&d->m, at, d->pairs, (factor){d->queries.phi, 1, CHUNK}, keys.phi, M);
+        pair_products(&d->m, lanes, d->pairs, CHUNK, (factor){d->queries.phi, 1, CHUNK}, keys.phi, CHUNK, M);
         weigh_pairs(at, d->pairs, gated ? d->weights : NULL);
         if (!c->undivided) denominators(c, at, d->queries.phi, before.z, d->pairs, den);
         through_divisor(c, group, at, d, den, masses, of_den, of_mass);
@@ -320,7 +320,7 @@ static void stretch_gradients(const call *c, int64_t group, desk *d, int level, 
 }
 
 static void backward_group(const call *c, int64_t group, float *memory) {
-    room r = {memory};
+    room r = {memory, 0};
     desk d = take_desk(&r, c);
     int64_t floats = state_floats(c), columns = round_up(c->size, LANES);
     int64_t per_group = c->num_chunks ? (c->num_chunks - 1) / c->save_every : 0;

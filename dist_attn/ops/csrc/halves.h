@@ -3,7 +3,7 @@
 
    Only what enters a product is rounded: states, sums and random projections stay float32. */
 #pragma once
-#include "chunk.h"
+#include "tensors.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>

@@ -1,6 +1,6 @@
 /* Queries that all read one state, decayed where gates lie between, with sums of their own where there are some. */
 #pragma once
-#include "backward.h"
+#include "attention_backward.h"
 
 #define VANISHED -87.3 /* a state whose log decay is below is 0 in normal numbers */
 
@@ -32,11 +32,11 @@ static void read_sums(const call *c, int64_t group, const chunk *at, const float
 }
 
 static void read_group(const call *c, int64_t group, float *memory) {
-    room r = {memory};
+    room r = {memory, 0};
     int64_t values = round_up(c->values, LANES);
     side queries = take_side(&r, c);
     float *rows = take(&r, CHUNK * round_up(c->size, LANES)), *num = take(&r, CHUNK * values);
-    matrices m = take_matrices(&r, c);
+    matrices m = matrices_of(&r, c);
     state from = state_at(c, take(&r, state_floats(c)));
     float den[CHUNK] __attribute__((aligned(64))), masses[CHUNK];
     double decay = 0.0;
@@ -68,7 +68,7 @@ static void read_group(const call *c, int64_t group, float *memory) {
 }
 
 static void read_backward_group(const call *c, int64_t group, float *memory) {
-    room r = {memory};
+    room r = {memory, 0};
     desk d = take_desk(&r, c);
     int64_t values = round_up(c->values, LANES), columns = round_up(c->size, LANES), M = c->features;
     state from = state_at(c, take(&r, state_floats(c))), grad = state_at(c, d.before);
@@ -137,7 +137,7 @@ static void read_backward_group(const call *c, int64_t group, float *memory) {
 
 /* The gradient of the state before an attention without gates, from that of its outputs and its denominators. */
 static void adjoint_group(const call *c, int64_t group, float *memory) {
-    room r = {memory};
+    room r = {memory, 0};
     desk d = take_desk(&r, c);
     int64_t values = round_up(c->values, LANES), M = c->features;
     state grad = state_at(c, d.before);
