@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_check --json F [--seconds 600] [--only PIECE …] [--tune]    on a GPU
     python -m benchmarks.gpu_check --json F --tiny     without one: that all of it runs
-    python -m benchmarks.gpu_check --read F            bring into this tree what another copy of it found
+    python -m benchmarks.gpu_check --read F            bring into this tree the results of another copy
 
 A piece runs in processes of its own, which end at its deadline, and each case is a line of F as soon as it is done. A
 later start with the same F, at the same commit on the same GPU, goes on with what is missing, failed or was wrong.
@@ -34,7 +34,7 @@ from benchmarks.setting import Setting, look_around
 from dist_attn.ops.gpu_record import GpuRecord, keep_record
 from dist_attn.rank_link.tether import die_with_parent
 
-__all__ = ["PIECES", "Found", "main"]
+__all__ = ["PIECES", "Results", "main"]
 
 Row = dict[str, Any]
 QUESTION = "How fast are the Triton kernels on an H200, against SDPA, flash-linear-attention and a copy?"
@@ -64,7 +64,7 @@ PIECES = {
 }
 
 
-class Found:
+class Results:
     """What a file has of one setting: a line for each start, and after it those of cases and of pieces.
 
     Of a case the newest line counts; `start` in it is the number of the start that wrote it.
@@ -113,29 +113,29 @@ def is_right(row: Row) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status 1 where something failed, is wrong or is missing; 2 without a GPU."""
-    given = _parser().parse_args(arguments)
-    if given.read is not None:
-        return _take_over(given.read)
-    if not torch.cuda.is_available() and not given.tiny:
+    options = _parser().parse_args(arguments)
+    if options.read is not None:
+        return _take_over(options.read)
+    if not torch.cuda.is_available() and not options.tiny:
         print("gpu_check: there is no GPU here; --tiny shows that all of it runs", file=sys.stderr)
         return 2
-    found = Found(given.json, _setting(tiny=given.tiny))
-    if given.work:
-        return _work(found, given.work, given.number)
-    around = asdict(look_around()) | {"machine": found.setting["device"]}
-    found.write({"setting": found.setting, "around": around})
-    ends = time.monotonic() + given.seconds
-    wanted = [name for name in PIECES if name in given.only] if given.only else [n for n in PIECES if n != "tiles"]
-    if given.tune and "tiles" not in wanted:
+    results = Results(options.json, _setting(tiny=options.tiny))
+    if options.work:
+        return _work(results, options.work, options.number)
+    around = asdict(look_around()) | {"machine": results.setting["device"]}
+    results.write({"setting": results.setting, "around": around})
+    ends = time.monotonic() + options.seconds
+    wanted = [name for name in PIECES if name in options.only] if options.only else [n for n in PIECES if n != "tiles"]
+    if options.tune and "tiles" not in wanted:
         wanted.append("tiles")
-    missing = [name for name in wanted if not found.is_right(name)]
+    missing = [name for name in wanted if not results.is_right(name)]
     for number, name in enumerate(missing):
         # What a piece leaves of its time is for those after it.
         left = sum(PIECES[one].seconds for one in missing[number:])
-        _run(found, name, (ends - time.monotonic()) * PIECES[name].seconds / left)
-        if not given.tiny:
-            _keep(found, around)
-    return 0 if all(map(found.is_right, wanted)) else 1
+        _run(results, name, (ends - time.monotonic()) * PIECES[name].seconds / left)
+        if not options.tiny:
+            _keep(results, around)
+    return 0 if all(map(results.is_right, wanted)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,23 +164,23 @@ def _setting(*, tiny: bool) -> dict[str, Any]:
     return {"device": device, "driver": driver, **versions, "tiny": tiny}
 
 
-def _run(found: Found, name: str, seconds: float) -> None:
+def _run(results: Results, name: str, seconds: float) -> None:
     """Let processes carry a piece out until it is done or its time is over."""
     began = time.monotonic()
     print(f"{name}: at most {seconds:.0f} s", flush=True)
     row: Row = {"piece": name, "case": ""}
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         tried = -1
-        while not row.get("ended") and len(found.of(name)) > tried and time.monotonic() < began + seconds:
+        while not row.get("ended") and len(results.of(name)) > tried and time.monotonic() < began + seconds:
             # A fault in a kernel takes its process along: another one goes on behind the case that did it.
-            tried = len(found.of(name))
-            row["ended"] = _one_round(found, name, began + seconds, said)
+            tried = len(results.of(name))
+            row["ended"] = _one_round(results, name, began + seconds, said)
         if not row["ended"]:
             said.seek(0)
             row["error"] = said.read()[-2_000:]
     row["seconds"] = round(time.monotonic() - began, 1)
-    found.write(row)
-    cases = found.of(name)
+    results.write(row)
+    cases = results.of(name)
     wrong = [case for case in cases if not is_right(cases[case])]
     for case in wrong:
         print(f"  {case}: {json.dumps({**cases[case], 'trace': ''})[:400]}")
@@ -188,25 +188,25 @@ def _run(found: Found, name: str, seconds: float) -> None:
     print(f"{name}: {len(cases) - len(wrong)} of {len(cases)} right, {row['seconds']:g} s{end}", flush=True)
 
 
-def _one_round(found: Found, name: str, deadline: float, said: IO[str]) -> bool:
+def _one_round(results: Results, name: str, deadline: float, said: IO[str]) -> bool:
     """Whether the processes of a piece have tried all of it."""
-    words = [sys.executable, "-m", "benchmarks.gpu_check", f"--work={name}", f"--json={found.file}"]
-    words += ["--tiny"] * found.setting["tiny"]
+    words = [sys.executable, "-m", "benchmarks.gpu_check", f"--work={name}", f"--json={results.file}"]
+    words += ["--tiny"] * results.setting["tiny"]
     environment = dict(os.environ)
-    if not found.setting["driver"]:
+    if not results.setting["driver"]:
         environment["TRITON_INTERPRET"] = "1"
     processes = [
         subprocess.Popen(
             [*words, f"--number={number}"], stdout=said, stderr=said, env=environment, start_new_session=True
         )
-        for number in range(_processes(found, name))
+        for number in range(_processes(results, name))
     ]
     ended = [_ended(process, deadline) for process in processes]
     return all(ended)
 
 
-def _processes(found: Found, name: str) -> int:
-    return 1 if found.setting["tiny"] else PIECES[name].processes
+def _processes(results: Results, name: str) -> int:
+    return 1 if results.setting["tiny"] else PIECES[name].processes
 
 
 def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
@@ -222,24 +222,24 @@ def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
         return False
 
 
-def _work(found: Found, name: str, number: int) -> int:
+def _work(results: Results, name: str, number: int) -> int:
     """Carry out this process's share of the cases that are to be done; 1 where a fault leaves it without a GPU."""
     die_with_parent()
     piece = PIECES[name]
     function = getattr(importlib.import_module(piece.module), piece.function)
-    cases: dict[str, Callable[[], Row]] = function(tiny=found.setting["tiny"])
-    before, start = found.of(name), found.read()[1]
-    for case in list(cases)[number :: _processes(found, name)]:
+    cases: dict[str, Callable[[], Row]] = function(tiny=results.setting["tiny"])
+    before, start = results.of(name), results.read()[1]
+    for case in list(cases)[number :: _processes(results, name)]:
         if case in before and (is_right(before[case]) or before[case]["start"] == start):
             continue
         of = {"piece": name, "case": case}
-        found.write({**of, "error": "it did not end"})
+        results.write({**of, "error": "it did not end"})
         began = time.perf_counter()
         try:
             row = cases[case]()
         except Exception as error:  # time on a GPU is short: what can still be done is
             row = {"error": f"{type(error).__name__}: {error}"[:2_000], "trace": traceback.format_exc()[-4_000:]}
-        found.write({**of, **row, "case_s": round(time.perf_counter() - began, 2)})
+        results.write({**of, **row, "case_s": round(time.perf_counter() - began, 2)})
         if "error" in row and not _gpu_answers():
             return 1
     return 0
@@ -259,37 +259,37 @@ def _take_over(file: Path) -> int:
     """Bring what a file has, of every setting with a GPU, into the record and the results of this tree."""
     for start in (row for row in map(json.loads, file.read_text().splitlines()) if "setting" in row):
         if start["setting"]["driver"] and not start["setting"]["tiny"]:
-            _keep(Found(file, start["setting"]), start["around"])
+            _keep(Results(file, start["setting"]), start["around"])
     return 0
 
 
-def _keep(found: Found, around: Mapping[str, Any]) -> None:
+def _keep(results: Results, around: Mapping[str, Any]) -> None:
     """Into the record what is known so far, and into the results what has targets: the ratios of an H200."""
-    keep_record(found.setting["device"], record_from(found))
-    ratios = _of_ratios(found, "ratios")
-    if "H200" in found.setting["device"] and ratios:
+    keep_record(results.setting["device"], record_from(results))
+    ratios = _of_ratios(results, "ratios")
+    if "H200" in results.setting["device"] and ratios:
         file_finding(Measured("h200", QUESTION, Setting(**around), (), ratios, {}, ()))
         refresh_page()
 
 
-def record_from(found: Found) -> GpuRecord:
+def record_from(results: Results) -> GpuRecord:
     """Kernels and captured steps where all cases were tried, tiles and times of whatever there is."""
-    kernels = found.of("kernels") if found.ended("kernels") else {}
-    captured = found.of("captured") if found.ended("captured") else {}
+    kernels = results.of("kernels") if results.ended("kernels") else {}
+    captured = results.of("captured") if results.ended("captured") else {}
     slowest_first = sorted(
-        filter(lambda row: "tiles" in row, found.of("tiles").values()), key=lambda row: -row["seconds"]
+        filter(lambda row: "tiles" in row, results.of("tiles").values()), key=lambda row: -row["seconds"]
     )
     return GpuRecord(
-        **{name: found.setting[name] for name in ("driver", "torch", "triton", "commit")},
+        **{name: results.setting[name] for name in ("driver", "torch", "triton", "commit")},
         kernels={case: _outcome(row) for case, row in kernels.items()},
         captured_steps=all(map(is_right, captured.values())) if captured else None,
         tiles={row["key"]: row["tiles"] for row in slowest_first},
-        ratios=_of_ratios(found, "record"),
+        ratios=_of_ratios(results, "record"),
     )
 
 
-def _of_ratios(found: Found, part: str) -> dict[str, Any]:
-    return {name: value for row in found.of("ratios").values() for name, value in row.get(part, {}).items()}
+def _of_ratios(results: Results, part: str) -> dict[str, Any]:
+    return {name: value for row in results.of("ratios").values() for name, value in row.get(part, {}).items()}
 
 
 def _outcome(row: Row) -> float | str:

@@ -22,7 +22,7 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.comm.mpi import MpiCommunicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.errors import CommError, ConfigError
-from dist_attn.launchers import read_launch
+from dist_attn.launchers import place_on_host, read_launch
 from dist_attn.wire.choices import BACKENDS
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE")
@@ -123,7 +123,8 @@ def _join(
     backend: str | None, timeout_s: float, device: torch.device | None, rendezvous: Rendezvous | None
 ) -> Communicator:
     if device is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if backend == "nccl" else CPU
+        place = place_on_host(os.environ)
+        device = CPU if backend != "nccl" else torch.device("cuda", 0 if place is None else place[0])
     if backend == "nccl" and (device.type != "cuda" or not torch.cuda.is_available()):
         raise ConfigError(f"back end nccl needs a CUDA device, got {device}; use gloo on CPUs")
     rank, size = (int(os.environ[name]) for name in RANK_VARIABLES)

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_check import PIECES, Found, main, record_from
+from benchmarks.gpu_check import PIECES, Results, main, record_from
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
 SETTING = {"device": "a GPU", "driver": "5", "torch": "2", "triton": "3", "commit": "c", "tiny": False}
 
 
-def found_in(file: Path, *rows: dict[str, object]) -> Found:
+def found_in(file: Path, *rows: dict[str, object]) -> Results:
     """A file with these lines below one of a start."""
-    found = Found(file, SETTING)
+    found = Results(file, SETTING)
     for row in ({"setting": SETTING, "around": {}}, *rows):
         found.write(row)
     return found
@@ -45,7 +45,7 @@ def test_a_piece_is_done_when_all_of_it_was_tried_and_is_right(tmp_path: Path) -
     assert found.is_right("kernels")
     found.write({"piece": "kernels", "case": "linear b", "error": "it did not end"})
     assert not found.is_right("kernels")
-    assert not Found(found.file, {**SETTING, "commit": "d"}).of("kernels")
+    assert not Results(found.file, {**SETTING, "commit": "d"}).of("kernels")
 
 
 def test_the_record_says_what_was_found(tmp_path: Path) -> None:
