@@ -16,8 +16,9 @@ import torch
 FILE = Path(__file__).with_name("gpu_record.json")
 
 # Kernels of relative attention may be wrong on a device where those of linear attention are right; "fla" is linear
-# attention by flash-linear-attention's kernels.
-Operation = Literal["linear", "relative", "affine", "fla"]
+# attention by flash-linear-attention's kernels; those of affine recurrences are wrong or right one by one.
+FlaOperation = Literal["fla_simple_gla", "fla_gla", "fla_gated_delta", "fla_kda", "fla_dplr", "fla_rwkv6"]
+Operation = Literal["linear", "relative", "affine", "fla"] | FlaOperation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class GpuRecord:
     tiles           the fields of the fastest `Tiles`, by `tiles_key`.
     commit          that of the last run.
     ratios          by case ("bfloat16 forward and backward gated"), milliseconds of this project's kernels ("ours_ms")
-                    and of flash-linear-attention's ("fla_ms").
+                    and of flash-linear-attention's ("fla_ms"). Those of affine recurrences begin with the operation
+                    ("fla_kda bfloat16 forward").
     """
 
     driver: str
@@ -78,7 +80,7 @@ def why_not_proven(operation: Operation, device: torch.device) -> str | None:
 def why_not_right(operation: Operation, name: str, record: GpuRecord | None) -> str | None:
     """`why_not_proven` by the record of devices of this name."""
     cases = {} if record is None else record.cases_of(operation)
-    whose = "flash-linear-attention's" if operation == "fla" else "Triton's"
+    whose = "flash-linear-attention's" if operation.startswith("fla") else "Triton's"
     if not cases:
         return f"{whose} have not run on {name} yet: `make gpu` runs them"
     for case, found in cases.items():

@@ -61,6 +61,19 @@ def gradients_of_replay(
     return type(tensors)(*plain_gradients(results, tuple(grads), inputs, needs))  # type: ignore[arg-type]
 
 
+def gradients_again(results: Callable[[Named], Tensors], x: Named, needs: Named, grads: Tensors) -> Named:
+    """The gradients by the results' own backward pass, of results that are made again for it."""
+    named = type(x)
+    leaves = named(*(None if t is None else t.detach().requires_grad_(bool(n)) for t, n in zip(x, needs, strict=True)))  # type: ignore[arg-type]
+    with torch.enable_grad(), watching(None):
+        made = results(leaves)
+    pairs = [(present(r), g) for r, g in zip(made, grads, strict=True) if present(r).requires_grad]
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    roots, of_roots = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
+    return named(*(next(found) if t is not None and t.requires_grad else None for t in leaves))  # type: ignore[arg-type]
+
+
 class _Kernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operation: KernelOperation[Any], named: type, *tensors: torch.Tensor | None) -> Any:

@@ -28,23 +28,32 @@ def fla_adapter() -> Iterator[ModuleType]:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # it warns of a machine without a GPU when it is imported
         adapter = import_module("dist_attn.ops.linear_attention.fla")
+        import_module("dist_attn.ops.affine.fla")
         if not torch.cuda.is_available():
             _interpret(patch)
         yield adapter
 
 
 def _interpret(patch: pytest.MonkeyPatch) -> None:
-    """Have the interpreter run the kernels: it has no clock to choose tiles by, and loops over Python's numbers."""
+    """Have the interpreter run the kernels.
+
+    It has no clock to choose tiles by, loops over Python's numbers, and knows no functions of the language but as
+    members of its module.
+    """
+    import triton.language as tl
     from triton.runtime.autotuner import Autotuner
 
+    gather = tl.gather
     for module in [module for name, module in sys.modules.items() if name.startswith("fla.ops.")]:
+        if "tl" in vars(module):
+            patch.setattr(module, "range", lambda *edges: map(_Index, range(*edges)), raising=False)
+        if vars(module).get("gather") is gather:
+            patch.setattr(module, "gather", lambda *arguments, **named: tl.gather(*arguments, **named))
         for kernel in list(vars(module).values()):
             while kernel is not None and not isinstance(kernel, Autotuner):
                 kernel = getattr(kernel, "fn", None)
             if kernel is not None:
                 patch.setattr(kernel, "configs", kernel.configs[:1])
-    loops = sys.modules["fla.ops.common.chunk_h"]
-    patch.setattr(loops, "range", lambda *edges: map(_Index, range(*edges)), raising=False)
 
 
 @pytest.fixture

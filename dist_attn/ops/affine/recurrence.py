@@ -100,7 +100,10 @@ def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     Raises: as these.
     """
     call.check()
-    choose(call)
+    if choose(call).implementation == "fla":
+        from dist_attn.ops.affine.fla import fla_recurrence  # a machine without a GPU need not have fla
+
+        return fla_recurrence(call)
     return stream_recurrence(call)
 
 

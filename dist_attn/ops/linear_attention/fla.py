@@ -14,7 +14,9 @@ Shape letters: B batch, H heads, L tokens, V values, M features, W = V + 1 (S be
 N documents of all batch elements, n chunks of C tokens.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -23,12 +25,11 @@ from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 from dist_attn.ops.device import send, without_autocast
 from dist_attn.ops.documents import document_ranges, start_flags
-from dist_attn.ops.kernel_operation import Tensors, present
+from dist_attn.ops.kernel_operation import Tensors, gradients_again, present
 from dist_attn.ops.linear_attention.block import CLOSED, bounded
 from dist_attn.ops.linear_attention.call import LinearCall
-from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Terms
+from dist_attn.ops.linear_attention.differentiable import LinearTensors, Terms
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.watch import watching
 
 MASS_CHUNK = 16  # so many numbers are kept for each token and head, far fewer than its features
 
@@ -54,17 +55,8 @@ class _FlaKernels(Terms):
         return self._results(x), ()
 
     def backward(self, x: LinearTensors, needs: LinearTensors, grads: Tensors, kept: Tensors) -> LinearTensors:
-        """The gradients by fla's own backward pass, of results that are made again."""
-        leaves = Inputs(
-            *(None if t is None else t.detach().requires_grad_(bool(need)) for t, need in zip(x, needs, strict=True))
-        )
-        with torch.enable_grad(), watching(None):
-            results = self._results(leaves)
-        pairs = [(present(r), g) for r, g in zip(results, grads, strict=True) if present(r).requires_grad]
-        wanted = [t for t in leaves if t is not None and t.requires_grad]
-        roots, of_roots = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
-        return Inputs(*(next(found) if t is not None and t.requires_grad else None for t in leaves))
+        """The gradients by fla's own backward pass."""
+        return gradients_again(self._results, x, needs, grads)
 
     def _results(self, x: LinearTensors) -> Tensors:
         call = self.call(x)
@@ -96,40 +88,39 @@ def _products(
     q, k, v = (_even(x).transpose(1, 2).to(phi_q_BHLM.dtype).contiguous() for x in (phi_q_BHLM, phi_k_BHLM, v1_BHLW))
     gate = None if call.log_gate_BHS is None else bounded(call.log_gate_BHS, torch.float32).transpose(1, 2).contiguous()
     before = _even(_even(torch.cat([state.s_BHMV, state.z_BHM[..., None]], dim=-1)).mT).mT
-    if call.documents:
-        num, after = _of_documents(call, q, k, v, gate, before)
-    else:
-        kernels = fused_recurrent_simple_gla if call.queries == 1 else chunk_simple_gla
-        num, after = kernels(q, k, v, gate, scale=1.0, initial_state=before, output_final_state=True)
+    kernels = fused_recurrent_simple_gla if call.queries == 1 and not call.documents else chunk_simple_gla
+    num, after = run_kernels(kernels, (q, k, v, gate), before, call.documents)
     return num.transpose(1, 2)[..., :width].float(), after[..., :features, :width]
 
 
-def _of_documents(
-    call: LinearCall,
-    q_BLHM: torch.Tensor,
-    k_BLHM: torch.Tensor,
-    v_BLHW: torch.Tensor,
-    gate_BLH: torch.Tensor | None,
-    before_BHMW: torch.Tensor,
+def run_kernels(
+    kernels: Callable[..., Tensors],
+    tensors_BL: Sequence[torch.Tensor | None],
+    before_BHKV: torch.Tensor,
+    documents: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of packed documents, as one row of sequences of their own; the state is that of the last document.
+    """Outputs [B, L, H, V] and the state after the last token of one of fla's operations, unscaled.
+
+    Packed documents become one row of sequences of their own; the state is that of the last document.
 
     Cost: two states of each document.
     """
-    batch, tokens = q_BLHM.shape[:2]
-    ranges = document_ranges(call.documents, tokens)
+    run = partial(kernels, scale=1.0, output_final_state=True)
+    if not documents:
+        out, after = run(*tensors_BL, initial_state=before_BHKV)
+        return present(out), present(after)
+    batch, tokens = present(tensors_BL[0]).shape[:2]
+    ranges = document_ranges(documents, tokens)
     lengths = [stop - start for start, stop in ranges] * batch
-    ends = send(torch.tensor([0, *accumulate(lengths)], device="cpu"), q_BLHM.device)
-    q, k, v, gate = (None if x is None else x.flatten(0, 1)[None] for x in (q_BLHM, k_BLHM, v_BLHW, gate_BLH))
+    ends = send(torch.tensor([0, *accumulate(lengths)], device="cpu"), before_BHKV.device)
     first_N = None
-    if call.documents[0]:
+    if documents[0]:
         # Only the first of a row's documents goes on from the state.
-        others = before_BHMW.new_zeros(()).expand(batch, len(ranges) - 1, *before_BHMW.shape[1:])
-        first_N = torch.cat([before_BHMW[:, None], others], dim=1).flatten(0, 1)
-    num, after_N = chunk_simple_gla(
-        q, k, v, gate, scale=1.0, initial_state=first_N, output_final_state=True, cu_seqlens=ends
-    )
-    return num[0].unflatten(0, (batch, tokens)), after_N.unflatten(0, (batch, len(ranges)))[:, -1]
+        others = before_BHKV.new_zeros(()).expand(batch, len(ranges) - 1, *before_BHKV.shape[1:])
+        first_N = torch.cat([before_BHKV[:, None], others], dim=1).flatten(0, 1)
+    row = (None if x is None else x.flatten(0, 1)[None] for x in tensors_BL)
+    out, after_N = run(*row, initial_state=first_N, cu_seqlens=ends)
+    return present(out)[0].unflatten(0, (batch, tokens)), present(after_N).unflatten(0, (batch, len(ranges)))[:, -1]
 
 
 def _masses(call: LinearCall, state: LinearState) -> torch.Tensor:

@@ -98,10 +98,14 @@ def why_not_faster(call: LinearCall, name: str, record: GpuRecord | None) -> str
     dtype = str(call.v_BHSV.dtype).removeprefix("torch.")
     work = "forward and backward" if _needs_gradients(call) else "forward"
     gated = "" if call.log_gate_BHS is None else " gated"
-    case = f"{dtype} {'step' if call.queries == 1 else work}{gated}"
+    return why_case_not_faster("fla", f"{dtype} {'step' if call.queries == 1 else work}{gated}", name, record)
+
+
+def why_case_not_faster(operation: Operation, case: str, name: str, record: GpuRecord | None) -> str | None:
+    """The same of a case by its name, of one of flash-linear-attention's operations."""
     if record is None or case not in cases_of_fla(record):
         return f"flash-linear-attention was not seen to be faster on {name} ({case})"
-    return why_not_right("fla", name, record)
+    return why_not_right(operation, name, record)
 
 
 def cases_of_fla(record: GpuRecord) -> list[str]:
@@ -112,8 +116,7 @@ def cases_of_fla(record: GpuRecord) -> list[str]:
     return [
         case
         for case, times in record.ratios.items()
-        if times.get("ours_ms", 0.0) > FLA_LEAD * times.get("fla_ms", float("inf"))
-        and not case.startswith("float32 forward")
+        if times.get("ours_ms", 0.0) > FLA_LEAD * times.get("fla_ms", float("inf")) and "float32 forward" not in case
     ]
 
 
@@ -180,6 +183,7 @@ def kernels_taken(device: torch.device) -> str:
     assert ran is not None  # what is proven is by it
     words = f"Triton's, which ran right here with Triton {ran.triton}, commit {ran.commit}"
     faster = [] if find_spec("fla") is None or why_not_proven("fla", device) is not None else cases_of_fla(ran)
+    faster = [case for case in faster if not case.startswith("fla_")]
     return f"{words}; flash-linear-attention's for {', '.join(faster)}" if faster else words
 
 
@@ -217,10 +221,19 @@ def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | 
     return None
 
 
-def _why_no_fla(call: LinearCall, *, interpreted_is_fine: bool) -> str | None:
-    reason = why_no_kernels(call.v_BHSV, interpreted_is_fine=interpreted_is_fine)
+def why_no_fla(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
+    """Why flash-linear-attention's kernels cannot take these values at all, or None; by name the interpreter will do.
+
+    It is not asked for where there are no kernels: finding a package takes time.
+    """
+    reason = why_no_kernels(v_BHSV, interpreted_is_fine=interpreted_is_fine)
     if reason is None and find_spec("fla") is None:
         return f"flash-linear-attention is not installed; {extra_hint('fla')}"
+    return reason
+
+
+def _why_no_fla(call: LinearCall, *, interpreted_is_fine: bool) -> str | None:
+    reason = why_no_fla(call.v_BHSV, interpreted_is_fine=interpreted_is_fine)
     if reason is None and not call.causal:
         return "attention is not causal: flash-linear-attention's kernels are"
     return reason

@@ -1,0 +1,111 @@
+"""Affine recurrences by flash-linear-attention's kernels, of which each is one special case.
+
+`fla.ops` has tokens before heads, log decays in float32, and of an erasure a b^T the b first. It goes on from a state
+and gives the one after; ranks exchange these as ever. A closed gate is raised to where exp gives 0, since fla would
+subtract infinities. So that nothing is kept, the backward pass makes the results again and then takes fla's own.
+
+Of bfloat16, states are rounded between chunks; of float32, a GPU's products are TF32.
+
+Importing this module needs fla (fla-core); `implementation.choose` says whether a call can come here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, NamedTuple
+
+import torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+from fla.ops.gla import chunk_gla
+from fla.ops.kda import chunk_kda
+from fla.ops.rwkv6 import chunk_rwkv6
+from fla.ops.simple_gla import chunk_simple_gla
+
+from dist_attn.ops.affine.call import AffineCall, Read
+from dist_attn.ops.affine.implementation import fla_operation
+from dist_attn.ops.affine.state import AffineState
+from dist_attn.ops.affine.streaming import stream_recurrence
+from dist_attn.ops.device import without_autocast
+from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, gradients_again, present
+from dist_attn.ops.linear_attention.block import bounded
+from dist_attn.ops.linear_attention.fla import run_kernels
+
+
+class _Inputs(NamedTuple, Generic[Each]):
+    """A value for each tensor of a call: the tensor, its gradient, or whether that is asked for."""
+
+    q: Each
+    k: Each
+    v: Each
+    log_decay: Each
+    a: Each
+    b: Each
+    beta: Each
+    bonus: Each
+    s: Each
+
+
+_Tensors = _Inputs[torch.Tensor | None]
+
+
+def fla_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+    """`affine_recurrence` or `gated_delta_rule` of a call with tokens that `choose` gives to these kernels."""
+    out, after = _FlaKernels(call.read, call.documents)(_inputs_of(call))
+    return present(out), AffineState(present(after))
+
+
+@dataclass(frozen=True)
+class _FlaKernels(KernelOperation[_Tensors]):
+    read: Read
+    documents: tuple[int, ...]
+
+    def forward(self, x: _Tensors, *, keep: bool) -> tuple[Tensors, Tensors]:
+        return self._results(x), ()
+
+    def backward(self, x: _Tensors, needs: _Tensors, grads: Tensors, kept: Tensors) -> _Tensors:
+        return gradients_again(self._results, x, needs, grads)
+
+    def replay(self, x: _Tensors) -> Tensors:
+        out, after = stream_recurrence(self._call(x))
+        return out, after.s_BHKV
+
+    def _call(self, x: _Tensors) -> AffineCall:
+        erase = None if x.a is None else (x.a, present(x.b))
+        state = None if x.s is None else AffineState(x.s)
+        q, k, v, log_decay = map(present, x[:4])
+        return AffineCall(q, k, v, log_decay, erase, x.beta, x.bonus, self.read, state, self.documents)
+
+    def _results(self, x: _Tensors) -> Tensors:
+        call = self._call(x)
+        with without_autocast(call.v_BHLV.device):
+            kernels, tensors = _kernels_of(call)
+            before_BHKV = call.first_sums(torch.float32).contiguous()
+            out, after = run_kernels(kernels, tensors, before_BHKV, self.documents)
+            return out.transpose(1, 2).to(call.v_BHLV.dtype), after
+
+
+def _inputs_of(call: AffineCall) -> _Tensors:
+    q, k, v, log_decay, a, b, beta = call.sequence
+    return _Inputs(q, k, v, log_decay, a, b, beta, call.bonus_HK, None if call.state is None else call.state.s_BHKV)
+
+
+def _kernels_of(call: AffineCall) -> tuple[Callable[..., Tensors], list[torch.Tensor]]:
+    """The operation, and its tensors with tokens before heads."""
+    q, k, v, decay, a, b, beta = (None if t is None else t.transpose(1, 2).contiguous() for t in call.sequence)
+    q, k, v, decay = map(present, (q, k, v, decay))
+    decay = bounded(decay, torch.float32)
+    kind = fla_operation(call)
+    if kind == "fla_simple_gla":
+        return chunk_simple_gla, [q, k, v, decay[..., 0]]
+    if kind == "fla_gla":
+        return chunk_gla, [q, k, v, decay]
+    if kind == "fla_gated_delta":
+        return chunk_gated_delta_rule, [q, k, v, decay[..., 0], present(beta).float()]
+    if kind == "fla_kda":
+        return chunk_kda, [q, k, v, decay, present(beta).float()]
+    decay = decay.expand_as(k)
+    if kind == "fla_dplr":
+        return chunk_dplr_delta_rule, [q, k, v, present(b), present(a), decay]
+    bonus_HK = k.new_zeros(k.shape[2:]) if call.bonus_HK is None else call.bonus_HK
+    return partial(chunk_rwkv6, u=bonus_HK.float()), [q, k, v, decay]

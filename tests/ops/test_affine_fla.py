@@ -1,0 +1,210 @@
+"""Affine recurrences by flash-linear-attention's kernels against the oracle; without a GPU in Triton's interpreter."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dist_attn.comm import run_simulated
+from dist_attn.errors import ConfigError
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import AffineState, LocalSequenceOps
+from dist_attn.ops.affine import AffineCall
+from dist_attn.ops.affine.implementation import choose, fla_operation, why_not_faster
+from dist_attn.ops.gpu_record import GpuRecord
+from dist_attn.ops.linear_attention import implementation
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.affine import KINDS, AffineInputs
+from tests.support.attention import weighted_sum
+from tests.support.closeness import assert_close
+from tests.support.fla import fla_adapter
+from tests.support.interpreter import one_at_a_time
+
+__all__ = ["fla_adapter"]
+
+interpreted = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("fla_adapter"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU rounds products of float32 to TF32"),
+    # fla's own words about DPLR, which it has in bfloat16 first; numpy's of numbers that a mask drops
+    pytest.mark.filterwarnings("ignore:ChunkDeltaRuleFunction does not support float32:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered"),
+]
+
+
+# One for each of fla's operations: two take a decay for each channel only, and are given the other in `test_one_token`.
+OPERATIONS = [
+    (kind, channels) for kind in KINDS for channels in (False, True) if channels or kind in ("decay", "delta rule")
+]
+
+
+def marked(function):
+    """A test of kernels."""
+    for mark in interpreted:
+        function = mark(function)
+    return function
+
+
+def random(kind: str, tokens: int, *, heads: int = 2, **options: object) -> AffineInputs:
+    return AffineInputs.random(kind, tokens, sizes=(1, heads, 8, 5), dtype=torch.float32, **options)
+
+
+def assert_like_the_oracle(inputs: AffineInputs, documents: tuple[int, ...] = ()) -> None:
+    """Outputs, the state and all gradients."""
+    results = []
+    for ops in (None, LocalSequenceOps(documents, "fla")):
+        leaves = inputs.leaves()
+        out, after = leaves.naive(documents) if ops is None else leaves.run(ops)
+        weighted_sum(out, after.s_BHKV).backward()
+        results.append((out, after.s_BHKV, leaves.gradients()))
+    (want, want_state, want_gradients), (got, state, gradients) = results
+    assert_close(got, want)
+    assert_close(state, want_state, kind="state")
+    for name, gradient in want_gradients.items():
+        assert_close(gradients[name], gradient, kind="gradient", what=name)
+
+
+@marked
+@pytest.mark.parametrize(("kind", "channels"), OPERATIONS)
+def test_kernels_equal_the_oracle(kind: str, channels: bool) -> None:
+    """Outputs, the state and all gradients are those of the loop over tokens, behind a closed gate too."""
+    assert_like_the_oracle(random(kind, 70, channels=channels))
+
+
+@marked
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_token(kind: str) -> None:
+    """A sequence of one token is the oracle's."""
+    assert_like_the_oracle(random(kind, 1, channels=False))
+
+
+@marked
+@pytest.mark.parametrize(("kind", "channels"), OPERATIONS)
+def test_documents_do_not_see_each_other(kind: str, channels: bool) -> None:
+    """Packed documents equal the oracle's, gradients too, and a number that is not finite stays in its own."""
+    inputs, documents = random(kind, 20, heads=1, channels=channels, closed=False), (3, 14)
+    assert_like_the_oracle(inputs, documents)
+    ops = LocalSequenceOps(documents, "fla")
+    leaves, spoiled = inputs.leaves(), inputs.leaves()
+    with torch.no_grad():
+        spoiled.sequence["v"][:, :, 13] = torch.nan
+    found = []
+    for one in (leaves, spoiled):
+        out, state = one.run(ops)
+        (out[:, :, 14:].sum() + state.s_BHKV.sum()).backward()
+        found.append([out[:, :, 14:], state.s_BHKV, *(t.grad[:, :, 14:] for t in one.sequence.values())])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+@marked
+@pytest.mark.parametrize("kind", ["decay", "delta rule"])
+def test_over_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with uneven slices, one of them empty, have the outputs, the gradients and the state of one rank."""
+    one_at_a_time(monkeypatch)
+    inputs = random(kind, 30, channels=False)
+    layout = SequenceLayout.from_lengths([17, 0, 13])
+
+    def on_rank(comm):
+        leaves = inputs.leaves(*layout.range(comm.rank))
+        out, after = leaves.run(ShardedSequenceOps(comm, layout, implementation="fla"))
+        out.square().sum().backward()
+        return [out, *(t.grad for t in leaves.sequence.values())], after
+
+    found = run_simulated(on_rank, 3)
+    leaves = inputs.leaves()
+    out, after = leaves.run(LocalSequenceOps(implementation="streaming"))
+    out.square().sum().backward()
+    whole = [out, *(t.grad for t in leaves.sequence.values())]
+    for parts, want in zip(zip(*(tensors for tensors, _ in found), strict=True), whole, strict=True):
+        assert_close(torch.cat(parts, 2), want, kind="gradient")
+    assert_close(found[0][1].s_BHKV, after.s_BHKV, kind="state")
+
+
+@marked
+def test_second_derivatives() -> None:
+    """A backward pass that is differentiated again gives the streaming form's second derivatives."""
+    inputs, found = random("delta rule", 6, channels=False), []
+    for name in ("streaming", "fla"):
+        leaves = inputs.leaves()
+        out, _ = leaves.run(LocalSequenceOps(implementation=name))
+        (first,) = torch.autograd.grad(out.square().sum(), leaves.sequence["q"], create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), leaves.sequence["beta"])[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-3)
+
+
+X, D = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 1)
+CALL = AffineCall(X, X, X, D, implementation="fla")
+
+
+@pytest.mark.parametrize(
+    ("given", "operation"),
+    [
+        ({}, "fla_simple_gla"),
+        ({"log_decay_BHLG": X}, "fla_gla"),
+        ({"beta_BHL": D[..., 0]}, "fla_gated_delta"),
+        ({"beta_BHL": D[..., 0], "log_decay_BHLG": X}, "fla_kda"),
+        ({"erase": (X, X)}, "fla_dplr"),
+        ({"read": "before"}, "fla_rwkv6"),
+        ({"read": "before", "erase": (X, X)}, None),
+    ],
+)
+def test_every_call_has_its_operation(given, operation) -> None:
+    """A call goes to the least general kernels that compute it, or to none."""
+    assert fla_operation(replace(CALL, **given)) == operation
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"read": "before", "erase": (X, X)}, "before a token that erases"),
+        ({"state": AffineState(torch.zeros(1, 2, 4, 4, dtype=torch.float64))}, "sums in torch.float64"),
+        ({"q_BHLK": X.half(), "k_BHLK": X.half(), "v_BHLV": X.half()}, "are float16: .* float32, bfloat16"),
+        ({"erase": (X.bfloat16(), X.bfloat16())}, "float32, bfloat16: the kernels take one"),
+        ({"v_BHLV": X[..., :0]}, "some values"),
+        (dict.fromkeys(("q_BHLK", "k_BHLK"), torch.zeros(1, 2, 3, 257)), "key size of 1 to 256"),
+        (dict.fromkeys(("q_BHLK", "k_BHLK", "v_BHLV"), X[..., :3].bfloat16()), "take even sizes"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_an_error_that_says_why(given, words, monkeypatch) -> None:
+    """By name it is refused in words, with tokens and without, also where fla is not installed; "auto" passes on."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(implementation, "find_spec", lambda name: object())
+    call = replace(CALL, **given)
+    for one in (call, call.part(0, 0)):
+        with pytest.raises(ConfigError, match=words):
+            choose(one)
+        assert choose(replace(one, implementation="auto")).implementation != "fla"
+    assert choose(CALL).implementation == "fla"
+    assert choose(CALL.part(0, 0)).implementation == "streaming"
+    for name in ("triton", "cuda"):
+        with pytest.raises(ConfigError, match=f"no Triton kernels|{name}' is unknown"):
+            choose(replace(CALL, implementation=name))
+
+
+def test_the_faster_one_is_chosen_by_record_and_call_alone() -> None:
+    """Times of this very operation, type and way decide, where its own results were right."""
+    times = {"ours_ms": 1.2, "fla_ms": 1.0}
+    record = GpuRecord(
+        driver="570",
+        torch="2.13",
+        triton="3.7",
+        commit="abc",
+        kernels={"fla_kda 64": 1e-3, "fla_gated_delta 64": "errors of 2"},
+        ratios={f"{one} bfloat16 forward": times for one in ("fla_kda", "fla_gated_delta")}
+        | {"fla_kda bfloat16 forward and backward": {"ours_ms": 1.05, "fla_ms": 1.0}},
+    )
+    half, beta = X.bfloat16(), D[..., 0]
+    kda = AffineCall(half, half, half, X, beta_BHL=beta)
+    assert why_not_faster(kda, "X", record) is None
+    with_gradients = replace(kda, beta_BHL=beta.clone().requires_grad_())
+    for call, words in (
+        (replace(kda, log_decay_BHLG=D), "did not come out right on X"),
+        (with_gradients, r"not seen to be faster on X \(fla_kda bfloat16 forward and backward"),
+        (replace(kda, q_BHLK=X, k_BHLK=X, v_BHLV=X), "fla_kda float32 forward"),
+        (replace(kda, beta_BHL=None), "fla_gla bfloat16 forward"),
+    ):
+        reason = why_not_faster(call, "X", record)
+        assert reason is not None
+        assert re.search(words, reason)
