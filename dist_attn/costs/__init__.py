@@ -22,10 +22,9 @@ from dist_attn.costs.exchanges import (
     reshuffle_bytes,
     scan_cost,
     scan_seconds,
-    takes_turns,
 )
 from dist_attn.costs.models import LanguageModelCosts, LayerCosts, layer_costs, model_kind, read_model_costs
-from dist_attn.model_config.figures import ScanMessage, TokenFlops
+from dist_attn.model_config.figures import ScanMessage, TokenFlops, takes_turns
 
 __all__ = [
     "Calibration",

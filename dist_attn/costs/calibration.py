@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from dist_attn.costs.exchanges import takes_turns
-from dist_attn.model_config.figures import ScanMessage
+from dist_attn.model_config.figures import ScanMessage, takes_turns
 from dist_attn.wire.choices import StateExchange
 
 # Up to so many ranks one all-gather is the fewest steps on a fast link; more need log2 P steps or two levels.

@@ -183,19 +183,6 @@ def scan_seconds(
     raise ConfigError(f"there is no formula for the exchange {algorithm!r}")
 
 
-# Of a walk that attends: what it takes beside that to reduce tokens to what they do to a state.
-REDUCING_WALK = {"erases": 1.2, "decays": 0.4}
-
-
-def takes_turns(ranks: int, groups: int, *, erases: bool) -> bool:
-    """Whether an affine recurrence is faster where ranks take turns at `groups` groups of heads than by a scan.
-
-    In turn the last rank is done after (G + P - 1) / G of its own work, by a scan after one and a `REDUCING_WALK`.
-    Other states have no such groups, 0, and are only scanned.
-    """
-    return groups > 0 and ranks - 1 <= groups * REDUCING_WALK["erases" if erases else "decays"]
-
-
 def _two_level(message: ScanMessage, rank: int, hosts: Sequence[Sequence[int]]) -> ScanCost:
     host = next(host for host in hosts if rank in host)
     lanes = message.most_pieces(min(len(host) for host in hosts))

@@ -143,3 +143,16 @@ class Traffic:
             "edge tokens": self.edge_bytes,
         }
         return ", ".join(what for what, there in named.items() if there)
+
+
+# Of a walk that attends: what it takes beside that to reduce tokens to what they do to a state.
+REDUCING_WALK = {"erases": 1.2, "decays": 0.4}
+
+
+def takes_turns(ranks: int, groups: int, *, erases: bool) -> bool:
+    """Whether an affine recurrence is faster where ranks take turns at `groups` groups of heads than by a scan.
+
+    In turn the last rank is done after (G + P - 1) / G of its own work, by a scan after one and a `REDUCING_WALK`.
+    Other states have no such groups, 0, and are only scanned.
+    """
+    return groups > 0 and ranks - 1 <= groups * REDUCING_WALK["erases" if erases else "decays"]
