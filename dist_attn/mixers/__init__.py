@@ -16,6 +16,7 @@ from dist_attn.model_config.figures import ScanMessage, TokenFlops, Traffic, Wei
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
 from dist_attn.model_config.mixers.attention import BidirectionalConfig, CrossConfig, ScaleformerConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.convolutions import ConvolutionConfig, FourierConfig, SgConvConfig, TokenMlpConfig
+from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig, KimiDeltaConfig, Rwkv7Config
 from dist_attn.model_config.mixers.heads import DenominatorConfig, RelativeConfig, RotaryConfig
 from dist_attn.model_config.mixers.kernels import (
     EfficientConfig,
@@ -24,6 +25,7 @@ from dist_attn.model_config.mixers.kernels import (
     RandomFeatureConfig,
     StaticKernelConfig,
 )
+from dist_attn.model_config.mixers.recurrent import GlaConfig, LightningConfig, Mamba2Config
 from dist_attn.model_config.mixers.state_spaces import HippoConfig, LsslConfig, S4Config, S4DConfig
 
 __all__ = [
@@ -35,8 +37,13 @@ __all__ = [
     "EfficientConfig",
     "EluConfig",
     "FourierConfig",
+    "GatedDeltaConfig",
+    "GlaConfig",
     "HippoConfig",
+    "KimiDeltaConfig",
+    "LightningConfig",
     "LsslConfig",
+    "Mamba2Config",
     "MemoryState",
     "MixerConfig",
     "MixerState",
@@ -46,6 +53,7 @@ __all__ = [
     "RandomFeatureConfig",
     "RelativeConfig",
     "RotaryConfig",
+    "Rwkv7Config",
     "S4Config",
     "S4DConfig",
     "ScaleformerConfig",

@@ -43,7 +43,10 @@ def test_bytes_between_ranks(case: str, ranks: int, tmp_path: Path) -> None:
     with torch.inference_mode():
         sent = run_simulated(read, ranks)
     result = estimate(read_model_costs(write_config(case, tmp_path)), tokens, ranks=ranks, block_tokens=block)
-    assert sent == [{"carry": result.carry_bytes_sent, "halo": result.halo_bytes_sent}] * ranks
+    want = {"carry": result.carry_bytes_sent, "halo": result.halo_bytes_sent}
+    # In turn it is the last rank that sends most, its state to all others.
+    assert sent[-1] == want
+    assert result.exchange == "in_turn" or sent == [want] * ranks
     assert result.blocks == 3
 
 

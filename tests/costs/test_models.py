@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_attn.costs import LanguageModelCosts, read_model_costs
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig
-from dist_attn.model_config.mixers import attention, kernels, state_spaces
+from dist_attn.model_config.mixers import attention, kernels, recurrent, state_spaces
 from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops import diagonal
 from dist_attn.ops import legs as legs_module
+from dist_attn.ops.affine import streaming as affine_streaming
 from dist_attn.ops.linear_attention import implementation, streaming
 from dist_attn.ops.relative_attention import numerators
 from dist_attn.ops.softmax_attention import tiled
@@ -124,6 +125,10 @@ def test_constants_are_those_of_the_kernel() -> None:
         diagonal.CHUNK_TOKENS,
         diagonal.BLOCK_CHUNKS,
     )
+    assert (
+        affine_streaming.CHUNK_TOKENS,
+        affine_streaming.BLOCK_CHUNKS["cpu"],
+    ) == (recurrent.CHUNK_TOKENS, recurrent.BLOCK_CHUNKS)
     legs = (state_spaces.LEGS_CHUNK_TOKENS, state_spaces.BLOCK_CHUNKS, state_spaces.BLOCK_WEIGHTS)
     assert legs == (legs_module.CHUNK_TOKENS, legs_module.BLOCK_CHUNKS, legs_module.BLOCK_WEIGHTS)
     assert state_spaces.BLOCK_COEFFICIENTS == legs_module.BLOCK_COEFFICIENTS
@@ -170,9 +175,15 @@ def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
 
 def _count(run: object) -> int:
     assert callable(run)
-    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+    solves = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
+    with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=solves) as counter:
         run()
     return counter.get_total_flops()
+
+
+def _solve_flops(square: torch.Size, columns: torch.Size, **_: object) -> int:
+    """Of both triangles, as of products; torch itself counts none."""
+    return 2 * columns.numel() * square[-1]
 
 
 def _peak_bytes(model: LanguageModel, tokens: int) -> int:

@@ -11,12 +11,18 @@ from dist_attn.mixers import (
     ConvolutionConfig,
     EfficientConfig,
     EluConfig,
+    GatedDeltaConfig,
+    GlaConfig,
     HippoConfig,
+    KimiDeltaConfig,
+    LightningConfig,
     LsslConfig,
+    Mamba2Config,
     PerformerConfig,
     RandomFeatureConfig,
     RelativeConfig,
     RotaryConfig,
+    Rwkv7Config,
     S4Config,
     S4DConfig,
     ScaleformerConfig,
@@ -98,6 +104,42 @@ CONFIGS = {
     "hippo": HippoConfig(kind="hippo", hidden_size=SIZE, state_size=7),
     "hippo-one-coefficient": HippoConfig(kind="hippo", hidden_size=SIZE, state_size=1),
     "lssl-backward": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=4, alpha=1.0),
+    "gla": GlaConfig(kind="gla", hidden_size=SIZE, num_heads=HEADS, key_size=5),
+    "lightning": LightningConfig(kind="lightning", hidden_size=SIZE, num_heads=HEADS),
+    "lightning-retention": LightningConfig(
+        kind="lightning", hidden_size=SIZE, num_heads=HEADS, key_size=5, slopes="retention", norm="heads"
+    ),
+    "mamba2": Mamba2Config(kind="mamba2", hidden_size=SIZE, num_heads=HEADS, key_size=6),
+    "mamba2-groups": Mamba2Config(
+        kind="mamba2", hidden_size=SIZE, num_heads=4, key_size=5, value_size=3, groups=2, convolution_bias=False
+    ),
+    # Small heads would have queries and keys so short that their norms are what bf16 has rounded.
+    "gated_delta": GatedDeltaConfig(kind="gated_delta", hidden_size=SIZE, num_heads=HEADS, key_size=8),
+    "gated_delta-shared-keys": GatedDeltaConfig(
+        kind="gated_delta",
+        hidden_size=SIZE,
+        num_heads=4,
+        key_heads=2,
+        key_size=8,
+        value_size=5,
+        short_convolution=1,
+    ),
+    "gated_delta-negative": GatedDeltaConfig(
+        kind="gated_delta", hidden_size=SIZE, num_heads=HEADS, key_size=8, allow_negative=True
+    ),
+    "kda": KimiDeltaConfig(kind="kda", hidden_size=SIZE, num_heads=HEADS, key_size=8, value_size=8),
+    "kda-rank": KimiDeltaConfig(kind="kda", hidden_size=SIZE, num_heads=2, key_size=16, gate_rank=3),
+    "rwkv7": Rwkv7Config(kind="rwkv7", hidden_size=SIZE, num_heads=HEADS),
+    "rwkv7-ranks": Rwkv7Config(
+        kind="rwkv7",
+        hidden_size=SIZE,
+        num_heads=HEADS,
+        key_size=6,
+        value_size=5,
+        decay_rank=3,
+        rate_rank=2,
+        gate_rank=5,
+    ),
     "s4d-bilinear": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=6, spectrum="legs", rule="bilinear"),
 }
 

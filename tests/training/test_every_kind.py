@@ -40,6 +40,7 @@ SMALL: Mapping[str, dict[str, Any]] = {
     "s4": {"state_size": 4},
     "lssl": {"state_size": 4},
     "hippo": {"state_size": 5},
+    "mamba2": {"key_size": 8},
 }
 CAUSAL: Mapping[str, dict[str, Any]] = {
     kind: {**needed_options(kind, 2), **SMALL.get(kind, {})} for kind in streaming_kinds()
