@@ -127,7 +127,7 @@ class CCall:
     def states(self) -> torch.Tensor:
         """Memory for the states that a backward pass begins with, at most 16 of each head."""
         fields = self.fields
-        saved = (fields.num_chunks - 1) // fields.save_every
+        saved = (max(fields.num_chunks, 1) - 1) // fields.save_every
         return torch.empty(
             fields.batch * fields.heads, saved, self.library.dist_attn_state_floats(ctypes.byref(fields))
         )

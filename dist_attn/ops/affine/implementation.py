@@ -3,10 +3,15 @@
 import torch
 
 from dist_attn.ops.affine.call import AffineCall
+from dist_attn.ops.affine.native_call import kernels
+from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.gpu_record import FlaOperation, GpuRecord, record_of
 from dist_attn.ops.linear_attention.implementation import (
+    ELSEWHERE,
     FLA_DTYPES,
     LARGEST,
+    NATIVE_DTYPES,
+    NATIVE_LARGEST,
     Choice,
     resolve,
     why_case_not_faster,
@@ -17,7 +22,7 @@ __all__ = ["choose", "fla_operation", "why_not_faster"]
 
 
 def choose(call: AffineCall) -> Choice:
-    """What computes a call: the implementation asked for by name; "auto" takes the streaming form.
+    """What computes a call: the implementation asked for by name; "auto" takes C kernels for tensors of a CPU.
 
     On a GPU "auto" takes flash-linear-attention's kernels, where the record of such devices has them as right and
     faster. A call without tokens is one of the streaming form, unless with tokens it would be refused.
@@ -31,6 +36,7 @@ def choose(call: AffineCall) -> Choice:
         "affine",
         device,
         lambda: "there are no Triton kernels of affine recurrences",
+        lambda: _unsupported_by_c(call) or why_no_library(),
         why_not_fla=lambda: why_no_fla(call.v_BHLV, interpreted_is_fine=True) or _unsupported_by_fla(call),
     )
     if not call.tokens:
@@ -91,3 +97,35 @@ def _unsupported_by_fla(call: AffineCall) -> str | None:
     if v.dtype != torch.float32 and (sizes[0] % 2 or sizes[1] % 2):
         return f"the key size and values are {sizes}: in half precision the kernels take even sizes"
     return None if v.shape[0] and v.shape[1] else "there are no sequences or no heads"
+
+
+def why_no_library() -> str | None:
+    """Why the C kernels are not to be had on this machine, or None; the first call compiles them."""
+    try:
+        kernels()
+    except NoLibraryError as error:
+        return str(error)
+    return None
+
+
+def _unsupported_by_c(call: AffineCall) -> str | None:
+    """Why the C kernels cannot take a call, or None."""
+    state = None if call.state is None else call.state.s_BHKV
+    there = [t for t in (*call.sequence, call.bonus_HK, state) if t is not None]
+    for tensor in there:
+        if tensor.device.type != "cpu":
+            return f"{ELSEWHERE} {tensor.device.type}"
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"there is a {type(tensor).__name__}: C kernels take plain tensors"
+    if torch.compiler.is_compiling():
+        return "the call is being compiled, and a compiled graph takes the streaming form"
+    if (other := next((t.dtype for t in there if t.dtype not in NATIVE_DTYPES), None)) is not None:
+        return f"there is a tensor of {other}: the kernels take float32 and bfloat16"
+    if state is not None and state.dtype != torch.float32:
+        return f"the state is {state.dtype}: the kernels' sums are float32"
+    if call.erase is not None and call.beta_BHL is not None:
+        return "there are an erasure and a beta: the kernels take one of the two"
+    sizes = call.state_shape[2:]
+    if not 0 < min(sizes) <= max(sizes) <= NATIVE_LARGEST:
+        return f"key size and values are {sizes}: the kernels take 1 to {NATIVE_LARGEST} of each"
+    return None

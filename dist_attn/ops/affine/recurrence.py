@@ -9,6 +9,7 @@ import torch
 
 from dist_attn.ops.affine.call import AffineCall, Read
 from dist_attn.ops.affine.implementation import choose
+from dist_attn.ops.affine.native import native_absorb, native_recurrence
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import stream_absorb, stream_recurrence
 from dist_attn.ops.device import without_autocast
@@ -100,11 +101,12 @@ def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     Raises: as these.
     """
     call.check()
-    if choose(call).implementation == "fla":
+    chosen = choose(call).implementation
+    if chosen == "fla":
         from dist_attn.ops.affine.fla import fla_recurrence  # a machine without a GPU need not have fla
 
         return fla_recurrence(call)
-    return stream_recurrence(call)
+    return native_recurrence(call) if chosen == "native" else stream_recurrence(call)
 
 
 def recur_by_chunks(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
@@ -132,8 +134,8 @@ def absorb(call: AffineCall) -> AffineState:
     Raises: as `affine_recurrence`.
     """
     call.check()
-    choose(call)
-    return stream_absorb(call, call.sums_dtype())
+    native = choose(call).implementation == "native"
+    return native_absorb(call) if native else stream_absorb(call, call.sums_dtype())
 
 
 def affine_step(

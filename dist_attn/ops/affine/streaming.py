@@ -19,6 +19,7 @@ Shape letters: B batch, H heads, T tokens of a block, K key size, V values, G de
 kinds of rows, c kinds of columns, m stretches of s tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,12 +48,23 @@ def stream_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
 
 def stream_absorb(call: AffineCall, dtype: torch.dtype) -> AffineState:
     """What the call's keys leave behind and do to a state before them; its queries and state count for nothing."""
+    return absorbed(call, dtype, stream_sums)
+
+
+def stream_sums(call: AffineCall, first: torch.Tensor) -> torch.Tensor:
+    """The state after the call's last token, from this one; its queries and state count for nothing."""
+    return _scanned(call, None, first.dtype, first)[1]
+
+
+def absorbed(
+    call: AffineCall, dtype: torch.dtype, sums_after: Callable[[AffineCall, torch.Tensor], torch.Tensor]
+) -> AffineState:
+    """`stream_absorb` by any walk over the keys: `sums_after` of a call and of the state before it."""
     if call.documents:
         last = call.part(call.documents[-1], call.tokens)
-        _, s_BHKV = _scanned(last, None, dtype, torch.zeros_like(last.first_sums(dtype)))
-        return AffineState(s_BHKV, *_nothing_left(call, dtype))
+        return AffineState(sums_after(last, torch.zeros_like(last.first_sums(dtype))), *_nothing_left(call, dtype))
     if not call.erases:
-        _, s_BHKV = _scanned(call, None, dtype, torch.zeros_like(call.first_sums(dtype)))
+        s_BHKV = sums_after(call, torch.zeros_like(call.first_sums(dtype)))
         return AffineState(s_BHKV, call.log_decay_BHLG.to(dtype).sum(2))
     # Values that write nothing, from the identity: what becomes of it is A.
     batch, heads, size, values = call.state_shape
@@ -61,8 +73,7 @@ def stream_absorb(call: AffineCall, dtype: torch.dtype) -> AffineState:
     q, k, v, *rest = call.sequence
     assert v is not None
     wide = call.with_sequence((q, k, F.pad(v, (0, size)), *rest))
-    _, sums = _scanned(wide, None, dtype, first)
-    s_BHKV, a_BHKK = sums.split((values, size), dim=-1)
+    s_BHKV, a_BHKK = sums_after(wide, first).split((values, size), dim=-1)
     return AffineState(s_BHKV, change_BHKK=a_BHKK - eye_KK)
 
 

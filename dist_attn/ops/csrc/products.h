@@ -59,7 +59,7 @@ INLINE void tile(const int height, const int width, float *out, int64_t out_row,
     if (width == 1)            \
         ALL_ROWS(TILES, 8, 1); \
     else                       \
-        ALL_ROWS(TILES, 4, 2)
+        ALL_ROWS(TILES, 6, 2)
 #endif
 /* Rows i and columns j of a product, panel by panel. */
 #define BY_TILES(TILES)                                           \

@@ -1,0 +1,124 @@
+"""Affine recurrences by C kernels for processors: chunks that stay in a core's cache, heads in parallel.
+
+The chunk algebra is that of `streaming.py`, but the state is at hand where a chunk is solved, so nothing is solved for
+but values. Sums are float32; numbers below 1e-38 count as 0. Each head is one thread's work from beginning to end, so
+results depend neither on the number of threads nor on what else is in the batch.
+
+`implementation.choose` says whether a call can come here.
+
+Shape letters: B batch, H heads, L tokens, K key size, V values.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+import torch
+
+from dist_attn.ops.affine.call import AffineCall, Read
+from dist_attn.ops.affine.native_call import KernelCall
+from dist_attn.ops.affine.state import AffineState
+from dist_attn.ops.affine.streaming import absorbed, stream_recurrence, stream_sums
+from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, present
+from dist_attn.ops.processor import on_large_pages
+
+
+class Inputs(NamedTuple, Generic[Each]):
+    """A value for each tensor of a recurrence: the tensor, its gradient, or whether that is asked for.
+
+    `s` is S before the first token. Without q tokens are absorbed.
+    """
+
+    q: Each
+    k: Each
+    v: Each
+    log_decay: Each
+    a: Each
+    b: Each
+    beta: Each
+    bonus: Each
+    s: Each
+
+
+AffineTensors = Inputs[torch.Tensor | None]
+
+
+def native_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+    """`recur` of a call that is checked."""
+    inputs = _inputs_of(call, call.first_sums(torch.float32))
+    out, s_BHKV = _Recurrence(call.read, call.documents)(inputs)
+    return present(out), AffineState(present(s_BHKV))
+
+
+def native_absorb(call: AffineCall) -> AffineState:
+    """`absorb` of a call that is checked."""
+    return absorbed(call, torch.float32, _sums_after)
+
+
+def _sums_after(call: AffineCall, first_BHKV: torch.Tensor) -> torch.Tensor:
+    """S after the call's last token, from this one; queries count for nothing."""
+    inputs = _inputs_of(call, first_BHKV)._replace(q=None, bonus=None)
+    return present(_Recurrence(call.read, call.documents)(inputs)[1])
+
+
+def _inputs_of(call: AffineCall, first_BHKV: torch.Tensor) -> AffineTensors:
+    q, k, v, log_decay, a, b, beta = call.sequence
+    return Inputs(q, k, v, log_decay, a, b, beta, call.bonus_HK, first_BHKV)
+
+
+@dataclass(frozen=True)
+class _Recurrence(KernelOperation[AffineTensors]):
+    """Outputs, if there are queries, and S after the last token."""
+
+    read: Read
+    documents: tuple[int, ...]
+
+    def forward(self, x: AffineTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
+        v, s = present(x.v), present(x.s)
+        call = self._call(x)
+        out, s_after = None if x.q is None else _empty_like(v), torch.empty(s.shape)
+        kept = call.states() if keep else None
+        call.write(out=out)
+        call.point(s_after=s_after, kept=kept)
+        call.run("recur")
+        return (out, s_after), (kept,)
+
+    def backward(self, x: AffineTensors, needs: AffineTensors, grads: Tensors, kept: Tensors) -> AffineTensors:
+        call = self._call(x)
+        out, s_after = grads
+        bonus = None if x.bonus is None else torch.empty(present(x.k).shape[0], *x.bonus.shape)
+        along = [_gradient(tensor, need) for tensor, need in zip(x, needs, strict=True)]
+        totals = Inputs(*along)._replace(bonus=bonus, s=torch.empty(present(x.s).shape))
+        call.read(grad_out=out)
+        call.point(kept=kept[0], grad_s_after=s_after, grad_s=totals.s, grad_bonus=totals.bonus)
+        call.write(grad_q=totals.q, grad_k=totals.k, grad_v=totals.v, grad_log_decay=totals.log_decay)
+        call.write(grad_a=totals.a, grad_b=totals.b, grad_beta=totals.beta)
+        call.run("recur_backward", backward=True)
+        return totals._replace(bonus=None if bonus is None else bonus.sum(0).to(present(x.bonus).dtype))
+
+    def replay(self, x: AffineTensors) -> Tensors:
+        k, v, log_decay, s = present(x.k), present(x.v), present(x.log_decay), present(x.s)
+        erase = None if x.a is None or x.b is None else (x.a, x.b)
+        q = k if x.q is None else x.q
+        call = AffineCall(q, k, v, log_decay, erase, x.beta, x.bonus, self.read, AffineState(s), self.documents)
+        if x.q is None:
+            return None, stream_sums(call, s)
+        out, after = stream_recurrence(call)
+        return out, after.s_BHKV
+
+    def _call(self, x: AffineTensors) -> KernelCall:
+        k, v, log_decay = present(x.k), present(x.v), present(x.log_decay)
+        call = KernelCall(k, v.shape[3], log_decay.shape[3], before=self.read == "before", documents=self.documents)
+        call.read(q=x.q, k=k, v=v, log_decay=log_decay, a=x.a, b=x.b, beta=x.beta)
+        call.point(s=x.s, bonus=None if x.bonus is None else x.bonus.float())
+        return call
+
+
+def _gradient(x: torch.Tensor | None, need: object) -> torch.Tensor | None:
+    """Memory for the gradient of x, where it is asked for."""
+    return None if x is None or not need else _empty_like(x)
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory of x's type and sizes, laid out as x is where its rows lie in one piece."""
+    empty = torch.empty_like(x)
+    return on_large_pages(empty if empty.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, dtype=x.dtype))
