@@ -26,6 +26,7 @@ from dist_attn.model_config.mixers.kernels import (
     StaticKernelConfig,
 )
 from dist_attn.model_config.mixers.recurrent import GlaConfig, LightningConfig, Mamba2Config
+from dist_attn.model_config.mixers.scans import MambaConfig, MLstmConfig, RgLruConfig
 from dist_attn.model_config.mixers.state_spaces import HippoConfig, LsslConfig, S4Config, S4DConfig
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "LightningConfig",
     "LsslConfig",
     "Mamba2Config",
+    "MLstmConfig",
+    "MambaConfig",
     "MemoryState",
     "MixerConfig",
     "MixerState",
@@ -52,6 +55,7 @@ __all__ = [
     "RandomFeatureAttention",
     "RandomFeatureConfig",
     "RelativeConfig",
+    "RgLruConfig",
     "RotaryConfig",
     "Rwkv7Config",
     "S4Config",

@@ -23,27 +23,32 @@ from dist_attn.ops.running_maximum import rise_from
 class ShortConvolution(nn.Module):
     """A causal depthwise convolution that starts as the identity; it tells each token what stands just before it."""
 
-    def __init__(self, hidden_size: int, taps: int) -> None:
+    def __init__(self, hidden_size: int, taps: int, *, bias: bool = False) -> None:
         super().__init__()
         weight = torch.zeros(taps, hidden_size)
         weight[0] = 1.0
         self.weight_KD = nn.Parameter(weight)
+        self.bias_D = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, tail_BKD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The convolved tokens and the last K - 1 tokens of x."""
-        return ops.convolve_streaming(x_BLD, self.weight_KD, tail_BKD)
+        y_BLD, after_BKD = ops.convolve_streaming(x_BLD, self.weight_KD, tail_BKD)
+        return self._shifted(y_BLD), after_BKD
 
     def step(self, x_BD: torch.Tensor, tail_BKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward` for one token."""
         window_BKD = torch.cat([tail_BKD, x_BD[:, None]], dim=1)
-        return (window_BKD * self.weight_KD.flip(0)).sum(dim=1), window_BKD[:, 1:]
+        return self._shifted((window_BKD * self.weight_KD.flip(0)).sum(dim=1)), window_BKD[:, 1:]
 
     def initial_tail(self, batch: int) -> torch.Tensor:
         """No tokens yet: zeros."""
         taps, hidden_size = self.weight_KD.shape
         return state_zeros(self.weight_KD, (batch, taps - 1, hidden_size))
+
+    def _shifted(self, y: torch.Tensor) -> torch.Tensor:
+        return y if self.bias_D is None else y + self.bias_D
 
 
 def split_heads(x_BLD: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -213,7 +218,7 @@ def stable_key_weights(
     Cost: across ranks one exchange of 16 B H bytes.
     """
     level_BHS, rise_BHS, after_BH = ops.running_maximum(log_weight_BHS, unit_BH, log_gate_BHS=log_gate_BHS)
-    return _in_units(log_weight_BHS, level_BHS, rise_BHS, after_BH, log_gate_BHS, key_scale_BHS)
+    return in_units(log_weight_BHS, level_BHS, rise_BHS, after_BH, log_gate_BHS, key_scale_BHS)
 
 
 def step_key_weights(
@@ -226,10 +231,10 @@ def step_key_weights(
     """`stable_key_weights` for one token."""
     faded_BH = unit_BH if log_gate_BH is None else unit_BH + log_gate_BH.detach().double()
     level_BH = torch.maximum(faded_BH, log_weight_BH.detach().double())
-    return _in_units(log_weight_BH, level_BH, rise_from(unit_BH, level_BH), level_BH, log_gate_BH, key_scale_BH)
+    return in_units(log_weight_BH, level_BH, rise_from(unit_BH, level_BH), level_BH, log_gate_BH, key_scale_BH)
 
 
-def _in_units(
+def in_units(
     log_weight: torch.Tensor,
     level: torch.Tensor,
     rise: torch.Tensor,
@@ -237,6 +242,7 @@ def _in_units(
     log_gate: torch.Tensor | None,
     key_scale: torch.Tensor | None,
 ) -> KeyWeights:
+    """Gates and key scales in the units of the running maxima `level` that rise by `rise`; see `stable_key_weights`."""
     # In float64 until the differences are taken: far from 0 levels have no digits left in float32.
     dtype = log_weight.dtype
     scale = (log_weight.double() - level).exp().to(dtype)

@@ -10,13 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_attn.costs import LanguageModelCosts, read_model_costs
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig
-from dist_attn.model_config.mixers import attention, kernels, recurrent, state_spaces
+from dist_attn.model_config.mixers import attention, kernels, recurrent, scans, state_spaces
 from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops import diagonal
 from dist_attn.ops import legs as legs_module
 from dist_attn.ops.affine import streaming as affine_streaming
 from dist_attn.ops.linear_attention import implementation, streaming
 from dist_attn.ops.relative_attention import numerators
+from dist_attn.ops.selective_scan import BLOCK_BYTES, BLOCK_TOKENS, CHUNK_TOKENS
 from dist_attn.ops.softmax_attention import tiled
 from dist_attn.wire.choices import WeightPrecision
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
@@ -132,6 +133,11 @@ def test_constants_are_those_of_the_kernel() -> None:
     legs = (state_spaces.LEGS_CHUNK_TOKENS, state_spaces.BLOCK_CHUNKS, state_spaces.BLOCK_WEIGHTS)
     assert legs == (legs_module.CHUNK_TOKENS, legs_module.BLOCK_CHUNKS, legs_module.BLOCK_WEIGHTS)
     assert state_spaces.BLOCK_COEFFICIENTS == legs_module.BLOCK_COEFFICIENTS
+    assert (CHUNK_TOKENS, BLOCK_TOKENS, BLOCK_BYTES["cpu"]) == (
+        scans.CHUNK_TOKENS,
+        scans.BLOCK_TOKENS,
+        scans.BLOCK_BYTES,
+    )
 
 
 def test_second_pass_of_several_ranks() -> None:

@@ -1,0 +1,112 @@
+"""Griffin's recurrent block: a real-gated linear recurrent unit (RG-LRU) behind a convolution and beside a gate.
+
+Letters: B batch, L tokens on this rank, D model width, E inner channels, H blocks of W of these, K taps.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
+from dist_attn.mixers.heads import ShortConvolution
+from dist_attn.model_config.mixers.scans import RgLruConfig
+from dist_attn.ops import SequenceOps, gated_step
+from dist_attn.ops.device import send, without_autocast
+
+SHARPNESS = 8.0  # c of a = sigmoid(decay)^(c r)
+FIRST_DECAYS = (0.9, 0.999)  # what a token leaves of a state where its gate is open, at first
+LEAST_SHARE = 1e-12  # of 1 - a^2: the derivative of its root has no end
+
+
+@dataclass(frozen=True)
+class RgLruState:
+    """What every channel remembers, the last tokens that the convolution still needs, and whether there were any."""
+
+    h_BE: torch.Tensor
+    tail_BKE: torch.Tensor
+    begun_B: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        return (self.h_BE, self.tail_BKE, self.begun_B)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "RgLruState":
+        """The same kind of state over other tensors."""
+        return RgLruState(*tensors)
+
+
+@final
+class RecurrentBlock(TokenMixer):
+    """out(lru(conv(x)) * gelu(y)), x and y linear in the tokens; h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t.
+
+    Gates and decays are computed in float32 outside any autocast. The first token of a sequence or document enters
+    whole, without the factor sqrt(1 - a^2), as in RecurrentGemma.
+
+    Reference: De et al. 2024, Griffin, Eq. 1 to 4.
+    """
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
+
+    def __init__(self, config: RgLruConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, inner, heads = config.hidden_size, config.inner_size, config.num_heads
+        self.in_proj = nn.Linear(size, 2 * inner)
+        self.convolution = ShortConvolution(inner, config.short_convolution, bias=True)
+        width = inner // heads
+        self.gates_2HWW = nn.Parameter(torch.randn(2, heads, width, width) * width**-0.5)
+        self.gate_biases_2E = nn.Parameter(torch.zeros(2, inner))
+        low, high = FIRST_DECAYS
+        log_a_E = (low + (high - low) * torch.rand(inner)).log()
+        self.decay_E = nn.Parameter(torch.expm1(-log_a_E / SHARPNESS).log())
+        self.out = nn.Linear(inner, size)
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, RgLruState]:
+        before = self._own(state, x_BLD.shape[0])
+        x_BLE, y_BLE = self.in_proj(x_BLD).chunk(2, dim=-1)
+        x_BLE, tail_BKE = self.convolution(x_BLE.to(before.tail_BKE.dtype), ops, before.tail_BKE)
+        length, device = x_BLD.shape[1], x_BLD.device
+        first_L = send(ops.document_places(length).position_L == 0, device)
+        goes_on_BL = before.begun_B[:, None] & (ops.positions(length, device) == 0)
+        added_BLE, log_a_BLE = self._gated(x_BLE, first_L & ~goes_on_BL)
+        h_BLE, after = ops.gated_scan(added_BLE, log_a_BLE, state=before.h_BE)
+        begun_B = before.begun_B | (ops.total_length(length) > 0)
+        return self.out(h_BLE * F.gelu(y_BLE, approximate="tanh")), RgLruState(after, tail_BKE, begun_B)
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, RgLruState]:
+        before = self._own(state, x_BD.shape[0])
+        x_BE, y_BE = self.in_proj(x_BD).chunk(2, dim=-1)
+        x_BE, tail_BKE = self.convolution.step(x_BE.to(before.tail_BKE.dtype), before.tail_BKE)
+        added_BE, log_a_BE = self._gated(x_BE, ~before.begun_B)
+        h_BE, after = gated_step(added_BE, log_a_BE, before.h_BE)
+        begun_B = torch.ones_like(before.begun_B)
+        return self.out(h_BE * F.gelu(y_BE, approximate="tanh")), RgLruState(after, tail_BKE, begun_B)
+
+    def initial_state(self, batch: int) -> RgLruState:
+        dtype = torch.promote_types(self.decay_E.dtype, torch.float32)
+        h_BE = state_zeros(self.decay_E, (batch, self.config.inner_size)).to(dtype)
+        begun_B = torch.zeros(batch, dtype=torch.bool, device=h_BE.device)
+        return RgLruState(h_BE, self.convolution.initial_tail(batch), begun_B)
+
+    def _gated(self, x: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What tokens add to the state, and the logarithms of what they leave of it; `first` are whole."""
+        with without_autocast(x.device):
+            wide = x.to(self.gates_2HWW.dtype)
+            by_head = wide.flatten(0, -2).unflatten(-1, (self.config.num_heads, -1)).transpose(0, 1)
+            logits = (by_head @ self.gates_2HWW).transpose(1, 2).flatten(2) + self.gate_biases_2E[:, None]
+            input_gate, decay_gate = logits.sigmoid().unflatten(1, x.shape[:-1]).unbind(0)
+            log_a = -SHARPNESS * F.softplus(self.decay_E) * decay_gate
+            share = (-torch.expm1(2 * log_a)).clamp_min(LEAST_SHARE).sqrt()
+            return torch.where(first[..., None], 1.0, share) * input_gate * wide, log_a
+
+    def _own(self, state: MixerState | None, batch: int) -> RgLruState:
+        if state is None:
+            return self.initial_state(batch)
+        inner = self.config.inner_size
+        shapes = [(batch, inner), (batch, self.config.short_convolution - 1, inner), (batch,)]
+        return require_own(state, RgLruState, self.config.kind, shapes)
