@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks import scaleformer
 from benchmarks.peers import absent, cumulative_sums, performer, sdpa
@@ -14,7 +15,7 @@ from dist_attn.feature_maps import Gaussian
 from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import linear_attention
 
-__all__ = ["CASES", "OURS", "Case", "Statistic", "attention_flops", "attention_inputs"]
+__all__ = ["CASES", "OURS", "Case", "Statistic", "attention_flops", "attention_inputs", "delta_inputs"]
 
 OURS = "ours"
 
@@ -69,6 +70,14 @@ def attention_inputs(length: int, *, gradients: bool = False) -> tuple[list[torc
     shape = (3, 1, HEADS, length, HEAD_SIZE)
     qkv = [t.clone().requires_grad_(gradients) for t in torch.randn(shape, generator=generator)]
     return qkv, Gaussian(torch.randn(HEADS, NUM_RANDOM, HEAD_SIZE, generator=generator), unit_norm=True)
+
+
+def delta_inputs(length: int, heads: int = HEADS, size: int = 128) -> list[torch.Tensor]:
+    """q, k, v, log decays and beta of a gated delta rule, K = V; keys of norm 1, decays that forget some tens."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = torch.randn((3, 1, heads, length, size), generator=generator)
+    decay, beta = torch.randn((2, 1, heads, length), generator=generator)
+    return [q / size**0.5, F.normalize(k, dim=-1), v, F.logsigmoid(decay + 3)[..., None], beta.sigmoid()]
 
 
 def _forward(length: int) -> Works:

@@ -1,5 +1,7 @@
 """Whether memory is flat in the length: the most that attention holds above its inputs, outputs and gradients."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from benchmarks.measured import Measured, Panel, Table
@@ -8,7 +10,17 @@ from benchmarks.setting import look_around
 from dist_attn.feature_maps import Gaussian
 from dist_attn.ops import linear_attention
 
-__all__ = ["NAME", "QUESTION", "TESTS", "backward_bytes", "forward_bytes", "measure"]
+__all__ = [
+    "MIB",
+    "NAME",
+    "QUESTION",
+    "TESTS",
+    "backward_above",
+    "backward_bytes",
+    "forward_above",
+    "forward_bytes",
+    "measure",
+]
 
 NAME = "flat-memory"
 QUESTION = (
@@ -54,20 +66,32 @@ def measure(smoke: bool) -> Measured:
 
 def forward_bytes(length: int) -> int:
     """The peak of a pass without gradients, less the outputs."""
-    q, k, v = _inputs(length)
-    with torch.no_grad(), TrackedMemory() as tracked:
-        out, _ = linear_attention(q, k, v, feature_map=_feature_map())
-    return int(tracked.peak) - _bytes(out)
+    return forward_above(_attend, _inputs(length))
 
 
 def backward_bytes(length: int) -> int:
     """The peak of a forward and a backward pass, less outputs and gradients as far as these exist at that moment."""
-    q, k, v = (t.requires_grad_() for t in _inputs(length))
-    weight = torch.ones(1, HEADS, 1, SIZE).expand(v.shape)
+    return backward_above(_attend, _inputs(length))
+
+
+def forward_above(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> int:
+    """The same of any operation on these."""
+    with torch.no_grad(), TrackedMemory() as tracked:
+        out = attend(*inputs)
+    return int(tracked.peak) - _bytes(out)
+
+
+def backward_above(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> int:
+    """Likewise."""
+    leaves, weight = [t.requires_grad_() for t in inputs], torch.ones(1, 1, 1, 1)
     with TrackedMemory() as tracked:
-        out, _ = linear_attention(q, k, v, feature_map=_feature_map())
-        gradients = torch.autograd.grad(out, (q, k, v), weight)
+        out = attend(*leaves)
+        gradients = torch.autograd.grad(out, leaves, weight.expand_as(out))
     return int(tracked.peak) - _bytes(out, *gradients)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return linear_attention(q, k, v, feature_map=_feature_map())[0]
 
 
 def _bytes(*tensors: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import io
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,14 +12,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-__all__ = ["INSTALL", "absent", "cumulative_sums", "performer", "recurrence_by_chunks", "sdpa"]
+__all__ = ["INSTALL", "absent", "cumulative_sums", "delta_rule", "performer", "recurrence_by_chunks", "sdpa"]
 
 INSTALL = "it is not installed; `pip install -e .[bench]` adds it"
 # What each peer of the extra [bench] is imported by.
 MODULES: Mapping[str, str] = {
     "performer-pytorch": "performer_pytorch.performer_pytorch",
     "flash-linear-attention": "fla.ops.simple_gla.naive",
-    "transformers": "transformers",
+    "transformers": "transformers.models.qwen3_next.modeling_qwen3_next",
 }
 
 
@@ -63,6 +64,20 @@ def performer(head_size: int, num_features: int) -> Callable[..., torch.Tensor]:
     with contextlib.redirect_stdout(io.StringIO()):
         attention = _load("performer-pytorch").FastAttention(head_size, nb_features=num_features, causal=True)
     return cast(Callable[..., torch.Tensor], attention)
+
+
+def delta_rule(
+    q_BHLK: torch.Tensor,
+    k_BHLK: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    log_decay_BHL1: torch.Tensor,
+    beta_BHL: torch.Tensor,
+) -> torch.Tensor:
+    """The gated delta rule by transformers' own plain form, unscaled; of its function, what no package replaces."""
+    chunks = inspect.unwrap(_load("transformers").torch_chunk_gated_delta_rule)
+    q, k, v, g, beta = (t.transpose(1, 2) for t in (q_BHLK, k_BHLK, v_BHLV, log_decay_BHL1[..., 0], beta_BHL))
+    out_BLHV, _ = chunks(q * q.shape[-1] ** 0.5, k, v, g, beta)
+    return cast(torch.Tensor, out_BLHV).transpose(1, 2)
 
 
 def recurrence_by_chunks(

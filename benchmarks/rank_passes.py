@@ -17,6 +17,7 @@ from typing import TypeVar, cast
 import torch
 import torch.nn.functional as F
 
+from benchmarks.cases import delta_inputs
 from benchmarks.setting import own_cores, pin_to
 from dist_attn.comm import Communicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
@@ -42,15 +43,16 @@ SMALL_BYTES, LARGE_BYTES, SWAPS = 4 << 10, 4 << 20, 15
 
 @dataclass(frozen=True)
 class Pass:
-    """Attention over `length` tokens at the reference shape, B1 H8 d64, 64 random vectors.
+    """Attention over `length` tokens at the reference shape, B1 H8 d64, 64 random vectors, or the gated delta rule.
 
-    With `alone` the first rank also does it by itself in every round.
+    With `alone` the first rank also does it by itself in every round. `delta` has heads of 128.
     """
 
     length: int
     gated: bool = False
     gradients: bool = False
     alone: bool = True
+    delta: bool = False
 
     @property
     def name(self) -> str:
@@ -130,7 +132,7 @@ def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
     """Rounds of a pass on this rank, after one that is not counted."""
     layout = SequenceLayout.even(one.length, comm.size)
     whole = _work(one, LocalSequenceOps(), 0, one.length) if one.alone and comm.rank == 0 else None
-    exchange = cast(Algorithm, default_exchange(comm.size))
+    exchange = "auto" if one.delta else cast(Algorithm, default_exchange(comm.size))
     ops = ShardedSequenceOps(comm, layout, exchange=exchange) if comm.size > 1 else LocalSequenceOps()
     share = _work(one, ops, *layout.range(comm.rank))
     alone, together, cpu, exposed = [], [], [], []
@@ -156,6 +158,8 @@ def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
 
 def _work(one: Pass, ops: SequenceOps, start: int, stop: int) -> Callable[[], object]:
     """The pass over tokens `start` to `stop`, the same numbers wherever it is cut."""
+    if one.delta:
+        return _delta_work(one, ops, start, stop)
     generator = torch.Generator().manual_seed(one.length)
     qkv = torch.randn((3, 1, HEADS, one.length, SIZE), generator=generator)[:, :, :, start:stop]
     q, k, v = (t.clone().requires_grad_(one.gradients) for t in qkv)
@@ -172,4 +176,17 @@ def _work(one: Pass, ops: SequenceOps, start: int, stop: int) -> Callable[[], ob
 
     if one.gradients:
         return lambda: torch.autograd.grad(forward(), (q, k, v), weight)
+    return torch.inference_mode()(forward)
+
+
+def _delta_work(one: Pass, ops: SequenceOps, start: int, stop: int) -> Callable[[], object]:
+    parts = [t[:, :, start:stop].clone().requires_grad_(one.gradients) for t in delta_inputs(one.length)]
+    weight = torch.ones(1, 1, 1, 1).expand(parts[2].shape)
+
+    def forward() -> torch.Tensor:
+        q, k, v, decay, beta = parts
+        return ops.gated_delta_rule(q, k, v, beta_BHL=beta, log_decay_BHLK=decay)[0]
+
+    if one.gradients:
+        return lambda: torch.autograd.grad(forward(), parts, weight)
     return torch.inference_mode()(forward)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from benchmarks import busy_ranks, decoding, flat_memory, gradient_cost, prefill, two_ranks
+from benchmarks import busy_ranks, decoding, delta, flat_memory, gradient_cost, prefill, two_ranks
 
 __all__ = ["STUDIES", "Drawn", "Finding", "Study"]
 
@@ -44,5 +44,5 @@ class Study:
 
 STUDIES = {
     module.NAME: Study(module.NAME, module.QUESTION, module.TESTS, module.measure)
-    for module in (busy_ranks, decoding, flat_memory, gradient_cost, prefill, two_ranks)
+    for module in (busy_ranks, decoding, delta, flat_memory, gradient_cost, prefill, two_ranks)
 }

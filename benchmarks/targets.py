@@ -104,6 +104,21 @@ TARGETS = (
     Target("flat-memory", "backward MiB, most", "backward memory, 8,192 to 1,048,576 tokens", "at most", 128.0, _MIB),
     Target("flat-memory", "forward, longest / shortest", "forward memory, longest / least", "at most", 1.01, _THIRD),
     Target("flat-memory", "backward, longest / shortest", "backward memory, longest / least", "at most", 1.01, _THIRD),
+    Target("delta", "transformers / ours", "gated delta rule against transformers, one thread", "at least", 10.0),
+    Target("delta", "ours / limit", "gated delta rule against the arithmetic limit", "at most", 1.5),
+    Target("delta", "backward / forward", "its backward against its forward", "at most", 3.0),
+    *(
+        Target("delta", f"{way}, longest / shortest", f"its {way} memory, longest / least", "at most", 1.01, _THIRD)
+        for way in ("forward", "backward")
+    ),
+    *(
+        Target("delta", f"2 ranks, {ways}", f"its {ways}, 2 ranks against 1, a thread each", "at least", 1.7)
+        for ways in ("forward", "forward and backward")
+    ),
+    *(
+        Target("delta", f"carry / formula, {kind}", f"carry bytes of a {kind} transition", "equal to", 1.0, "{:g}x")
+        for kind in ("scalar", "diagonal", "matrix")
+    ),
     *(
         Target(
             f"scaleformer-{figure}-{mode}",
