@@ -53,14 +53,15 @@ class Piece:
 
 PIECES = {
     # Each case compiles kernels of its own, for which the GPU waits.
-    "kernels": Piece("tests.gpu.kernel_cases", "kernel_cases", 150, processes=8),
-    "ranks": Piece("tests.gpu.rank_cases", "rank_cases", 60),
+    "kernels": Piece("tests.gpu.kernel_cases", "kernel_cases", 130, processes=8),
+    "affine": Piece("tests.gpu.affine_cases", "affine_cases", 60, processes=8),
+    "ranks": Piece("tests.gpu.rank_cases", "rank_cases", 50),
     "served": Piece("tests.gpu.service_cases", "served_cases", 40),
     "killed": Piece("tests.gpu.service_cases", "killed_cases", 40),
     "captured": Piece("benchmarks.gpu.models", "captured_cases", 40),
-    "training": Piece("benchmarks.gpu.models", "training_cases", 80),
+    "training": Piece("benchmarks.gpu.models", "training_cases", 70),
     "ratios": Piece("benchmarks.gpu.speed", "ratio_cases", 110),
-    "tiles": Piece("benchmarks.gpu.speed", "tile_cases", 80, processes=8),
+    "tiles": Piece("benchmarks.gpu.speed", "tile_cases", 60, processes=8),
 }
 
 

@@ -159,5 +159,6 @@ TARGETS = (
     Target("h200", "gla / ours forward", "H200: forward against chunk_simple_gla without features", "at least", 1.0),
     Target("h200", "sdpa / ours forward", "H200: forward against flash SDPA, 131,072 tokens", "at least", 20.0),
     Target("h200", "gla / ours forward and backward", "H200: forward and backward likewise", "at least", 1.0),
+    Target("h200", "gated delta forward ms, ours", "H200: gated delta, 32,768 tokens", "at most", 3.33, "{:.2f} ms"),
     Target("h200", "decode share of bandwidth", "H200: decode step of 64, of the bandwidth", "at least", 0.6, _WHOLE),
 )  # fmt: skip

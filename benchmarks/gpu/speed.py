@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.cases import DEVICE, Cases, Row, Shape, seconds
-from dist_attn.ops import LinearState, linear_attention, linear_attention_step
+from dist_attn.ops import LinearState, affine_recurrence, gated_delta_rule, linear_attention, linear_attention_step
 from dist_attn.ops.linear_attention import Implementation, LinearCall
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, candidates, tiles_key
 
@@ -26,6 +26,7 @@ REFERENCE = Shape(batch=1, heads=16, head_size=128, projections=128, values=128)
 SHIPPED = Shape(batch=8, heads=4, head_size=64, projections=64, values=64)
 TINY = Shape(batch=1, heads=1, head_size=8, projections=8, values=8)
 COPIED = 1 << 30  # numbers that a copy moves once in and once out
+AFFINE, WAYS = ("gated_delta", "kda", "gla", "dplr"), ("forward", "forward and backward")
 LENGTHS, BATCHES = (131_072, 8_192), (64, 1, 256)  # the first of each is the one with targets
 
 
@@ -36,7 +37,44 @@ def ratio_cases(*, tiny: bool) -> Cases:
     return {
         **{f"linear, {one} tokens": partial(_attention, shape, one, rounds, one == lengths[0]) for one in lengths},
         **{f"step, batch {n}": partial(_step, shape._replace(batch=n), rounds, n == batches[0]) for n in batches},
+        **{f"affine, {one}": partial(_affine, one, 32 if tiny else 8_192, shape, rounds) for one in AFFINE},
+        "affine, long gated delta": partial(_long_delta, *((32, 1, 8) if tiny else (32_768, 64, 128)), rounds),
     }
+
+
+def _affine(name: str, length: int, shape: Shape, rounds: int) -> Row:
+    """Our streaming form against flash-linear-attention's kernels, forward, and forward and backward, in bfloat16."""
+    row: Row = {"shape": shape.words, "length": length}
+    for which, implementation in _kernels("streaming").items():
+        row |= _both_ways(which, _affine_work(name, length, shape.heads, shape.head_size, implementation), rounds)
+    pairs = (_pair(f"fla_{name} bfloat16 {way}", row, f"ours {way}", f"fla {way}") for way in WAYS)
+    return {**row, "record": {case: times for pair in pairs for case, times in pair.items()}}
+
+
+def _long_delta(length: int, heads: int, size: int, rounds: int) -> Row:
+    """The milliseconds that others publish: 1 x 32,768 tokens, 64 heads of 128, the gated delta rule forward."""
+    row: Row = {"shape": f"1x{heads}x{size}", "length": length, "ratios": {}}
+    with torch.no_grad():
+        for which, implementation in _kernels("auto").items():
+            work = _affine_work("gated_delta", length, heads, size, implementation)
+            row["ratios"][f"gated delta forward ms, {which}"] = 1e3 * seconds(work, rounds)
+    return row
+
+
+def _affine_work(
+    name: str, length: int, heads: int, size: int, implementation: Implementation
+) -> Callable[[], torch.Tensor]:
+    half, shape = torch.bfloat16, (1, heads, length, size)
+    q, k, v, a, b = (F.normalize(torch.randn(shape, device=DEVICE), dim=-1).to(half).requires_grad_() for _ in range(5))
+    decays = 1 if name == "gated_delta" else size
+    decay = F.logsigmoid(3 + torch.randn(1, heads, length, decays, device=DEVICE)).requires_grad_()
+    if name in ("gla", "dplr"):
+        erase = (a, b) if name == "dplr" else None
+        recur = partial(affine_recurrence, q, k, v, log_decay_BHLK=decay, erase=erase, implementation=implementation)
+        return lambda: recur()[0]
+    beta = torch.rand(1, heads, length, device=DEVICE).requires_grad_()
+    rule = partial(gated_delta_rule, q, k, v, beta_BHL=beta, log_decay_BHLK=decay, implementation=implementation)
+    return lambda: rule()[0]
 
 
 def _attention(shape: Shape, length: int, rounds: int, has_targets: bool) -> Row:
@@ -55,7 +93,7 @@ def _attention(shape: Shape, length: int, rounds: int, has_targets: bool) -> Row
     row: Row = {"shape": shape.words, "length": length, "ratios": {}, "record": {}}
     for name, work in works.items():
         row |= _both_ways(name, work, rounds)
-    for way in ("forward", "forward and backward") if has_targets else ():
+    for way in WAYS if has_targets else ():
         for peer in ("gla", "sdpa"):
             row["ratios"] |= _ratio(f"{peer} / ours {way}", row, f"{peer} {way}", f"ours {way}")
         for kind in ("", " gated"):
@@ -63,9 +101,9 @@ def _attention(shape: Shape, length: int, rounds: int, has_targets: bool) -> Row
     return row
 
 
-def _kernels() -> dict[str, Implementation]:
+def _kernels(ours: Implementation = "triton") -> dict[str, Implementation]:
     """By name, so that an obstacle is an error."""
-    return {"ours": "triton", **({"fla": "fla"} if find_spec("fla") is not None and DEVICE == "cuda" else {})}
+    return {"ours": ours, **({"fla": "fla"} if find_spec("fla") is not None and DEVICE == "cuda" else {})}
 
 
 def _ratio(name: str, row: Row, above: str, below: str) -> dict[str, float]:

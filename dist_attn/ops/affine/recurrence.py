@@ -39,6 +39,8 @@ def affine_recurrence(
     `documents` are the positions at which documents start; each begins from zeros. The state in is that of the tokens
     before the first start, the state out that of the last document.
 
+    `implementation` names what computes it, see `affine.implementation.choose`.
+
     Shapes: q, k, a, b [B, H, L, K], v [B, H, L, V], log_decay [B, H, L, 1] or [B, H, L, K], bonus [H, K] ->
         o [B, H, L, V] in v's dtype and the state to go on from, float32 or wider.
     Raises: ShapeError when shapes do not fit together; InputError for a bonus with read="after", or another `read`;
