@@ -14,6 +14,7 @@ from dist_attn.model_config.mixers import attention, kernels, recurrent, scans, 
 from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops import diagonal
 from dist_attn.ops import legs as legs_module
+from dist_attn.ops.affine import implementation as affine_implementation
 from dist_attn.ops.affine import streaming as affine_streaming
 from dist_attn.ops.linear_attention import implementation, streaming
 from dist_attn.ops.relative_attention import numerators
@@ -62,7 +63,8 @@ def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, Langua
 def test_prefill_operations(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too."""
     # It sees the products of its own operations, and none of C kernels.
-    monkeypatch.setattr(implementation, "why_no_library", lambda: "torch counts its own operations")
+    for one in (implementation, affine_implementation):
+        monkeypatch.setattr(one, "why_no_library", lambda: "torch counts its own operations")
     costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
     tokens = 1024
     counted = _count(lambda: model.encode(torch.zeros(1, tokens, dtype=torch.int64)))

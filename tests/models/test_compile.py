@@ -36,7 +36,10 @@ def _results(function, inputs: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs, allow_unused=True, materialize_grads=True)]
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("rfa_gate", "aot_eager"), ("rfa", "eager"), ("softmax", "eager")])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("rfa_gate", "aot_eager"), ("rfa", "eager"), ("softmax", "eager"), ("kda", "eager"), ("rwkv7", "eager")],
+)
 def test_a_local_model_is_one_graph(kind: str, backend: str) -> None:
     """A language model compiles with `fullgraph`, and its logits and gradients are those of the model as it is."""
     model = small_model(small_config(kind, num_layers=1))

@@ -13,7 +13,7 @@ from tests.support.models import small_config, small_model
 LAYOUT = SequenceLayout.from_lengths([70, 0, 100, 30], [0, 60, 61, 140, 170])
 
 
-@pytest.mark.parametrize("kind", ["rfa", "rfa_gate", "softmax"])
+@pytest.mark.parametrize("kind", ["rfa", "rfa_gate", "softmax", "gla", "mamba2", "gated_delta", "rwkv7"])
 def test_every_document_is_encoded_as_if_alone(kind):
     """Hidden states of packed documents are those of each document alone, wherever documents and ranks are cut."""
     model = small_model(small_config(kind)).double()

@@ -27,7 +27,11 @@ def test_presets_have_the_promised_size(name: str, millions: float, kind: str, t
 
 
 @pytest.mark.parametrize(
-    "kind", ["rfa", "softmax", "scaleformer", "elu", "performer", "efficient", "convolution", "lssl", "s4", "s4d"]
+    "kind",
+    [
+        *("rfa", "softmax", "scaleformer", "elu", "performer", "efficient", "convolution", "lssl", "s4", "s4d"),
+        *("gla", "lightning", "mamba2", "gated_delta", "kda", "rwkv7"),
+    ],
 )
 def test_a_preset_takes_any_causal_mixer(kind: str) -> None:
     """Only the kind of a mixer has to be said; those without heads are given none."""

@@ -67,6 +67,13 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "full state space": {"mixer": {"kind": "lssl", "state_size": 6, "outputs": 2}},
     "full state space, learned": {"mixer": {"kind": "lssl", "state_size": 8, "transition": "learned", "alpha": 1.0}},
     "memory of the whole past": {"mixer": {"kind": "hippo", "state_size": 12}},
+    "gated delta rule": {"mixer": {"kind": "gated_delta", "num_heads": 4}},
+    "gated delta rule, shared keys": {
+        "mixer": {"kind": "gated_delta", "num_heads": 4, "key_heads": 2, "key_size": 24, "short_convolution": 1}
+    },
+    "Mamba-2, groups": {
+        "mixer": {"kind": "mamba2", "num_heads": 4, "groups": 2, "key_size": 16, "convolution_bias": False}
+    },
     "values of full rank": {"mixer": {"kind": "rfa_gate", "num_heads": 2, "num_random": 16, "value_rank": 64}},
     "values of low rank": {
         "mixer": {"kind": "rfa", "num_heads": 4, "num_random": 16, "value_rank": 3, "projection_bias": True}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from dist_attn.checkpoints import save_model
+from dist_attn.model_config.mixer import mixer_config_class
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.text import ByteTokeniser
 
@@ -15,7 +16,7 @@ SIZE = 16
 def small_config(kind: str = "rfa_gate", **changes: Any) -> LanguageModelConfig:
     """Two layers over the given mixer, bytes as tokens."""
     mixer: dict[str, Any] = {"kind": kind, "hidden_size": SIZE, "num_heads": 2}
-    if kind != "softmax":
+    if "num_random" in mixer_config_class(kind).model_fields:
         mixer["num_random"] = 8
     values = {"vocab_size": ByteTokeniser().vocab_size, "hidden_size": SIZE, "num_layers": 2, "mlp_size": 32}
     return LanguageModelConfig.model_validate({**values, "mixer": mixer, **changes})

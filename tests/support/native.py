@@ -8,6 +8,7 @@ import torch
 
 from dist_attn import feature_maps
 from dist_attn.ops import FeatureMap, LinearState, linear_attention
+from dist_attn.ops.affine import implementation as affine_implementation
 from dist_attn.ops.linear_attention import half_products, implementation, linear_attention_naive
 from dist_attn.ops.linear_attention.implementation import why_no_library
 from dist_attn.ops.linear_attention.native_call import KernelCall
@@ -39,7 +40,8 @@ Attend = Callable[..., tuple[torch.Tensor, LinearState]]
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What "auto" takes for float32 and bfloat16 on a CPU: C kernels, and as on a machine without a compiler."""
     if request.param == "streaming":
-        monkeypatch.setattr(implementation, "why_no_library", lambda: "there is no C compiler, says a test")
+        for one in (implementation, affine_implementation):
+            monkeypatch.setattr(one, "why_no_library", lambda: "there is no C compiler, says a test")
     elif _why_not is not None:
         pytest.skip(f"needs C kernels: {_why_not}")
     return str(request.param)

@@ -110,7 +110,8 @@ def _scanned(
 def _blocks(documents: tuple[int, ...], length: int, most: int) -> list[tuple[int, int]]:
     """Token ranges of whole chunks, then of the rest, of each document by itself."""
     blocks: list[tuple[int, int]] = []
-    for start, stop in document_ranges(documents, length):
+    # A compiler cannot look behind a cache, and asks for no documents.
+    for start, stop in document_ranges(documents, length) if documents else ((0, length),):
         whole = stop - (stop - start) % CHUNK_TOKENS
         blocks += [(a, b) for a, b in pairwise([*range(start, whole, most), whole, stop]) if a < b]
     return blocks
