@@ -41,6 +41,8 @@ $(SERVING): pyproject.toml constraints.txt
 $(STAMP): $(SERVING)
 	@echo "$(VENV): what tests, checks and documentation need"
 	$(PIP) $(PIP_ARGS) -c constraints.txt -e ".[dev,docs]"
+	@# Apart, for its tests alone: transformers takes its kernels wherever it can be imported, also without a GPU.
+	$(PIP) $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target $(VENV)/.fla fla-core einops
 	@touch $@
 
 serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the model that ships
