@@ -71,20 +71,20 @@ def forward_bytes(length: int) -> int:
 
 def backward_bytes(length: int) -> int:
     """The peak of a forward and a backward pass, less outputs and gradients as far as these exist at that moment."""
-    return backward_above(_attend, _inputs(length))
+    return backward_above(_attend, _inputs(length), torch.ones(1, 1, 1, 1))
 
 
 def forward_above(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> int:
     """The same of any operation on these."""
-    with torch.no_grad(), TrackedMemory() as tracked:
+    with torch.no_grad(), TrackedMemory(*inputs) as tracked:
         out = attend(*inputs)
     return int(tracked.peak) - _bytes(out)
 
 
-def backward_above(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> int:
-    """Likewise."""
-    leaves, weight = [t.requires_grad_() for t in inputs], torch.ones(1, 1, 1, 1)
-    with TrackedMemory() as tracked:
+def backward_above(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor) -> int:
+    """Likewise; `weight`, expanded, is the gradient of the outputs."""
+    leaves = [t.requires_grad_() for t in inputs]
+    with TrackedMemory(*leaves, weight) as tracked:
         out = attend(*leaves)
         gradients = torch.autograd.grad(out, leaves, weight.expand_as(out))
     return int(tracked.peak) - _bytes(out, *gradients)

@@ -29,13 +29,13 @@ def peak_bytes(work: Callable[[], object]) -> int:
 class TrackedMemory(TorchDispatchMode):
     """Bytes of the storages that operations of this thread have made and that still live: `now`, and at the `peak`.
 
-    What a kernel uses inside one operation and gives back is not seen.
+    What a kernel uses inside one operation and gives back is not seen, nor views of the tensors `known`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {t.untyped_storage()._cdata: 0 for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
