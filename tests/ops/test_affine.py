@@ -48,6 +48,13 @@ def test_chunks_equal_the_oracle(kind: str, channels: bool, tokens: int) -> None
         assert_close(gradients[name], gradient, kind="gradient", what=name)
 
 
+def test_a_bonus_beside_an_erasure_is_of_what_is_written() -> None:
+    """Read before its token, a state that is also erased from is the oracle's with the bonus of key and value."""
+    inputs = AffineInputs.random("erasing", 70, channels=True)
+    inputs.replicated["bonus"] = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).view(3, 8)
+    assert_close(inputs.run(STREAMING)[0], inputs.naive()[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_begin_from_nothing(kind: str) -> None:
     """Each document is computed by itself; a number that is not finite in one of them stays in it."""

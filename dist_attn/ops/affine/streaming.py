@@ -168,6 +168,8 @@ class _Block:
         of_q: list[torch.Tensor | None] = [None for _ in columns]
         if q is not None and pairs is not None:
             of_q = [self._with_diagonal(pairs[..., -1, i, :, :], q, x, parameters) for i, x in enumerate(columns)]
+            if self.reads_before:  # a bonus is of what a token writes, not of what it takes
+                of_q[1:] = [pairs[..., -1, i, :, :] for i in range(1, len(columns))]
         to_end = _to_end(decay).exp()
         if b is None or of_b is None:
             return [_Written(k * to_end, v, None, of_q[0])]
