@@ -46,7 +46,9 @@ def test_serving_installs_less_than_the_tests_need(tmp_path: Path) -> None:
 
     serving = installs("serve")
     assert len(serving) == 2 and " torch==" in serving[0].replace('"', " ") and serving[1].endswith(" -e .")
-    assert installs("test") == [*serving, serving[1].removesuffix(" .") + ' ".[dev,docs]"']
+    *together, apart = installs("test")
+    assert together == [*serving, serving[1].removesuffix(" .") + ' ".[dev,docs]"']
+    assert apart.endswith(f"--no-deps --upgrade --target {tmp_path}/venv/.fla fla-core einops")
 
 
 def test_contributing_names_what_exists() -> None:
