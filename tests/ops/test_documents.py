@@ -15,8 +15,6 @@ from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
 
-pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
-
 LENGTH = 300
 TABLES = [(0,), (5,), (0, 299), (64, 128), (0, 3, 4, 5, 64, 65, 200), (10, 11, 12, 140, 290), tuple(range(300))]
 tables = st.sets(st.integers(0, LENGTH - 1), max_size=20).map(lambda s: tuple(sorted(s)))
@@ -191,6 +189,7 @@ def test_the_tail_of_a_convolution_is_the_last_documents(documents, taps):
     assert torch.equal(after, want_after)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_ten_thousand_documents_of_one_token():
     """Every token attends to itself alone: v comes out, in all attentions, and few masked products do it."""
     documents = tuple(range(10_000))

@@ -23,8 +23,6 @@ from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 
-pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
-
 EXACT = Denominator("exact")
 CASES = [
     # queries, keys, causal, gate, scale, state
@@ -272,6 +270,7 @@ def test_future_tokens_change_nothing_before_them():
     assert not torch.equal(before[:, :, 137:], after[:, :, 137:])
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_half_precision_inputs_keep_a_float32_state():
     """bf16 inputs give bf16 outputs near the float64 ones, from a float32 state that 4,000 tokens do not wear out."""
     args, kwargs = Inputs.random(4000, 4000, gate=False, scale=False, state=False).arguments()
@@ -299,6 +298,7 @@ def test_an_empty_batch_has_empty_outputs():
         assert q.grad is not None
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_autocast_does_not_reach_into_attention():
     """Under bf16 autocast, the streaming form and the step keep the bits they have without: sums stay in float32."""
     inputs = Inputs.random(70, 70, gate=True, scale=True, state=True, dtype=torch.float32)
@@ -314,6 +314,7 @@ def test_autocast_does_not_reach_into_attention():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_gated_outputs_stay_bounded_where_sigma_is_large():
     """With sigma 3, where half of all denominators are not positive, the default keeps outputs and gradients finite."""
     generator = torch.Generator().manual_seed(0)
@@ -327,6 +328,7 @@ def test_gated_outputs_stay_bounded_where_sigma_is_large():
     assert all(bool(torch.isfinite(t.grad).all()) for t in (q, k, v))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_memory_does_not_grow_with_the_length():
     """Forward and backward over 65,536 tokens need at most 64 MiB above inputs, outputs and gradients."""
     generator = torch.Generator().manual_seed(0)
@@ -344,6 +346,7 @@ def test_memory_does_not_grow_with_the_length():
     assert peak_mib(65_536) < 64
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_nothing_seen_gives_zero():
     """Attention over no keys is zero under the default policy, not NaN."""
     q, kv = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 0, 4)

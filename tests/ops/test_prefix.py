@@ -11,8 +11,6 @@ from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.sharded_call import random_tensor
 
-pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
-
 
 @pytest.mark.parametrize(("gate", "state"), [(False, False), (True, True)])
 @pytest.mark.parametrize(

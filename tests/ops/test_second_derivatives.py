@@ -13,8 +13,6 @@ from dist_attn.ops.relative_attention import relative_attention, relative_attent
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
-pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
-
 
 def _linear(attention: Callable[..., object], length: int, causal: bool) -> tuple[Tensor, list[Tensor]]:
     """A scalar that is linear in the outputs and in the final state, and all leaves that it depends on."""

@@ -12,7 +12,8 @@ from dist_attn.ops.linear_attention.naive import linear_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 
-pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
+# float64 never goes to C kernels.
+PRECISIONS = [(torch.float64, "streaming"), (torch.float32, "streaming"), (torch.float32, "native")]
 
 LAYOUT = SequenceLayout.from_lengths([70, 0, 9, 51])
 CLOSED_AT = [0, 3, 4, 63, 64, 69, 70, 75, 129]
@@ -36,12 +37,13 @@ def outputs_and_gradients(attend, tensors, **settings):
 
 
 @pytest.mark.parametrize("closed", [-math.inf, -1e30, -1000.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "computed_by"), PRECISIONS, indirect=["computed_by"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"causal": False}, {"documents": (0, 66)}, {"documents": (2, 66), "causal": False}],
     ids=["causal", "full", "documents", "full documents"],
 )
+@pytest.mark.usefixtures("computed_by")
 def test_closed_gates_on_one_rank(dtype: torch.dtype, closed: float, settings) -> None:
     """Outputs, state and every gradient with closed gates are those of the recurrence, without a NaN."""
     tensors = inputs(dtype, closed)

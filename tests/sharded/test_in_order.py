@@ -76,7 +76,6 @@ def test_the_same_bits_for_any_number_of_ranks(gate, causal, gradients):
             assert_close(gradient, want_grads[name], kind=kind, what=name)
 
 
-@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("lengths", [(64, 0, 832, 128), (0, 0, 1024, 0), (512, 512, 0, 0)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_ranks_without_tokens_have_all_gradients(lengths, causal):

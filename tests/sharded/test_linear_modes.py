@@ -10,8 +10,6 @@ from dist_attn.ops import LinearState
 from tests.support.examples import examples
 from tests.support.sharded_call import check_sharded, random_tensor
 
-pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
-
 LENGTHS = [(7,), (5, 9), (13, 0, 4), (0, 11, 2, 2, 1), (70, 130)]
 
 

@@ -38,7 +38,10 @@ Attend = Callable[..., tuple[torch.Tensor, LinearState]]
 
 @pytest.fixture(params=["native", "streaming"])
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What "auto" takes for float32 and bfloat16 on a CPU: C kernels, and as on a machine without a compiler."""
+    """What "auto" takes for float32 and bfloat16 on a CPU: C kernels, and as on a machine without a compiler.
+
+    Float64 never goes to C kernels, so that a test in float64 alone would run twice with it and say nothing more.
+    """
     if request.param == "streaming":
         for one in (implementation, affine_implementation):
             monkeypatch.setattr(one, "why_no_library", lambda: "there is no C compiler, says a test")
