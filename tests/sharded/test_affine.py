@@ -18,6 +18,8 @@ from tests.support.ranks import run_ranks
 
 LENGTHS = (70, 0, 5, 64, 1)
 EXCHANGES = ("auto", "gather", "exscan", "log_step", "serial_ring", "pipelined_ring", "two_level")
+OPTIONS = [(channels, documents) for channels in (False, True) for documents in (None, (0, 9, 71, 139))]
+OVER_PROCESSES = [(kind, exchange) for kind in ("decay", "delta rule") for exchange in ("auto", "exscan")]
 
 
 def run(inputs: AffineInputs, ops: object, start: int, stop: int, last: bool):
@@ -49,10 +51,15 @@ def check(inputs: AffineInputs, layout: SequenceLayout, ranks: list[tuple]) -> N
         assert_close(got, gradient, kind="gradient", what=name)
 
 
-@pytest.mark.parametrize("documents", [None, (0, 9, 71, 139)])
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "exchange", "channels", "documents"),
+    [
+        # Every kind and every exchange meet each other, and each meets all four ways of decays and documents.
+        (kind, exchange, *OPTIONS[(i + j) % len(OPTIONS)])
+        for i, kind in enumerate(KINDS)
+        for j, exchange in enumerate(EXCHANGES)
+    ],
+)
 def test_ranks_equal_one_rank(kind, exchange, channels, documents):
     """Over uneven and empty slices, with documents and without, in turn and by a scan of every exchange."""
     layout = SequenceLayout.from_lengths(LENGTHS, documents=documents)
@@ -61,15 +68,19 @@ def test_ranks_equal_one_rank(kind, exchange, channels, documents):
     check(inputs, layout, run_simulated(body, layout.size))
 
 
-@pytest.mark.parametrize("transport", ["gloo", "mpi"])
-@pytest.mark.parametrize("exchange", ["auto", "exscan"])
-@pytest.mark.parametrize("kind", ["decay", "delta rule"])
-def test_processes_equal_one_rank(kind, exchange, transport):
+def over_processes(comm: Communicator, layout: SequenceLayout):
+    """Every run on one group, so that processes are started once."""
+    cases = [(AffineInputs.random(kind, layout.total, channels=True), exchange) for kind, exchange in OVER_PROCESSES]
+    return [on_rank(comm, inputs, layout, exchange) for inputs, exchange in cases]
+
+
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_processes_equal_one_rank(transport):
     """Over gloo and MPI too, in turn and by the back end's own scan."""
     layout = SequenceLayout.from_lengths((40, 0, 25))
-    inputs = AffineInputs.random(kind, layout.total, channels=True)
-    body = partial(on_rank, inputs=inputs, layout=layout, exchange=exchange)
-    check(inputs, layout, run_ranks(transport, body, layout.size))
+    ranks = run_ranks(transport, partial(over_processes, layout=layout), layout.size)
+    for (kind, _), results in zip(OVER_PROCESSES, zip(*ranks, strict=True), strict=True):
+        check(AffineInputs.random(kind, layout.total, channels=True), layout, list(results))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +125,7 @@ def test_bytes_sent_are_the_formulas(kind, channels, exchange):
         out.sum().backward()
         return [forward, comm.traffic.bytes_sent - forward]
 
-    for tokens in (3, 200):
+    for tokens in (3, 70):
         sent = run_simulated(partial(body, tokens=tokens), ranks)
         name = costs.usual_exchange(message, ranks) if exchange == "auto" else exchange
         want = [costs.scan_cost(name, message, ranks, rank).bytes_sent for rank in range(ranks)]
