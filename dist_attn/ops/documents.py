@@ -92,11 +92,18 @@ def check_documents(documents: tuple[int, ...], length: int, keys: int | None = 
         raise ShapeError(f"a document starts at {documents[-1]}, but the sequence has {length} tokens")
 
 
-@lru_cache(maxsize=64)
 def document_ranges(documents: tuple[int, ...], length: int) -> tuple[tuple[int, int], ...]:
     """The tokens [start, stop) of each document, in order; the first may continue an earlier one."""
+    if not length:
+        return ()
+    # Compilers warn of cached functions, so that an unbroken sequence does without.
+    return _ranges(documents, length) if documents else ((0, length),)
+
+
+@lru_cache(maxsize=64)
+def _ranges(documents: tuple[int, ...], length: int) -> tuple[tuple[int, int], ...]:
     edges = documents if documents[:1] == (0,) else (0, *documents)
-    return tuple(pairwise((*edges, length))) if length else ()
+    return tuple(pairwise((*edges, length)))
 
 
 @lru_cache(maxsize=64)

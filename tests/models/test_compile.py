@@ -38,7 +38,14 @@ def _results(function, inputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("rfa_gate", "aot_eager"), ("rfa", "eager"), ("softmax", "eager"), ("kda", "eager"), ("rwkv7", "eager")],
+    [
+        ("rfa_gate", "aot_eager"),
+        ("rfa", "eager"),
+        ("softmax", "eager"),
+        ("kda", "eager"),
+        ("rwkv7", "eager"),
+        ("mlstm", "eager"),
+    ],
 )
 def test_a_local_model_is_one_graph(kind: str, backend: str) -> None:
     """A language model compiles with `fullgraph`, and its logits and gradients are those of the model as it is."""

@@ -150,12 +150,12 @@ class MLstmConfig(KernelCosts):
     @property
     def outputs_size(self) -> int:
         """Numbers in the values of a token, of all heads."""
-        return self.values_size - self.num_heads
+        return self.num_heads * (self.value_size - 1)
 
     @property
     def value_size(self) -> int:
         """Those of a head, and one more, which sums up the keys."""
-        return super().value_size + 1
+        return 1 + (self.head_size if self.value_rank is None else self.value_rank)
 
     @property
     def gates(self) -> int:
