@@ -9,14 +9,13 @@ Reference: A Unified View of Long-Sequence Models, Sec. 7 (S4D, recurrent form).
 
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import send
-from dist_attn.ops.documents import check_documents, documents_by_length
+from dist_attn.ops.documents import check_documents, chunk_blocks, documents_by_length
 from dist_attn.ops.scan import StateOnly, scan
 
 
@@ -75,7 +74,7 @@ def diagonal_scan(
     u_BDL = u_BLD.to(real).transpose(1, 2)
     y_BDL, (x_BDN2,) = scan(
         _Respond(),
-        _blocks(u_BLD.shape[1]),
+        chunk_blocks(u_BLD.shape[1], CHUNK_TOKENS, BLOCK_CHUNKS * CHUNK_TOKENS),
         (u_BDL,),
         (_start(u_BDL, a, state),),
         parameters,
@@ -95,7 +94,13 @@ def absorb_inputs(
     powers_DNC = powers(a, CHUNK_TOKENS + 1)
     parameters = tuple(torch.view_as_real(t) for t in (powers_DNC[..., :-1] * b[..., None], powers_DNC))
     u_BDL = u_BLD.to(real).transpose(1, 2)
-    _, (x_BDN2,) = scan(StateOnly(_advance), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
+    _, (x_BDN2,) = scan(
+        StateOnly(_advance),
+        chunk_blocks(u_BLD.shape[1], CHUNK_TOKENS, BLOCK_CHUNKS * CHUNK_TOKENS),
+        (u_BDL,),
+        (_start(u_BDL, a, None),),
+        parameters,
+    )
     return torch.view_as_complex(x_BDN2.contiguous())
 
 
@@ -161,13 +166,6 @@ def _states(
         states.append(decay_DN[:, None] * states[-1] + gain_DBN)
     before_DBGN = torch.stack(states[:-1], dim=2)
     return torch.view_as_real(before_DBGN), torch.view_as_real(states[-1].transpose(0, 1))
-
-
-def _blocks(length: int) -> list[tuple[int, int]]:
-    """Token ranges of whole chunks, then of the rest; nothing is padded or dropped."""
-    whole = length - length % CHUNK_TOKENS
-    edges = [*range(0, whole, BLOCK_CHUNKS * CHUNK_TOKENS), whole, length]
-    return [(a, b) for a, b in pairwise(edges) if a < b]
 
 
 def _widened(

@@ -18,6 +18,7 @@ from dist_attn.ops.device import send
 __all__ = [
     "DocumentPlaces",
     "by_documents",
+    "chunk_blocks",
     "check_documents",
     "document_groups",
     "document_numbers",
@@ -104,6 +105,15 @@ def document_ranges(documents: tuple[int, ...], length: int) -> tuple[tuple[int,
 def _ranges(documents: tuple[int, ...], length: int) -> tuple[tuple[int, int], ...]:
     edges = documents if documents[:1] == (0,) else (0, *documents)
     return tuple(pairwise((*edges, length)))
+
+
+def chunk_blocks(length: int, chunk: int, most: int, documents: tuple[int, ...] = ()) -> list[tuple[int, int]]:
+    """Token ranges of whole chunks, up to `most` tokens of them, then of the rest, of each document by itself."""
+    blocks: list[tuple[int, int]] = []
+    for start, stop in document_ranges(documents, length):
+        whole = stop - (stop - start) % chunk
+        blocks += [(a, b) for a, b in pairwise([*range(start, whole, most), whole, stop]) if a < b]
+    return blocks
 
 
 @lru_cache(maxsize=64)

@@ -13,14 +13,13 @@ Shape letters: B batch, L tokens, T tokens of a block, D channels, N numbers of 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.documents import check_documents, document_ranges, start_flags
+from dist_attn.ops.documents import check_documents, chunk_blocks, start_flags
 from dist_attn.ops.scan import BlockBody, scan
 from dist_attn.ops.state import writes_in_place
 
@@ -163,7 +162,12 @@ def _scanned(
     most = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"]) // max(1, first.numel() * first.element_size())
     out_B1LD, (after,) = scan(
         body,
-        _blocks(documents, length, min(max(1, most // CHUNK_TOKENS), BLOCK_TOKENS // CHUNK_TOKENS) * CHUNK_TOKENS),
+        chunk_blocks(
+            length,
+            CHUNK_TOKENS,
+            min(max(1, most // CHUNK_TOKENS), BLOCK_TOKENS // CHUNK_TOKENS) * CHUNK_TOKENS,
+            documents,
+        ),
         (*(None if t is None else t[:, None] for t in sequence_BLX), starts_11L),
         (first,),
         parameters,
@@ -171,15 +175,6 @@ def _scanned(
         output_dtype=x_BLD.dtype,
     )
     return out_B1LD[:, 0] if body.has_output else out_B1LD, after
-
-
-def _blocks(documents: tuple[int, ...], length: int, most: int) -> list[tuple[int, int]]:
-    """Token ranges of whole chunks, then of the rest, of each document by itself."""
-    blocks: list[tuple[int, int]] = []
-    for start, stop in document_ranges(documents, length) if documents else ((0, length),):
-        whole = stop - (stop - start) % CHUNK_TOKENS
-        blocks += [(a, b) for a, b in pairwise([*range(start, whole, most), whole, stop]) if a < b]
-    return blocks
 
 
 @dataclass(frozen=True)

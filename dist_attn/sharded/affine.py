@@ -45,7 +45,9 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     # How a product rounds depends on how many there are side by side, so that for the same bits none is left out.
     together = max(1, heads) if sharding.deterministic else _heads_at_once(comm, batch, heads, call.v_BHLV.device)
     by_name = sharding.exchange.algorithm != "auto"
-    if sharding.deterministic or (not by_name and takes_turns(comm.size, heads // together, erases=call.erases)):
+    if sharding.deterministic or (
+        not by_name and takes_turns(comm.size, heads // together, erases=call.erases and size > 1)
+    ):
 
         def work(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             before = AffineState(before_BHX.unflatten(-1, (size, values)))

@@ -21,7 +21,6 @@ kinds of rows, c kinds of columns, m stretches of s tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 
 from dist_attn.ops.affine.call import AffineCall
 from dist_attn.ops.affine.state import AffineState
-from dist_attn.ops.documents import document_ranges, start_flags
+from dist_attn.ops.documents import chunk_blocks, start_flags
 from dist_attn.ops.scan import scan
 
 CHUNK_TOKENS = 64
@@ -97,7 +96,7 @@ def _scanned(
     parameters = () if call.bonus_HK is None or q_BHLK is None else (call.bonus_HK,)
     out, (s_BHKV,) = scan(
         body,
-        _blocks(call.documents, call.tokens, BLOCK_CHUNKS.get(device.type, 8) * CHUNK_TOKENS),
+        chunk_blocks(call.tokens, CHUNK_TOKENS, BLOCK_CHUNKS.get(device.type, 8) * CHUNK_TOKENS, call.documents),
         sequence,
         (first,),
         parameters,
@@ -105,16 +104,6 @@ def _scanned(
         output_dtype=call.v_BHLV.dtype,
     )
     return out, s_BHKV
-
-
-def _blocks(documents: tuple[int, ...], length: int, most: int) -> list[tuple[int, int]]:
-    """Token ranges of whole chunks, then of the rest, of each document by itself."""
-    blocks: list[tuple[int, int]] = []
-    # A compiler cannot look behind a cache, and asks for no documents.
-    for start, stop in document_ranges(documents, length) if documents else ((0, length),):
-        whole = stop - (stop - start) % CHUNK_TOKENS
-        blocks += [(a, b) for a, b in pairwise([*range(start, whole, most), whole, stop]) if a < b]
-    return blocks
 
 
 class _Written(NamedTuple):

@@ -22,6 +22,11 @@ CAUSAL: Mapping[str, Mapping[str, Any]] = {
     "s4": {"kind": "s4", "state_size": 16},
     "lssl": {"kind": "lssl", "state_size": 16},
     "hippo": {"kind": "hippo", "state_size": 16},
+    **{
+        kind: {"kind": kind}
+        for kind in ("gla", "lightning", "mamba2", "gated_delta", "kda", "mlstm", "mamba", "rg_lru")
+    },
+    "rwkv7": {"kind": "rwkv7", "decay_rank": 16, "rate_rank": 16, "gate_rank": 16},
 }
 HYBRID = "hybrid"
 ENCODERS: Mapping[str, Mapping[str, Any]] = {
@@ -45,7 +50,7 @@ LAYERS_ALONE: Mapping[str, Mapping[str, Any]] = {
     "s4d-convolution": {"kind": "s4d", "form": "convolution"},
     "mlp_mixer": {"kind": "mlp_mixer", "token_mlp_size": 64},
 }
-_HEADLESS = ("convolution", "s4d", "s4", "lssl", "hippo", "fnet", "sgconv", "mlp_mixer")
+_HEADLESS = ("convolution", "s4d", "s4", "lssl", "hippo", "mamba", "fnet", "sgconv", "mlp_mixer")
 
 
 def layer_config(options: Mapping[str, Any], width: int, heads: int, length: int) -> dict[str, Any]:
