@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.generation import pack_state
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.training.loop import build_task
 from dist_attn.training.optim import build_optimisers
 from dist_attn.training.task import Whole
-from tests.support.model_cases import MODEL_CASES, kinds_of, small_model
+from tests.support.model_cases import MODEL_CASES, kinds_of, model_config
 from tests.support.snapshots import manifest
 from tests.support.tasks import RUNS, small_task
 from tests.support.training import small_run
@@ -55,6 +55,13 @@ def _tokens(length: int = LENGTH, device: torch.device = META) -> torch.Tensor:
     return torch.zeros(BATCH, length, dtype=torch.int64, device=device)
 
 
+def _smallest(case: str) -> LanguageModel:
+    """The model of this case with each of its mixers once: an operation on `meta` is a millisecond of Python."""
+    config = model_config(case)
+    layers = {"num_layers": len(config["mixer"].get("pattern", [0]))}
+    return build_model(LanguageModelConfig.model_validate(config | layers)).eval()
+
+
 def _described(state: ModelState) -> list[tuple[Any, ...]]:
     """All that can be told of a state without its numbers."""
     return [(t.shape, t.dtype, t.is_contiguous()) for layer in state.layers for t in layer.tensors()]
@@ -63,7 +70,7 @@ def _described(state: ModelState) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("case", MODEL_CASES)
 def test_prefill_decode_and_backward(case: str) -> None:
     """Blocks, documents and steps leave states as on the CPU, so a snapshot holds the same arrays; gradients arrive."""
-    model = small_model(case)
+    model = _smallest(case)
     with torch.inference_mode():
         of_numbers = _states(model, case)
     stored = pack_state(of_numbers[-1].select(0), manifest()).header.arrays
@@ -95,7 +102,7 @@ def test_ranks_exchange_carries(case: str) -> None:
     """Three simulated ranks, one of them empty, read two blocks and go back through one; each has the whole state."""
     # The simulator passes tensors of `meta` as it does others: as many bytes of the device to each rank as it expects.
     layout = SequenceLayout.from_lengths((40, 0, 30))
-    model = small_model(case).to(META)
+    model = _smallest(case).to(META)
     with torch.inference_mode():
         want = _described(model.hidden(_tokens(), None)[1])
 

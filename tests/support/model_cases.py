@@ -10,7 +10,15 @@ from pydantic import ValidationError
 from dist_attn.model_config.mixer import MixerConfig, registered_mixers
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 
-__all__ = ["MODEL_CASES", "kinds_of", "needed_options", "small_model", "streaming_kinds", "write_config"]
+__all__ = [
+    "MODEL_CASES",
+    "kinds_of",
+    "model_config",
+    "needed_options",
+    "small_model",
+    "streaming_kinds",
+    "write_config",
+]
 
 # Each says only what it means to differ in, so the defaults of the configuration are part of the case.
 MODEL_CASES: dict[str, dict[str, Any]] = {
