@@ -91,10 +91,10 @@ def test_gradients_are_derivatives(name: str, lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNEL_CASES)
+@pytest.mark.parametrize("name", [*KERNEL_CASES, "affine, erasing", "delta rule", "gated scan", "selective scan"])
 def test_second_derivatives(name: str) -> None:
     """Gradients with `create_graph` are themselves differentiable, across ranks, in every input and state."""
-    whole, inputs = _global(KERNEL_CASES[name], (2, 0, 3))
+    whole, inputs = _global(CASES[name], (2, 0, 3))
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
@@ -109,7 +109,7 @@ def test_derivatives_through_every_exchange(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear, gated, from a state", "softmax"])
+@pytest.mark.parametrize("name", ["linear, gated, from a state", "softmax", "delta rule", "gated scan"])
 def test_derivatives_of_packed_documents(name: str) -> None:
     """With documents over a cut and inside a slice, gradients are derivatives, and so are attention's second ones."""
     whole, inputs = _global(CASES[name], (3, 0, 2), documents=(2, 4))

@@ -34,8 +34,9 @@ def rows_of(messages: Sequence[torch.Tensor], previous: torch.Tensor) -> torch.T
 
 def connected(message_BHX: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The message, connected to the step that brought the rows; their width may be another."""
-    none = rows[:0].reshape(0)
-    return torch.cat([message_BHX.reshape(-1), none]).reshape(message_BHX.shape)
+    # In two dimensions: of a tensor of shape [0] the backward pass of `cat` forgets where its gradient came from.
+    none = rows[:0].reshape(0, 1)
+    return torch.cat([message_BHX.reshape(-1, 1), none]).reshape(message_BHX.shape)
 
 
 def tied(x: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
