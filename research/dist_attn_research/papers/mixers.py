@@ -170,9 +170,14 @@ def _listops(done: Sequence[Done]) -> Table:
     return Table("ListOps, 10 to 100 symbols: accuracy in per cent", ("encoder", "accuracy", "parameters"), tuple(rows))
 
 
+def _timed(speeds: Speeds) -> list[str]:
+    """The mixers that were timed at every length: those that came later are not in results that lie filed."""
+    return [arm for arm in LAYERS_ALONE if speeds and all(f"{arm}:forward" in each for each in speeds.values())]
+
+
 def _speed(speeds: Speeds) -> Table:
     lengths, rows = sorted(speeds), []
-    for arm in LAYERS_ALONE if lengths else ():
+    for arm in _timed(speeds):
         cells = [f"{1e6 * speeds[length][f'{arm}:{what}'] / length:.2f}" for what in _PASSES for length in lengths]
         step = speeds[lengths[-1]].get(f"{arm}:step")
         rows.append((arm, *cells, "" if step is None else f"{1e6 * step:.0f}"))
@@ -183,7 +188,7 @@ def _speed(speeds: Speeds) -> Table:
 
 def _memory(speeds: Speeds) -> Table:
     lengths, rows = sorted(speeds), []
-    for arm in LAYERS_ALONE if lengths else ():
+    for arm in _timed(speeds):
         cells = [
             f"{speeds[length][f'{arm}:{what}_bytes'] / length / 1024:.2f}" for what in _PASSES for length in lengths
         ]
@@ -196,7 +201,7 @@ _PASSES = {"forward": "forward", "training": "forward and backward"}
 
 
 def _draw_speed(speeds: Speeds, what: str, unit: float, axes: Axes) -> None:
-    for number, arm in enumerate(LAYERS_ALONE):
+    for number, arm in enumerate(_timed(speeds)):
         values = {length: unit * speeds[length][f"{arm}:{what}"] for length in sorted(speeds)}
         style = "-" if number < 10 else "--"
         axes.plot(list(values), list(values.values()), style, marker="o", color=f"C{number % 10}", label=arm)
