@@ -22,10 +22,14 @@ CAUSAL: Mapping[str, Mapping[str, Any]] = {
     "s4": {"kind": "s4", "state_size": 16},
     "lssl": {"kind": "lssl", "state_size": 16},
     "hippo": {"kind": "hippo", "state_size": 16},
-    **{
-        kind: {"kind": kind}
-        for kind in ("gla", "lightning", "mamba2", "gated_delta", "kda", "mlstm", "mamba", "rg_lru")
-    },
+    "gla": {"kind": "gla"},
+    "lightning": {"kind": "lightning"},
+    "mamba2": {"kind": "mamba2", "key_size": 16},
+    "gated_delta": {"kind": "gated_delta"},
+    "kda": {"kind": "kda"},
+    "mlstm": {"kind": "mlstm"},
+    "mamba": {"kind": "mamba"},
+    "rg_lru": {"kind": "rg_lru"},
     "rwkv7": {"kind": "rwkv7", "decay_rank": 16, "rate_rank": 16, "gate_rank": 16},
 }
 HYBRID = "hybrid"
