@@ -156,7 +156,7 @@ class TokenShift(nn.Module):
 
 
 class LowRankGate(nn.Module):
-    """up(between(down(x))) + bias, always in float32 or wider: [..., D] -> [..., O]."""
+    """up(between(down(x))) + bias, in the parameters' precision under any autocast: [..., D] -> [..., O]."""
 
     def __init__(
         self, inputs: int, rank: int, outputs: int, *, bias: torch.Tensor | None, between: Activation | None = None

@@ -71,8 +71,9 @@ class RecurrentBlock(TokenMixer):
         x_BLE, y_BLE = self.in_proj(x_BLD).chunk(2, dim=-1)
         x_BLE, tail_BKE = self.convolution(x_BLE.to(before.tail_BKE.dtype), ops, before.tail_BKE)
         length, device = x_BLD.shape[1], x_BLD.device
-        first_L = send(ops.document_places(length).position_L == 0, device)
-        goes_on_BL = before.begun_B[:, None] & (ops.positions(length, device) == 0)
+        places = ops.document_places(length)
+        first_L = send(places.position_L == 0, device)
+        goes_on_BL = before.begun_B[:, None] & (ops.positions(length, device) == 0) & places.goes_on
         added_BLE, log_a_BLE = self._gated(x_BLE, first_L & ~goes_on_BL)
         h_BLE, after = ops.gated_scan(added_BLE, log_a_BLE, state=before.h_BE)
         begun_B = before.begun_B | (ops.total_length(length) > 0)

@@ -38,20 +38,25 @@ __all__ = [
 class DocumentPlaces:
     """Where the tokens held here stand: in which document, and how far from its first token.
 
-    `lengths_N` counts the tokens of each document, those on other ranks among them.
+    `lengths_N` counts the tokens of each document, those on other ranks among them. `goes_on` says whether the first
+    one may continue what a state in is of.
     """
 
     number_L: torch.Tensor
     position_L: torch.Tensor
     lengths_N: tuple[int, ...]
+    goes_on: bool
 
 
-def document_places(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> DocumentPlaces:
-    """The places of the global tokens [start, stop), of documents that lie at `ranges`."""
+def document_places(
+    ranges: Sequence[tuple[int, int]], start: int, stop: int, starts: tuple[int, ...]
+) -> DocumentPlaces:
+    """The places of the global tokens [start, stop), of documents that lie at `ranges` and begin at `starts`."""
     starts_N = torch.tensor([first for first, _ in ranges], dtype=torch.int64, device="cpu")
     tokens_L = torch.arange(start, stop, device="cpu")
     number_L = torch.bucketize(tokens_L, starts_N, right=True) - 1
-    return DocumentPlaces(number_L, tokens_L - starts_N[number_L], tuple(last - first for first, last in ranges))
+    lengths_N = tuple(last - first for first, last in ranges)
+    return DocumentPlaces(number_L, tokens_L - starts_N[number_L], lengths_N, starts[:1] != (0,))
 
 
 def sums_of_documents(x_BLD: torch.Tensor, places: DocumentPlaces) -> torch.Tensor:

@@ -352,7 +352,8 @@ class LocalSequenceOps:
         Raises: ShapeError for a document that starts behind the sequence.
         """
         check_documents(self.documents or (), length)
-        return document_places(document_ranges(self.documents or (), length), 0, length)
+        starts = self.documents or ()
+        return document_places(document_ranges(starts, length), 0, length, starts)
 
     def positions(self, length: int | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
         """Global index of each of the `length` tokens held here, [L], counted from the start of this call's sequence.

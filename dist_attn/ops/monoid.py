@@ -151,7 +151,12 @@ class Matrix:
     def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
         # Both parts obey the same rule: (I + D2) B1 + B2 and (I + D2) (I + D1) - I = (I + D2) D1 + D2.
         earlier_KX, later_KX = self._columns(earlier), self._columns(later)
-        return self._flat(earlier_KX + later_KX[..., -self.rows :] @ earlier_KX + later_KX)
+        d_KK = later_KX[..., -self.rows :]
+        with without_autocast(d_KK.device):
+            kept_KX = earlier_KX + d_KK @ earlier_KX
+        # Where nothing is left it is dropped, not multiplied: rounded or infinite numbers would come through.
+        dropped = (d_KK == -torch.eye(self.rows, dtype=d_KK.dtype, device=d_KK.device)).all(-1).all(-1)
+        return self._flat(torch.where(dropped[..., None, None], 0.0, kept_KX) + later_KX)
 
     def transposed(self) -> "Matrix":
         return self

@@ -16,6 +16,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.costs import takes_turns
 from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
+from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.prefix_scan import exclusive_scan
 from dist_attn.sharded.sharding import Sharding
@@ -28,7 +29,7 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
 
     The call's state is the one before the first global token, equal on all ranks; the state returned is the global
     final one, on every rank. Gradients of replicated inputs are this rank's share. Ranks take turns where the exchange
-    is "auto" and that is faster, or with `deterministic`; any exchange by name takes a scan.
+    is "auto" and that is faster, and with `deterministic`; else any exchange by name takes a scan.
 
     Shapes: as `ops.affine_recurrence`, L local, which may be 0.
     Cost: in turn 4 B H K V bytes to the next rank and from the last to all; a scan of 4 B H (K V + |A|) bytes, with 1,
@@ -43,7 +44,7 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
         return run(call)
     batch, heads, size, values = call.state_shape
     # How a product rounds depends on how many there are side by side, so that for the same bits none is left out.
-    together = max(1, heads) if sharding.deterministic else _heads_at_once(comm, batch, heads, call.v_BHLV.device)
+    together = max(1, heads) if sharding.deterministic else _heads_at_once(sharding, batch, heads, call.v_BHLV.device)
     by_name = sharding.exchange.algorithm != "auto"
     if sharding.deterministic or (
         not by_name and takes_turns(comm.size, heads // together, erases=call.erases and size > 1)
@@ -59,19 +60,26 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
         _, out, after_BHX = in_turn(comm, first_BHKV.flatten(2), together, work)
         assert out is not None  # `work` returns outputs
         return out, AffineState(after_BHX.unflatten(-1, (size, values)))
+    dtype, out_dtype = call.sums_dtype(), call.v_BHLV.dtype
+    wide = (None if t is None else widened_for_grad_accumulation(t, dtype) for t in call.sequence)
+    call = call.with_sequence(tuple(wide))
     element = absorb(call)
     initial = None if call.state is None else element.begun(call.state)
     before, after = exclusive_scan(comm, element, initial, sharding.exchange)
     out, _ = run(replace(call, state=AffineState(before.s_BHKV)))
-    return out, AffineState(after.s_BHKV)
+    # A copy: what is scanned is larger than the state, and a session would keep all of it.
+    return out.to(out_dtype), AffineState(after.s_BHKV.contiguous())
 
 
-def _heads_at_once(comm: Communicator, batch: int, heads: int, device: torch.device) -> int:
+def threads_of(comm: Communicator) -> int:
+    """How many threads of a CPU rank 0 has: the same number on all ranks, asked for once."""
+    if comm.size == 1 or comm.backend == "simulated":  # simulated ranks are threads themselves
+        return 1
+    return int(comm.told_by_first("threads", lambda: str(torch.get_num_threads())))
+
+
+def _heads_at_once(sharding: Sharding, batch: int, heads: int, device: torch.device) -> int:
     """How many heads a rank works on in one turn, a divisor of all: as many as keep its threads or its GPU busy."""
-    busy = HEADS_OF_A_GPU
-    if device.type == "cpu":
-        # Equal on all ranks, whatever each of them was started with; simulated ranks are one process's threads.
-        one = comm.backend == "simulated" or torch.compiler.is_compiling()
-        busy = 1 if one else int(comm.told_by_first("threads", lambda: str(torch.get_num_threads())))
+    busy = sharding.threads if device.type == "cpu" else HEADS_OF_A_GPU
     least = -(-busy // max(1, batch))
     return next((n for n in range(min(least, heads), heads) if n and heads % n == 0), max(1, heads))

@@ -30,7 +30,7 @@ def in_turn(
     Cost: G + P - 2 steps, |x| bytes in G messages to the next rank; from the last, (P - 1) |x| in a broadcast. Backward
         the same the other way.
     """
-    groups = [slice(at, at + heads_at_once) for at in range(0, first_BHX.shape[1], heads_at_once)]
+    groups = [slice(at, at + heads_at_once) for at in range(0, max(1, first_BHX.shape[1]), heads_at_once)]
     befores, outputs, afters = [], [], []
     rows = first_BHX[None, :, :heads_at_once][:0]
     for turn in range(len(groups) + comm.size - 1):

@@ -18,7 +18,7 @@ from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.token_mixing import Activation
-from dist_attn.sharded.affine import recur_over_ranks
+from dist_attn.sharded.affine import recur_over_ranks, threads_of
 from dist_attn.sharded.columns import (
     sharded_fourier_mix,
     sharded_long_convolve,
@@ -91,7 +91,7 @@ class ShardedSequenceOps:
         sharding.check_implementation()
         # Messages have one size for any layout: with different ones on the ranks results would be wrong without a word.
         comm.agree_on("layout and exchange", sharding.words)
-        self._sharding = replace(sharding, exchange=settle(comm, asked))
+        self._sharding = replace(sharding, exchange=settle(comm, asked), threads=threads_of(comm))
         self._comm, self._layout = comm, layout
 
     def linear_attention(
@@ -456,7 +456,8 @@ class ShardedSequenceOps:
     def document_places(self, length: int) -> DocumentPlaces:
         """Where the `length` tokens held here stand in their documents; an unbroken sequence is one."""
         self._sharding.check_queries(length, "tokens")
-        return document_places(self._layout.document_ranges(), *self._layout.range(self._comm.rank))
+        layout = self._layout
+        return document_places(layout.document_ranges(), *layout.range(self._comm.rank), layout.documents or ())
 
     def positions(self, length: int | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
         """Global index of each token held here, [L], counted from the start of this call's sequence."""

@@ -31,7 +31,8 @@ CacheKept = Literal["spread", "whole"]
 class Sharding:
     """The ranks, the layouts of queries and of keys, and the choices that hold for every call.
 
-    `deterministic`: with the bits of one rank. The other choices are those of `ShardedSequenceOps`.
+    `deterministic`: with the bits of one rank. `threads` are those of rank 0 on its CPU, once ranks have met. The other
+    choices are those of `ShardedSequenceOps`.
 
     Raises: ShapeError for a layout of another number of ranks, and for cuts that a deterministic sum cannot have.
     """
@@ -44,6 +45,7 @@ class Sharding:
     cache: CacheKept = "spread"
     deterministic: bool = False
     implementation: Implementation = "auto"
+    threads: int = 1
 
     def __post_init__(self) -> None:
         for layout in (self.layout, self.memory):

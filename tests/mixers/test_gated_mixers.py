@@ -163,3 +163,11 @@ def test_weights_of_the_matrix_memory_that_float32_does_not_hold(shift):
     g = golden("mlstm")
     h, *_ = _memory(g, torch.float32, shift)
     assert_close(h, _memory(g, torch.float64, shift)[0].float())
+
+
+def test_a_document_of_rg_lru_begins_anew_behind_a_state():
+    """Where a document starts at the first token, what the state was left by counts for nothing."""
+    mixer = drawn(build_mixer(RgLruConfig(kind="rg_lru", hidden_size=8, num_heads=2)))
+    ops, x = LocalSequenceOps((0, 4)), random_tensor(2, 6, 8, seed=1)
+    _, used = mixer(random_tensor(2, 5, 8, seed=2), LocalSequenceOps())
+    assert_close(mixer(x, ops, used)[0], mixer(x, ops)[0], kind="exact")

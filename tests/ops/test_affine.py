@@ -218,3 +218,12 @@ def test_states_that_do_not_fit_are_refused() -> None:
         decays.combine(erases)
     with pytest.raises(ShapeError, match="float32 or float64"):
         AffineState.from_sums(decays.s_BHKV.bfloat16())
+
+
+def test_a_step_refuses_what_the_recurrence_does() -> None:
+    """A bonus that would count for nothing, and another `read`."""
+    x, state = torch.zeros(1, 2, 3), AffineState(torch.zeros(1, 2, 3, 3))
+    with pytest.raises(InputError, match="read='before'"):
+        affine_step(x, x, x, state, log_decay_BHK=x, bonus_HK=x[0])
+    with pytest.raises(InputError, match="'after' or 'before'"):
+        affine_step(x, x, x, state, log_decay_BHK=x, read="behind")  # type: ignore[arg-type]

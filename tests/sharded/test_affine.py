@@ -137,3 +137,23 @@ def test_many_ranks_take_a_scan():
     """Where ranks are many more than the heads, they do not wait for each other's turn."""
     assert costs.takes_turns(2, 8, erases=True) and costs.takes_turns(4, 8, erases=False)
     assert not costs.takes_turns(64, 8, erases=True) and not costs.takes_turns(8, 8, erases=False)
+
+
+@pytest.mark.parametrize("kind", ["delta rule", "erasing"])
+def test_states_keep_their_precision_under_autocast(kind):
+    """In bfloat16 autocast a scan is as close to one rank as without, and no document reaches a later one."""
+    layout = SequenceLayout.from_lengths((40, 30, 58), documents=(0, 35))
+    inputs = AffineInputs.random(kind, layout.total, channels=True, dtype=torch.float32)
+
+    def body(comm: Communicator, inputs: AffineInputs):
+        ops, own = ShardedSequenceOps(comm, layout, exchange="gather"), inputs.leaves(*layout.range(comm.rank))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return own.run(ops)[0]
+
+    def over_ranks() -> torch.Tensor:
+        return torch.cat(run_simulated(partial(body, inputs=inputs), layout.size), 2)
+
+    got = over_ranks()
+    assert_close(got, inputs.run(LocalSequenceOps(layout.documents))[0])
+    inputs.sequence["v"][:, :, :35] *= 100
+    assert torch.equal(over_ranks()[:, :, 35:], got[:, :, 35:])

@@ -104,10 +104,15 @@ class AffineCall:
                 raise ShapeError(f"{name} has shape {tuple(t.shape)}; needed is {tuple(needed)}")
         if self.bonus_HK is not None and self.bonus_HK.shape != (k.shape[1], k.shape[3]):
             raise ShapeError(f"bonus has shape {tuple(self.bonus_HK.shape)}; needed is {(k.shape[1], k.shape[3])}")
-        if self.read not in ("after", "before"):
-            raise InputError(f"read is {self.read!r}; needed is 'after' or 'before'")
-        if self.bonus_HK is not None and self.read == "after":
-            raise InputError("a bonus was given with read='after', which sees the token already; give read='before'")
+        check_read(self.read, self.bonus_HK)
         if self.state is not None and tuple(self.state.s_BHKV.shape) != self.state_shape:
             raise ShapeError(f"the state is {tuple(self.state.s_BHKV.shape)}; these inputs need {self.state_shape}")
         check_documents(self.documents, self.tokens)
+
+
+def check_read(read: Read, bonus_HK: torch.Tensor | None) -> None:
+    """Raises InputError for another `read` than there is, and for a bonus where a query sees its token already."""
+    if read not in ("after", "before"):
+        raise InputError(f"read is {read!r}; needed is 'after' or 'before'")
+    if bonus_HK is not None and read == "after":
+        raise InputError("a bonus was given with read='after', which sees the token already; give read='before'")

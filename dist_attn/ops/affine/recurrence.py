@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from dist_attn.ops.affine.call import AffineCall, Read
+from dist_attn.ops.affine.call import AffineCall, Read, check_read
 from dist_attn.ops.affine.implementation import choose
 from dist_attn.ops.affine.native import native_absorb, native_recurrence
 from dist_attn.ops.affine.state import AffineState
@@ -154,7 +154,9 @@ def affine_step(
     """`affine_recurrence` for the one token after `state`.
 
     Shapes: q, k, a, b [B, H, K], v [B, H, V], log_decay [B, H, 1] or [B, H, K] -> o [B, H, V] and the state after.
+    Raises: InputError for a bonus with read="after", or another `read`.
     """
+    check_read(read, bonus_HK)
     before = state.s_BHKV
     with without_autocast(v_BHV.device):
         q, k, v, decay = (x.to(before.dtype) for x in (q_BHK, k_BHK, v_BHV, log_decay_BHK))
