@@ -2,6 +2,7 @@
 
 from dist_attn.mixers.all_keys import CrossAttention, MemoryState
 from dist_attn.mixers.base import (
+    GrowingState,
     MixerState,
     Paradigm,
     TokenMixer,
@@ -40,6 +41,7 @@ __all__ = [
     "FourierConfig",
     "GatedDeltaConfig",
     "GlaConfig",
+    "GrowingState",
     "HippoConfig",
     "KimiDeltaConfig",
     "LightningConfig",

@@ -7,7 +7,7 @@ rest; it never asks its rank. Its state is a value: what the tokens so far leave
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol, Self, TypeVar, cast
+from typing import Protocol, Self, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -55,6 +55,18 @@ class MixerState(Protocol):
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> Self:
         """The same kind of state over other tensors, given in the order of `tensors()`."""
+        ...
+
+
+@runtime_checkable
+class GrowingState(MixerState, Protocol):
+    """A state with tensors that get longer with the text, such as a key-value cache."""
+
+    def standing_at(self, position: int) -> Self:
+        """This state as the one after `position` tokens; asked before it is stored and after it was restored.
+
+        Raises: InputError where its tensors are not those of so many tokens, or other ranks hold a part of them.
+        """
         ...
 
 

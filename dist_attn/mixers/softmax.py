@@ -1,27 +1,29 @@
 """Exact softmax attention as a token mixer; its state, the key-value cache, grows with every token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 
+from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, require_own, state_zeros
 from dist_attn.mixers.heads import ProjectedAttention, RelativeRows, merge_heads, rotate, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.attention import SoftmaxConfig
-from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, softmax_attention
-from dist_attn.ops.softmax_attention.cache import streaming_placement
+from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, SoftmaxOptions, softmax_attention_streaming
 
 
 @dataclass(frozen=True)
 class SoftmaxState:
     """Keys and values of all tokens so far, and the last tokens that the short convolution still needs.
 
-    Over several ranks the cache may be spread: then each rank holds another part of this state.
+    Over several ranks the cache may be spread: then each rank holds another part of this state. `window` is that of the
+    attention, whose cache keeps the last window - 1 tokens.
     """
 
     cache: KeyValueCache
     tail_BKD: torch.Tensor
+    window: int | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors in a fixed order."""
@@ -30,7 +32,19 @@ class SoftmaxState:
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxState":
         """The same kind of state over other tensors."""
         k_BGSK, v_BGSV, tail_BKD = tensors
-        return SoftmaxState(KeyValueCache(k_BGSK, v_BGSV, self.cache.blocks), tail_BKD)
+        return replace(self, cache=replace(self.cache, k_BGSK=k_BGSK, v_BGSV=v_BGSV, room=None), tail_BKD=tail_BKD)
+
+    def standing_at(self, position: int) -> "SoftmaxState":
+        """See `GrowingState`; tokens that the window has dropped are told by the position alone."""
+        self.cache.require_whole()
+        kept = position if self.window is None else min(position, self.window - 1)
+        keys, values, dropped = self.cache.k_BGSK.shape[2], self.cache.v_BGSV.shape[2], self.cache.dropped
+        if not keys == values == kept or dropped not in (0, position - kept):
+            raise InputError(
+                f"keys of {keys} tokens and values of {values}, behind {dropped} dropped ones, were given in a state "
+                f"at {position}; it needs {kept} of both"
+            )
+        return self if dropped == position - kept else replace(self, cache=replace(self.cache, dropped=position - kept))
 
 
 @final
@@ -68,13 +82,8 @@ class SoftmaxAttention(ProjectedAttention):
         before.cache.require_whole()
         position_11 = torch.full((1, 1), before.cache.tokens, device=x_BD.device)
         q, k = (rotate(t, position_11, self.config.rotary) for t in (q, k))
-        cache = before.cache.with_token(k, v)
-        relative, placement = self._rows(), None
-        if relative is not None:
-            placement = streaming_placement(before.cache.tokens, 1, ())
-        out_BH1V = softmax_attention(
-            q, cache.k_BGSK, cache.v_BGSV, causal=False, placement=placement, relative=relative
-        )
+        options = SoftmaxOptions(relative=self._rows())
+        out_BH1V, cache = softmax_attention_streaming(q, k, v, before.cache, options=options)
         return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD.contiguous())
 
     def initial_state(self, batch: int) -> SoftmaxState:

@@ -22,10 +22,11 @@ from dist_attn.model_config.language_model import (
     NormConfig,
 )
 from dist_attn.model_config.million import MillionConfig
+from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.models.classifier import TextClassifier
 from dist_attn.models.encoder import Encoder
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
-from dist_attn.models.language_model import LanguageModel, ModelState
+from dist_attn.models.language_model import LanguageModel
 from dist_attn.models.million import MillionModel
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
@@ -39,6 +40,7 @@ from dist_attn.models.weight_precision import (
 
 __all__ = [
     "BlockConfig",
+    "CausalModel",
     "DecoderConfig",
     "DecoderState",
     "Encoder",

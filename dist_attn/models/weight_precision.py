@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+import torch
 from torch import nn
 
 from dist_attn.errors import ConfigError, InputError
@@ -90,7 +91,9 @@ def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightRepor
 def weight_precision_of(model: nn.Module) -> WeightPrecision:
     """In which precision the weights lie that are not always float32."""
     precisions = {module.precision for module in model.modules() if isinstance(module, NarrowLayer)}
-    return precisions.pop() if precisions else "float32"
+    if precisions:
+        return precisions.pop()
+    return "bfloat16" if any(weight.dtype == torch.bfloat16 for weight in model.parameters()) else "float32"
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -28,6 +28,7 @@ from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     RelativePositions,
+    SoftmaxOptions,
     softmax_attention,
     softmax_attention_streaming,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "RelativePositions",
     "RelativeState",
     "SequenceOps",
+    "SoftmaxOptions",
     "Watch",
     "absorb_keys",
     "affine_recurrence",

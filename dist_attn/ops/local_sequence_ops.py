@@ -36,6 +36,7 @@ from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     RelativePositions,
+    SoftmaxOptions,
     packed_softmax_attention,
     softmax_attention,
     softmax_attention_streaming,
@@ -212,11 +213,16 @@ class LocalSequenceOps:
         v_BGLV: torch.Tensor,
         cache: KeyValueCache,
         *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
         relative: RelativePositions | None = None,
     ) -> tuple[torch.Tensor, KeyValueCache]:
-        """See `dist_attn.ops.softmax_attention_streaming`."""
+        """See `dist_attn.ops.softmax_attention_streaming` and `SoftmaxOptions`."""
+        options = SoftmaxOptions(scale, window, softcap, sinks_H, relative)
         return softmax_attention_streaming(
-            q_BHLK, k_BGLK, v_BGLV, cache, documents=self.documents or (), relative=relative
+            q_BHLK, k_BGLK, v_BGLV, cache, documents=self.documents or (), options=options
         )
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:

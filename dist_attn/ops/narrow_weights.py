@@ -22,6 +22,7 @@ from dist_attn.errors import InputError, ShapeError
 
 LARGEST = 127  # and -127: -128 has no counterpart, so it is never used
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+NUMBERS_AT_ONCE = 1 << 18  # that are rounded: as float32 they are large beside what they become
 
 
 def round_rows(w_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,13 +36,17 @@ def round_rows(w_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if w_OI.dim() != 2:
         raise ShapeError(f"weights have shape {tuple(w_OI.shape)}; rounded by rows are matrices [O, I]")
-    if not bool(w_OI.isfinite().all()):
-        raise InputError("the weights hold NaN or infinite numbers, which have no 8-bit form; train the model again")
-    w_OI = w_OI.detach().float()
-    largest_O = w_OI.abs().amax(dim=1) if w_OI.shape[1] else w_OI.new_zeros(w_OI.shape[0])
-    scale_O = _up_to_bfloat16((largest_O / LARGEST).clamp_min(SMALLEST_SCALE))
-    q_OI = (w_OI / scale_O[:, None].float()).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-    return q_OI.contiguous(), scale_O
+    q_OI = torch.empty(w_OI.shape, dtype=torch.int8, device=w_OI.device)
+    scale_O = torch.empty(w_OI.shape[0], dtype=torch.bfloat16, device=w_OI.device)
+    rows = max(1, NUMBERS_AT_ONCE // max(1, w_OI.shape[1]))
+    for w_RI, q_RI, scale_R in zip(w_OI.detach().split(rows), q_OI.split(rows), scale_O.split(rows), strict=True):
+        w_RI = w_RI.float()
+        largest_R = w_RI.abs().amax(dim=1) if w_RI.shape[1] else w_RI.new_zeros(w_RI.shape[0])
+        if not bool(largest_R.isfinite().all()):
+            raise InputError("the weights hold NaN or infinite numbers, which have no 8-bit form; train it again")
+        scale_R.copy_(_up_to_bfloat16((largest_R / LARGEST).clamp_min(SMALLEST_SCALE)))
+        q_RI.copy_((w_RI / scale_R[:, None].float()).round().clamp(-LARGEST, LARGEST))
+    return q_OI, scale_O
 
 
 def widen_rows(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -142,6 +142,10 @@ class SequenceOps(Protocol):
         v_BGLV: torch.Tensor,
         cache: KeyValueCache,
         *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
         relative: RelativePositions | None = None,
     ) -> tuple[torch.Tensor, KeyValueCache]: ...
 

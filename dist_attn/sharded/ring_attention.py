@@ -10,7 +10,7 @@ Shape letters: B batch, H heads of queries, G of keys, L queries and S keys here
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd import Function
@@ -18,8 +18,17 @@ from torch.autograd.function import once_differentiable
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import RelativePositions, SoftmaxCall
-from dist_attn.ops.softmax_attention.tiled import TileTensors, TileTerms, fold_in_place, tile_gradients, tile_outputs
+from dist_attn.ops.softmax_attention import SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention.call import PLAIN
+from dist_attn.ops.softmax_attention.tiled import (
+    Partial,
+    TileTensors,
+    TileTerms,
+    fold_in_place,
+    tile_gradients,
+    tile_outputs,
+    with_sinks,
+)
 from dist_attn.sharded.sharding import Sharding, placement_of
 
 __all__ = ["ring_attention"]
@@ -32,8 +41,7 @@ def ring_attention(
     v_BGSV: torch.Tensor,
     *,
     causal: bool,
-    scale: float | None = None,
-    relative: RelativePositions | None = None,
+    options: SoftmaxOptions = PLAIN,
 ) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
@@ -44,20 +52,23 @@ def ring_attention(
         and P rounds of as many gradients, in float32 or wider.
     Raises: ShapeError when shapes do not fit together.
     """
-    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, scale, relative=relative)
+    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options)
     call.check()
     batch, groups, _, size = k_BGSK.shape
-    ring = _Ring(sharding, causal, call.score_scale, (batch, groups), size, v_BGSV.shape[3])
-    return cast(torch.Tensor, _RingAttention.apply(ring, *TileTensors.of(call)))  # type: ignore[no-untyped-call]
+    ring = _Ring(sharding, TileTerms.of(call), (batch, groups), size, v_BGSV.shape[3])
+    part = Partial(*_RingAttention.apply(ring, *TileTensors.of(call)))  # type: ignore[no-untyped-call]
+    return with_sinks(part, options.sinks_H).to(v_BGSV.dtype)
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """Which slice is here in which round, where its keys stand, and how it goes on to the next rank."""
+    """Which slice is here in which round, where its keys stand, and how it goes on to the next rank.
+
+    `call` are the terms of the call, in which each round takes the place of its keys.
+    """
 
     sharding: Sharding
-    causal: bool
-    scale: float
+    call: TileTerms
     heads: tuple[int, int]
     size: int
     values: int
@@ -73,7 +84,7 @@ class _Ring:
     def terms(self, number: int) -> TileTerms:
         """Where this rank's queries stand, and the keys that are here in round `number`."""
         queries, keys = self.sharding.layout.range(self.comm.rank), self.memory.range(self._owner(number))
-        return TileTerms(self.causal, self.scale, placement_of([queries], [keys], self.sharding.layout, self.memory))
+        return self.call._replace(placement=placement_of([queries], [keys], self.sharding.layout, self.memory))
 
     def join(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor) -> torch.Tensor:
         """Both as one message."""
@@ -101,7 +112,7 @@ class _Ring:
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(ctx: Any, ring: _Ring, *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, ring: _Ring, *tensors: Any) -> Any:
         # Whether a gradient will flow back is something that all ranks must agree on.
         label = "ring with gradient" if any(ctx.needs_input_grad) else "ring"
         x = TileTensors(*tensors)
@@ -113,17 +124,17 @@ class _RingAttention(Function):
             total = fold_in_place(total, tile_outputs(ring.terms(number), x._replace(k_BGSK=k, v_BGSV=v)))
         ctx.save_for_backward(*x, *total)
         ctx.ring = ring
-        return total.out.to(x.v_BGSV.dtype)
+        return tuple(total)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> Any:
+    def backward(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         x = TileTensors(*tensors)
         # Gradients of the queries and the tables stay here and add up; those of keys and values travel with them.
         total = x.without_keys().zeros(lse.dtype)
-        drop = (d_out * out).sum(dim=-1)
+        drop = (d_out * out).sum(dim=-1) - d_lse
         message = ring.join(x.k_BGSK, x.v_BGSV)
         d_message = torch.zeros(message.shape, dtype=lse.dtype, device=message.device)
         for number in range(ring.comm.size):

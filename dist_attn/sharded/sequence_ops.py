@@ -8,7 +8,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, RelativePositions
+from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, RelativePositions, SoftmaxOptions
 from dist_attn.ops.affine import AffineCall, AffineState, Read
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
@@ -32,7 +32,7 @@ from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.sharding import CacheKept, Sharding, SoftmaxExchange
-from dist_attn.sharded.softmax import relative_settings, softmax_over_layouts, softmax_stream_over_layouts
+from dist_attn.sharded.softmax import softmax_over_layouts, softmax_stream_over_layouts
 from dist_attn.sharded.state_spaces import (
     sharded_dense_scan,
     sharded_diagonal_scan,
@@ -245,10 +245,10 @@ class ShardedSequenceOps:
         if relative is not None and self._sharding.packed:
             self._sharding.refuse_memory("softmax_attention with relative positions")
         along = {"q": q_BHLK, "k": k_BGSK, "v": v_BGSV}
-        near = relative_settings(relative)
-        self._sharding.agree("softmax_attention", along, 2, causal=causal, scale=scale, prefix=prefix, **near)
+        options = SoftmaxOptions(scale, relative=relative)
+        self._sharding.agree("softmax_attention", along, 2, causal=causal, prefix=prefix, **options.settings())
         qkv = (q_BHLK, k_BGSK, v_BGSV)
-        return softmax_over_layouts(self._sharding, qkv, causal=causal, scale=scale, prefix=prefix, relative=relative)
+        return softmax_over_layouts(self._sharding, qkv, causal=causal, prefix=prefix, options=options)
 
     def softmax_attention_streaming(
         self,
@@ -257,6 +257,10 @@ class ShardedSequenceOps:
         v_BGLV: torch.Tensor,
         cache: KeyValueCache,
         *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
         relative: RelativePositions | None = None,
     ) -> tuple[torch.Tensor, KeyValueCache]:
         """See `sharded.softmax_streaming`; the first block of a stream goes the way that `softmax` says."""
@@ -264,8 +268,9 @@ class ShardedSequenceOps:
         self._sharding.check_queries(q_BHLK.shape[2])
         self._sharding.check_queries(k_BGLK.shape[2], "keys")
         along = {"q": q_BHLK, "k": k_BGLK, "v": v_BGLV}
-        self._sharding.agree("softmax_attention_streaming", along, 2, **relative_settings(relative))
-        return softmax_stream_over_layouts(self._sharding, (q_BHLK, k_BGLK, v_BGLV), cache, relative=relative)
+        options = SoftmaxOptions(scale, window, softcap, sinks_H, relative)
+        self._sharding.agree("softmax_attention_streaming", along, 2, **options.settings())
+        return softmax_stream_over_layouts(self._sharding, (q_BHLK, k_BGLK, v_BGLV), cache, options=options)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `sharded.columns.sharded_fourier_mix`."""

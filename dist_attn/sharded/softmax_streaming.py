@@ -19,12 +19,14 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     Placement,
-    RelativePositions,
+    SoftmaxCall,
+    SoftmaxOptions,
     merge_partials,
-    softmax_attention,
-    softmax_attention_partial,
 )
+from dist_attn.ops.softmax_attention.attention import attend
 from dist_attn.ops.softmax_attention.cache import streaming_placement
+from dist_attn.ops.softmax_attention.call import PLAIN
+from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
 from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.redistribution import redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
@@ -40,7 +42,7 @@ def attend_over_spread_cache(
     v_BGLV: torch.Tensor,
     cache: KeyValueCache,
     *,
-    relative: RelativePositions | None = None,
+    options: SoftmaxOptions = PLAIN,
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block, over a cache with tokens in it.
 
@@ -63,17 +65,19 @@ def attend_over_spread_cache(
     batch, heads, length, _ = q_BHLK.shape
     values, total, past = v_BGLV.shape[3], layout.total, cache.tokens
     after = cache.appended(k_BGLK, v_BGLV, (*cache.blocks, layout.lengths))
-    placement = _of_own_keys(streaming_placement(past, total, layout.documents or ()), _positions(after, comm.rank))
+    block = streaming_placement(past, total, layout.documents or (), cache.dropped)
+    placement = _of_own_keys(block, cache.dropped, _positions(after, comm.rank))
     q_BHTK = _to_every_rank(comm, layout, q_BHLK, "queries")
-    out_BHTV, lse_BHT = softmax_attention_partial(
-        q_BHTK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement, relative=relative
-    )
+    call = SoftmaxCall(q_BHTK, after.k_BGSK, after.v_BGSV, True, options, placement)
+    call.check()
+    out_BHTV, lse_BHT = attend_partially(call)
     part_TBHN = torch.cat([out_BHTV, lse_BHT[..., None]], dim=3).permute(2, 0, 1, 3)
     part_TN = part_TBHN.reshape(total, batch * heads * (values + 1))
     mine_PLN = _to_the_owners(comm, layout, part_TN).view(comm.size, length, batch, heads, values + 1)
     out_PBHLN = mine_PLN.permute(0, 2, 3, 1, 4)
-    merged_BHLV, _ = merge_partials(out_PBHLN[..., :values].unbind(), out_PBHLN[..., values].unbind())
-    return merged_BHLV.to(v_BGLV.dtype), last_document(after, layout, comm.rank)
+    merged = merge_partials(out_PBHLN[..., :values].unbind(), out_PBHLN[..., values].unbind())
+    out_BHLV = with_sinks(merged, options.sinks_H).to(v_BGLV.dtype)
+    return out_BHLV, last_document(after, layout, comm.rank).within(options.window, comm.rank)
 
 
 def attend_over_whole_cache(
@@ -83,7 +87,7 @@ def attend_over_whole_cache(
     v_BGLV: torch.Tensor,
     cache: KeyValueCache,
     *,
-    relative: RelativePositions | None = None,
+    options: SoftmaxOptions = PLAIN,
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block; all ranks then hold all keys.
 
@@ -96,7 +100,7 @@ def attend_over_whole_cache(
     size, past = k_BGLK.shape[3], cache.tokens
     kv_BGTN = _to_every_rank(comm, layout, torch.cat([k_BGLK, v_BGLV], dim=3), "keys")
     after = cache.appended(kv_BGTN[..., :size], kv_BGTN[..., size:])
-    block = streaming_placement(past, layout.total, layout.documents or ())
+    block = streaming_placement(past, layout.total, layout.documents or (), cache.dropped)
     documents_T = block.query_documents_L
     own = slice(start, stop)
     placement = Placement(
@@ -105,10 +109,8 @@ def attend_over_whole_cache(
         None if documents_T is None else documents_T[own],
         block.key_documents_S,
     )
-    out_BHLV = softmax_attention(
-        q_BHLK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement, relative=relative
-    )
-    return out_BHLV, last_document(after, layout, comm.rank)
+    out_BHLV = attend(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
+    return out_BHLV, last_document(after, layout, comm.rank).within(options.window)
 
 
 def last_document(cache: KeyValueCache, layout: SequenceLayout, rank: int) -> KeyValueCache:
@@ -118,10 +120,10 @@ def last_document(cache: KeyValueCache, layout: SequenceLayout, rank: int) -> Ke
     return cache.since(cache.tokens - layout.total + layout.documents[-1], rank)
 
 
-def _of_own_keys(placement: Placement, positions_S: torch.Tensor) -> Placement:
-    """The same queries over the keys at some of the positions."""
+def _of_own_keys(placement: Placement, first: int, positions_S: torch.Tensor) -> Placement:
+    """The same queries over the keys at some of the positions, the keys of a placement that has all since `first`."""
     documents = placement.key_documents_S
-    own = None if documents is None else documents[positions_S]
+    own = None if documents is None else documents[positions_S - first]
     return Placement(placement.queries_L, positions_S, placement.query_documents_L, own)
 
 
@@ -149,7 +151,7 @@ def _to_the_owners(comm: Communicator, layout: SequenceLayout, x_TN: torch.Tenso
 def _positions(cache: KeyValueCache, rank: int) -> torch.Tensor:
     """Where the keys that `rank` keeps stand in the sequence."""
     blocks = cache.blocks or ()
-    starts = accumulate((sum(lengths) for lengths in blocks), initial=0)
+    starts = accumulate((sum(lengths) for lengths in blocks), initial=cache.dropped)
     return torch.cat(
         [
             torch.arange(start + sum(lengths[:rank]), start + sum(lengths[: rank + 1]), device="cpu")

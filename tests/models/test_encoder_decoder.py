@@ -180,7 +180,7 @@ def test_beams_find_what_a_naive_search_finds(kind: str) -> None:
     with torch.no_grad():
         _, state = model.decode(begin, model.encode(SOURCE))
         # The state stands behind the first token, the search feeds what comes next: here, the same token again.
-        found = search(model.step, state, begin[:, 0], spec, end_token=END)
+        found = search(model.step, state, begin[:, 0], spec, end_tokens=[END])
         for row, hypotheses in enumerate(found):
             best = -float("inf")
             for drawn in product(range(VOCAB), repeat=2):

@@ -78,9 +78,10 @@ def test_every_length(kind, channels, tokens):
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 3, 40), (2, 1, 40, 3), (1, 1, 128, 128)], ids=str)
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_every_size(kind, channels, sizes):
-    """Key sizes and values of any number are the oracle's."""
-    assert_like_the_oracle(random_inputs(kind, 67, channels=channels, sizes=sizes))
+@pytest.mark.parametrize("tokens", [1, 67])
+def test_every_size(kind, channels, sizes, tokens):
+    """Key sizes and values of any number are the oracle's, of a single token too."""
+    assert_like_the_oracle(random_inputs(kind, tokens, channels=channels, sizes=sizes))
 
 
 @pytest.mark.parametrize("channels", [False, True])

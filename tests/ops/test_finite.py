@@ -100,7 +100,7 @@ def _executor(*, check: bool) -> ModelExecutor:
     with torch.no_grad():
         model.embedding.weight[99, 3] = float("nan")
     finite = FiniteCheck() if check else None
-    return ModelExecutor(model, LocalCommunicator(), name="small", end_token=None, finite=finite)
+    return ModelExecutor(model, LocalCommunicator(), name="small", finite=finite)
 
 
 def test_the_engine_names_the_token_of_a_document() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import softmax_attention_naive
+from dist_attn.ops.softmax_attention import SoftmaxOptions, softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.head_reshuffle import head_parts, head_reshuffle_plans, sharded_softmax_attention
 from dist_attn.sharded.redistribution_plan import RedistributionPlan, plan_redistribution
@@ -50,7 +50,7 @@ def _on_a_rank(
     q, k, v, weights = inputs
     queries, keys = slice(*layout.range(comm.rank)), slice(*memory.range(comm.rank))
     leaves = [x[:, :, part].clone().requires_grad_() for x, part in ((q, queries), (k, keys), (v, keys))]
-    out = EXCHANGES[exchange](Sharding(comm, layout, memory), *leaves, causal=causal, scale=0.7)
+    out = EXCHANGES[exchange](Sharding(comm, layout, memory), *leaves, causal=causal, options=SoftmaxOptions(scale=0.7))
     (out * weights[:, :, queries]).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 

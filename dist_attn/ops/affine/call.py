@@ -5,16 +5,37 @@ Shape letters: B batch, H heads, L tokens, K key size, V values, G decays of a h
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal
+from typing import Generic, Literal, NamedTuple
 
 import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.documents import check_documents
+from dist_attn.ops.kernel_operation import Each
 from dist_attn.ops.linear_attention.call import Implementation
 
 Read = Literal["after", "before"]
+
+
+class Inputs(NamedTuple, Generic[Each]):
+    """A value for each tensor of a recurrence: the tensor, its gradient, or whether that is asked for.
+
+    `s` is S before the first token. Without q tokens are absorbed.
+    """
+
+    q: Each
+    k: Each
+    v: Each
+    log_decay: Each
+    a: Each
+    b: Each
+    beta: Each
+    bonus: Each
+    s: Each
+
+
+AffineTensors = Inputs[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,11 @@ class AffineCall:
         """[B, H, K, V]."""
         batch, heads, _, size = self.k_BHLK.shape
         return batch, heads, size, self.v_BHLV.shape[3]
+
+    def inputs(self, first_BHKV: torch.Tensor | None) -> AffineTensors:
+        """All tensors of the call, with this S before its first token, as kernels differentiate them."""
+        q, k, v, log_decay, a, b, beta = self.sequence
+        return Inputs(q, k, v, log_decay, a, b, beta, self.bonus_HK, first_BHKV)
 
     def with_sequence(self, sequence: tuple[torch.Tensor | None, ...]) -> "AffineCall":
         """The same call of other tensors along the tokens, in the order of `sequence`."""

@@ -12,7 +12,6 @@ Importing this module needs fla (fla-core); `implementation.choose` says whether
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple
 
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -22,72 +21,50 @@ from fla.ops.kda import chunk_kda
 from fla.ops.rwkv6 import chunk_rwkv6
 from fla.ops.simple_gla import chunk_simple_gla
 
-from dist_attn.ops.affine.call import AffineCall, Read
+from dist_attn.ops.affine.call import AffineCall, AffineTensors, Read
 from dist_attn.ops.affine.implementation import fla_operation
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import stream_recurrence
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, gradients_again, present
+from dist_attn.ops.kernel_operation import KernelOperation, Tensors, gradients_again, present
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.fla import run_kernels
 
 
-class _Inputs(NamedTuple, Generic[Each]):
-    """A value for each tensor of a call: the tensor, its gradient, or whether that is asked for."""
-
-    q: Each
-    k: Each
-    v: Each
-    log_decay: Each
-    a: Each
-    b: Each
-    beta: Each
-    bonus: Each
-    s: Each
-
-
-_Tensors = _Inputs[torch.Tensor | None]
-
-
 def fla_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`affine_recurrence` or `gated_delta_rule` of a call with tokens that `choose` gives to these kernels."""
-    out, after = _FlaKernels(call.read, call.documents)(_inputs_of(call))
+    out, after = _FlaKernels(call.read, call.documents)(call.inputs(None if call.state is None else call.state.s_BHKV))
     return present(out), AffineState(present(after))
 
 
 @dataclass(frozen=True)
-class _FlaKernels(KernelOperation[_Tensors]):
+class _FlaKernels(KernelOperation[AffineTensors]):
     read: Read
     documents: tuple[int, ...]
 
-    def forward(self, x: _Tensors, *, keep: bool) -> tuple[Tensors, Tensors]:
+    def forward(self, x: AffineTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         return self._results(x), ()
 
-    def backward(self, x: _Tensors, needs: _Tensors, grads: Tensors, kept: Tensors) -> _Tensors:
+    def backward(self, x: AffineTensors, needs: AffineTensors, grads: Tensors, kept: Tensors) -> AffineTensors:
         return gradients_again(self._results, x, needs, grads)
 
-    def replay(self, x: _Tensors) -> Tensors:
+    def replay(self, x: AffineTensors) -> Tensors:
         out, after = stream_recurrence(self._call(x))
         return out, after.s_BHKV
 
-    def _call(self, x: _Tensors) -> AffineCall:
+    def _call(self, x: AffineTensors) -> AffineCall:
         erase = None if x.a is None else (x.a, present(x.b))
         state = None if x.s is None else AffineState(x.s)
         q, k, v, log_decay = map(present, x[:4])
         return AffineCall(q, k, v, log_decay, erase, x.beta, x.bonus, self.read, state, self.documents)
 
-    def _results(self, x: _Tensors) -> Tensors:
+    def _results(self, x: AffineTensors) -> Tensors:
         call = self._call(x)
         with without_autocast(call.v_BHLV.device):
             kernels, tensors = _kernels_of(call)
             before_BHKV = call.first_sums(torch.float32).contiguous()
             out, after = run_kernels(kernels, tensors, before_BHKV, self.documents)
             return out.transpose(1, 2).to(call.v_BHLV.dtype), after
-
-
-def _inputs_of(call: AffineCall) -> _Tensors:
-    q, k, v, log_decay, a, b, beta = call.sequence
-    return _Inputs(q, k, v, log_decay, a, b, beta, call.bonus_HK, None if call.state is None else call.state.s_BHKV)
 
 
 def _kernels_of(call: AffineCall) -> tuple[Callable[..., Tensors], list[torch.Tensor]]:

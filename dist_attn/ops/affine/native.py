@@ -10,41 +10,20 @@ Shape letters: B batch, H heads, L tokens, K key size, V values.
 """
 
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
 
 import torch
 
-from dist_attn.ops.affine.call import AffineCall, Read
+from dist_attn.ops.affine.call import AffineCall, AffineTensors, Inputs, Read
 from dist_attn.ops.affine.native_call import KernelCall
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import absorbed, stream_recurrence, stream_sums
-from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, present
+from dist_attn.ops.kernel_operation import KernelOperation, Tensors, present
 from dist_attn.ops.processor import on_large_pages
-
-
-class Inputs(NamedTuple, Generic[Each]):
-    """A value for each tensor of a recurrence: the tensor, its gradient, or whether that is asked for.
-
-    `s` is S before the first token. Without q tokens are absorbed.
-    """
-
-    q: Each
-    k: Each
-    v: Each
-    log_decay: Each
-    a: Each
-    b: Each
-    beta: Each
-    bonus: Each
-    s: Each
-
-
-AffineTensors = Inputs[torch.Tensor | None]
 
 
 def native_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`recur` of a call that is checked."""
-    inputs = _inputs_of(call, call.first_sums(torch.float32))
+    inputs = call.inputs(call.first_sums(torch.float32))
     out, s_BHKV = _Recurrence(call.read, call.documents)(inputs)
     return present(out), AffineState(present(s_BHKV))
 
@@ -56,13 +35,8 @@ def native_absorb(call: AffineCall) -> AffineState:
 
 def _sums_after(call: AffineCall, first_BHKV: torch.Tensor) -> torch.Tensor:
     """S after the call's last token, from this one; queries count for nothing."""
-    inputs = _inputs_of(call, first_BHKV)._replace(q=None, bonus=None)
+    inputs = call.inputs(first_BHKV)._replace(q=None, bonus=None)
     return present(_Recurrence(call.read, call.documents)(inputs)[1])
-
-
-def _inputs_of(call: AffineCall, first_BHKV: torch.Tensor) -> AffineTensors:
-    q, k, v, log_decay, a, b, beta = call.sequence
-    return Inputs(q, k, v, log_decay, a, b, beta, call.bonus_HK, first_BHKV)
 
 
 @dataclass(frozen=True)

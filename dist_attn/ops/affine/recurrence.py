@@ -103,12 +103,29 @@ def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     Raises: as these.
     """
     call.check()
+    if torch.compiler.is_compiling() and call.tokens == 1 and call.state is not None and not call.documents:
+        return _one_token(call, call.state)
     chosen = choose(call).implementation
     if chosen == "fla":
         from dist_attn.ops.affine.fla import fla_recurrence  # a machine without a GPU need not have fla
 
         return fla_recurrence(call)
     return native_recurrence(call) if chosen == "native" else stream_recurrence(call)
+
+
+def _one_token(call: AffineCall, state: AffineState) -> tuple[torch.Tensor, AffineState]:
+    """A step, which a compiler makes a few loops of: it would take the streaming form for what that is written as."""
+    q, k, v, decay, a, b, beta = (None if t is None else t[:, :, 0] for t in call.sequence)
+    assert q is not None and k is not None and v is not None and decay is not None
+    before = AffineState(state.s_BHKV.to(call.sums_dtype()))
+    if beta is not None:
+        out_BHV, after = gated_delta_step(q, k, v, before, beta_BH=beta, log_decay_BHK=decay)
+    else:
+        erase = None if a is None or b is None else (a, b)
+        out_BHV, after = affine_step(
+            q, k, v, before, log_decay_BHK=decay, erase=erase, bonus_HK=call.bonus_HK, read=call.read
+        )
+    return out_BHV[:, :, None], after
 
 
 def recur_by_chunks(call: AffineCall) -> tuple[torch.Tensor, AffineState]:

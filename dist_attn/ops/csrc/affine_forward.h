@@ -1,6 +1,7 @@
 /* Outputs of an affine recurrence from chunk to chunk, and the state that tokens leave behind. */
 #pragma once
 #include "affine_pairs.h"
+#include "affine_step.h"
 
 /* (1 - lower)^-1 of a stripe, for a strictly lower triangle. */
 static void invert_stripe(float *out, const float *lower) {
@@ -104,6 +105,10 @@ static void step_over(const call *c, int64_t group, int64_t number, desk *d, flo
 }
 
 static void forward_group(const call *c, int64_t group, float *memory) {
+    if (is_step(c)) {
+        step_group(c, group, memory);
+        return;
+    }
     room r = {memory, 0};
     desk d = take_desk(&r, c);
     float *s = take(&r, state_floats(c));

@@ -2,7 +2,7 @@
 
 from dist_attn.ops.softmax_attention.attention import packed_softmax_attention, softmax_attention
 from dist_attn.ops.softmax_attention.cache import KeyValueCache, softmax_attention_streaming
-from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
 from dist_attn.ops.softmax_attention.tiled import merge_partials, softmax_attention_partial
 
@@ -11,6 +11,7 @@ __all__ = [
     "Placement",
     "RelativePositions",
     "SoftmaxCall",
+    "SoftmaxOptions",
     "merge_partials",
     "packed_softmax_attention",
     "softmax_attention",

@@ -18,8 +18,8 @@ from dist_attn.ops.documents import (
     split_tokens,
     start_flags,
 )
-from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall
-from dist_attn.ops.softmax_attention.tiled import attend_partially
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
 
 # On CPUs torch's fused kernel goes backward through short half-precision sequences up to 10 times more slowly than
 # through the same in float32: 190 against 21 ms at 128 x 8 heads of 16 tokens; even at about 200 tokens.
@@ -51,7 +51,9 @@ def softmax_attention(
         placement.
     Reference: Random Feature Attention, Eq. 1; Shaw et al. 2018, Eq. 3 and 4 (relative positions).
     """
-    return attend(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, scale, placement, prefix, relative))
+    return attend(
+        SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, SoftmaxOptions(scale, relative=relative), placement, prefix)
+    )
 
 
 def attend(call: SoftmaxCall) -> torch.Tensor:
@@ -65,8 +67,8 @@ def attend(call: SoftmaxCall) -> torch.Tensor:
         # Rows of the prefix are computed in vain; cutting them off before would take the fused kernel's alignment away.
         rest = attend(replace(call, prefix=0))[:, :, call.prefix :]
         return torch.cat([first, rest], dim=2)
-    if call.placement is not None or call.relative is not None:
-        return attend_partially(call)[0].to(call.v_BGSV.dtype)
+    if call.needs_tiles:
+        return with_sinks(attend_partially(call), call.options.sinks_H).to(call.v_BGSV.dtype)
     if not call.queries:
         return call.q_BHLK.new_zeros(call.output_shape)
     return _fused(call)
@@ -89,14 +91,23 @@ def packed_softmax_attention(
         the tiles that touch a document.
     Raises: ShapeError when shapes do not fit together.
     """
-    call = SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, causal, scale, relative=relative)
+    return attend_documents(
+        SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, causal, SoftmaxOptions(scale, relative=relative)), documents
+    )
+
+
+def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Tensor:
+    """`packed_softmax_attention` of a call.
+
+    Raises: as `packed_softmax_attention`.
+    """
     call.check()
     length = call.queries
     check_documents(documents, length, call.keys)
-    if relative is not None:
+    if call.needs_tiles:
         tokens_L, number_L = torch.arange(length, device="cpu"), document_numbers(documents, length)
         return attend(replace(call, placement=Placement(tokens_L, tokens_L, number_L, number_L)))
-    flags_L = start_flags(documents, length, q_BHLK.device)
+    flags_L = start_flags(documents, length, call.q_BHLK.device)
     starts = frozenset(documents)
     outputs = []
     groups = document_groups(documents, length, TOGETHER_TOKENS)
@@ -106,16 +117,15 @@ def packed_softmax_attention(
             outputs.append(attend(call.with_qkv(q, k, v)))
             continue
         seen_TT = same_document(flags_L[start:stop])
-        seen_TT = seen_TT.tril() if causal else seen_TT
+        seen_TT = seen_TT.tril() if call.causal else seen_TT
         q, k, v = for_kernel(q, k, v, q.device, masked=True)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen_TT, scale=call.score_scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        outputs.append(attended[..., : v_BGLV.shape[3]])
+        outputs.append(attended[..., : call.output_shape[3]])
     if not outputs:
         # No tokens, but of the inputs' graph: an empty rank's backward pass must find its way too.
-        nothing = q_BHLK.sum() + k_BGLK.sum() + v_BGLV.sum()
-        return v_BGLV.new_zeros(call.output_shape) + nothing
+        return call.v_BGSV.new_zeros(call.output_shape) + sum(t.sum() for t in call.qkv)
     return torch.cat(outputs, dim=2)
 
 

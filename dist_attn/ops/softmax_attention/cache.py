@@ -3,28 +3,29 @@
 Shape letters: B batch, H query heads, G key heads, L new tokens, S tokens so far, K head size, V values.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
 
 from dist_attn.errors import InputError
 from dist_attn.ops.documents import check_documents, document_numbers
-from dist_attn.ops.softmax_attention.attention import packed_softmax_attention, softmax_attention
-from dist_attn.ops.softmax_attention.call import Placement, RelativePositions
+from dist_attn.ops.softmax_attention.attention import attend, attend_documents
+from dist_attn.ops.softmax_attention.call import PLAIN, Placement, SoftmaxCall, SoftmaxOptions
 
 
 @dataclass
 class _Room:
-    """Memory in which keys and values have more tokens to come behind them; so many of its tokens are taken."""
+    """Memory of the keys and values of tokens from `first` on, with more to come; those before `taken` are in it."""
 
     k_BGRK: torch.Tensor
     v_BGRV: torch.Tensor
+    first: int
     taken: int
 
     def takes(self, token: int, k_BG1K: torch.Tensor) -> bool:
         """Whether the next token is to be this one, which may be written here."""
-        fits = self.taken == token < self.k_BGRK.shape[2] and self.k_BGRK.dtype == k_BG1K.dtype
+        fits = self.taken == token < self.first + self.k_BGRK.shape[2] and self.k_BGRK.dtype == k_BG1K.dtype
         return fits and (torch.is_inference_mode_enabled() or not self.k_BGRK.is_inference())
 
 
@@ -33,13 +34,15 @@ class KeyValueCache:
     """Keys [B, G, S, K] and values [B, G, S, V] of all tokens so far, or of the part that this rank keeps.
 
     `blocks` is None for a cache that is whole. In one that is spread over ranks it says how many tokens of each block
-    every rank has kept, block after block: equal on all ranks, and enough to tell where each key stands. `room` is the
-    memory that they are the beginning of, where decode steps have left some.
+    every rank has kept, block after block: equal on all ranks, and enough to tell where each key stands. `dropped`
+    tokens came before all of these, and no later token sees them through its window. `room` is the memory that they lie
+    in, where decode steps have left some.
     """
 
     k_BGSK: torch.Tensor
     v_BGSV: torch.Tensor
     blocks: tuple[tuple[int, ...], ...] | None = None
+    dropped: int = 0
     room: _Room | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -49,22 +52,23 @@ class KeyValueCache:
 
     @property
     def tokens(self) -> int:
-        """Tokens so far, wherever their keys are."""
-        return self.k_BGSK.shape[2] if self.blocks is None else sum(map(sum, self.blocks))
+        """Tokens so far, wherever their keys are, with those that were dropped."""
+        return self.dropped + (self.k_BGSK.shape[2] if self.blocks is None else sum(map(sum, self.blocks)))
 
     def appended(
         self, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, blocks: tuple[tuple[int, ...], ...] | None = None
     ) -> "KeyValueCache":
         """With the keys and values of more tokens behind those that are here, in memory of its own."""
         k_BGSK = torch.cat([self.k_BGSK.to(k_BGLK.dtype), k_BGLK], dim=2)
-        return KeyValueCache(k_BGSK, torch.cat([self.v_BGSV.to(v_BGLV.dtype), v_BGLV], dim=2), blocks)
+        v_BGSV = torch.cat([self.v_BGSV.to(v_BGLV.dtype), v_BGLV], dim=2)
+        return KeyValueCache(k_BGSK, v_BGSV, blocks, self.dropped)
 
     def with_token(self, k_BG1K: torch.Tensor, v_BG1V: torch.Tensor) -> "KeyValueCache":
         """`appended` for one token, of a cache that is whole and has no gradients: in the room behind the others.
 
         Caches remain values: only the last one that was made of a room is given more of it, and what goes on from an
-        earlier one copies. How the result lies depends on the number of its tokens alone, so a cache that was stored
-        goes on with the same bits.
+        earlier one copies. How the result lies depends on the numbers of tokens and of dropped ones alone, so a cache
+        that was stored goes on with the same bits.
 
         Cost: the token; a copy of all whenever room is made, which is a quarter of them at most.
         """
@@ -72,18 +76,41 @@ class KeyValueCache:
             return self.appended(k_BG1K, v_BG1V)
         at, room = self.tokens, self.room
         if room is None or not room.takes(at, k_BG1K):
-            room = _Room(_with_room(self.k_BGSK, k_BG1K), _with_room(self.v_BGSV, v_BG1V), at)
-        room.k_BGRK[:, :, at : at + 1] = k_BG1K
-        room.v_BGRV[:, :, at : at + 1] = v_BG1V
+            room = self._with_room(k_BG1K, v_BG1V)
+        slot = at - room.first
+        room.k_BGRK[:, :, slot : slot + 1] = k_BG1K
+        room.v_BGRV[:, :, slot : slot + 1] = v_BG1V
         room.taken = at + 1
-        return KeyValueCache(room.k_BGRK[:, :, : at + 1], room.v_BGRV[:, :, : at + 1], room=room)
+        kept = slice(self.dropped - room.first, slot + 1)
+        return replace(self, k_BGSK=room.k_BGRK[:, :, kept], v_BGSV=room.v_BGRV[:, :, kept], room=room)
+
+    def _with_room(self, k_BG1K: torch.Tensor, v_BG1V: torch.Tensor) -> _Room:
+        """A copy with room for one token more at least, in the types of that one.
+
+        Rooms end at multiples of a unit and begin where those do that were made as the last one ended: a cache that
+        was stored in the middle of a room gets the same.
+        """
+        at, kept = self.tokens, self.k_BGSK.shape[2]
+        unit = max(64, 1 << max(0, (kept + 1).bit_length() - 3))
+        first, end = max(0, self.dropped - at % unit), (at // unit + 1) * unit
+        k_BGRK, v_BGRV = (
+            like.new_empty((*x.shape[:2], end - first, x.shape[3]))
+            for x, like in ((self.k_BGSK, k_BG1K), (self.v_BGSV, v_BG1V))
+        )
+        k_BGRK[:, :, self.dropped - first : at - first] = self.k_BGSK
+        v_BGRV[:, :, self.dropped - first : at - first] = self.v_BGSV
+        return _Room(k_BGRK, v_BGRV, first, taken=at)
 
     def since(self, token: int, rank: int = 0) -> "KeyValueCache":
-        """Without the tokens before this one, in memory of its own; `rank` is who holds a part of a spread cache."""
+        """Without the tokens before this one, from which positions then count, in memory of its own.
+
+        `rank` is who holds a part of a spread cache.
+        """
+        dropped = max(0, self.dropped - token)
         if self.blocks is None:
-            keep, blocks = self.tokens - token, None
+            keep, blocks = self.tokens - token - dropped, None
         else:
-            blocks, position = [], 0
+            blocks, position = [], self.dropped
             for lengths in self.blocks:
                 edges = list(accumulate(lengths, initial=position))
                 blocks.append(tuple(max(0, stop - max(start, token)) for start, stop in pairwise(edges)))
@@ -91,7 +118,20 @@ class KeyValueCache:
             keep = sum(lengths[rank] for lengths in blocks)
         gone = self.k_BGSK.shape[2] - keep
         kept = None if blocks is None else tuple(lengths for lengths in blocks if any(lengths))
-        return KeyValueCache(self.k_BGSK[:, :, gone:].clone(), self.v_BGSV[:, :, gone:].clone(), kept)
+        return KeyValueCache(self.k_BGSK[:, :, gone:].clone(), self.v_BGSV[:, :, gone:].clone(), kept, dropped)
+
+    def within(self, window: int | None, rank: int = 0) -> "KeyValueCache":
+        """Without the tokens that none to come sees through its window: the last window - 1 stay, at their positions.
+
+        In memory of its own, or in its room. `rank` is who holds a part of a spread cache.
+        """
+        first = self.dropped if window is None else max(self.dropped, self.tokens - window + 1)
+        if first == self.dropped:
+            return self
+        if self.room is None:
+            return replace(self.since(first, rank), dropped=first)
+        kept = slice(first - self.dropped, None)
+        return replace(self, k_BGSK=self.k_BGSK[:, :, kept], v_BGSV=self.v_BGSV[:, :, kept], dropped=first)
 
     def require_whole(self) -> None:
         """Raises: InputError for a cache that is spread over ranks."""
@@ -102,15 +142,6 @@ class KeyValueCache:
             )
 
 
-def _with_room(x_BGSN: torch.Tensor, like_BG1N: torch.Tensor) -> torch.Tensor:
-    """A copy with room for one token more at least, in the type of that one."""
-    batch, groups, tokens, size = x_BGSN.shape
-    unit = max(64, 1 << max(0, (tokens + 1).bit_length() - 3))
-    x_BGRN = like_BG1N.new_empty((batch, groups, (tokens // unit + 1) * unit, size))
-    x_BGRN[:, :, :tokens] = x_BGSN
-    return x_BGRN
-
-
 def softmax_attention_streaming(
     q_BHLK: torch.Tensor,
     k_BGLK: torch.Tensor,
@@ -118,35 +149,53 @@ def softmax_attention_streaming(
     cache: KeyValueCache,
     *,
     documents: tuple[int, ...] = (),
-    relative: RelativePositions | None = None,
+    options: SoftmaxOptions = PLAIN,
 ) -> tuple[torch.Tensor, KeyValueCache]:
-    """Causal `softmax_attention` of the L tokens after a cache over all tokens so far, and the cache after them.
+    """Causal attention of the L tokens after a cache over all tokens so far, and the cache after them.
 
-    Where documents start among the tokens, each sees itself alone, and the cache keeps the last of them.
-    Memory: the cache, and a copy of it while it grows.
+    Where documents start among the tokens, each sees itself alone, and the cache keeps the last of them. With a window
+    the cache keeps its last window - 1 tokens.
+    Shapes: q [B, H, L, K], k [B, G, L, K], v [B, G, L, V] -> [B, H, L, V].
+    Memory: the cache, and a copy of it while it grows; one token without gradients goes into its room (`with_token`).
     Raises: InputError for a cache that is spread over ranks, ShapeError for shapes that do not fit together.
     """
     cache.require_whole()
-    past, length = cache.tokens, q_BHLK.shape[2]
+    length = q_BHLK.shape[2]
     check_documents(documents, length)
-    after = cache.appended(k_BGLK, v_BGLV)
+    if length == 1 and not documents:
+        return _attend_one_token(q_BHLK, k_BGLK, v_BGLV, cache, options)
+    past, after = cache.tokens, cache.appended(k_BGLK, v_BGLV)
     if past:
-        placement = streaming_placement(past, length, documents)
-        out_BHLV = softmax_attention(
-            q_BHLK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement, relative=relative
-        )
+        placement = streaming_placement(past, length, documents, cache.dropped)
+        out_BHLV = attend(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
     elif documents:
-        out_BHLV = packed_softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True, documents=documents, relative=relative)
+        out_BHLV = attend_documents(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options), documents)
     else:
-        out_BHLV = softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True, relative=relative)
-    return out_BHLV, after.since(past + documents[-1]) if documents else after
+        out_BHLV = attend(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options))
+    after = after.since(past + documents[-1]) if documents else after
+    return out_BHLV, after.within(options.window)
 
 
-def streaming_placement(past: int, length: int, documents: tuple[int, ...]) -> Placement:
-    """Where a block of `length` tokens stands after `past` ones, which belong to one document, and all these keys."""
-    keys_S = torch.arange(past + length, device="cpu")
-    queries_L = keys_S[past:]
+def _attend_one_token(
+    q_BH1K: torch.Tensor, k_BG1K: torch.Tensor, v_BG1V: torch.Tensor, cache: KeyValueCache, options: SoftmaxOptions
+) -> tuple[torch.Tensor, KeyValueCache]:
+    """The decode step: a token that sees all keys which are within its window."""
+    after = cache.within(options.window).with_token(k_BG1K, v_BG1V)
+    placement = None
+    if options.relative is not None:
+        placement = streaming_placement(cache.tokens, 1, (), after.dropped)
+    out_BH1V = attend(SoftmaxCall(q_BH1K, after.k_BGSK, after.v_BGSV, False, options, placement))
+    return out_BH1V, after.within(options.window)
+
+
+def streaming_placement(past: int, length: int, documents: tuple[int, ...], dropped: int) -> Placement:
+    """Where a block of `length` tokens stands after `past` ones, which belong to one document, and all these keys.
+
+    There are none of the first `dropped` tokens.
+    """
+    keys_S = torch.arange(dropped, past + length, device="cpu")
+    queries_L = keys_S[past - dropped :]
     if not documents:
         return Placement(queries_L, keys_S)
     number_L = document_numbers(documents, length)
-    return Placement(queries_L, keys_S, number_L, torch.cat([number_L.new_zeros(past), number_L]))
+    return Placement(queries_L, keys_S, number_L, torch.cat([number_L.new_zeros(past - dropped), number_L]))

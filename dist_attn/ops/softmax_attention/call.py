@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dist_attn.errors import ShapeError
+from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.device import send
 from dist_attn.ops.linear_attention.call import check_prefix
 
@@ -50,12 +50,16 @@ class Placement:
             if tensor is not None and tensor.shape != (length,):
                 raise ShapeError(f"positions or documents of shape {list(tensor.shape)} for {length} {what}; one each")
 
-    def hidden(self, *, causal: bool, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
-        """Which keys the queries do not see, [rows, columns]."""
+    def hidden(
+        self, *, causal: bool, window: int | None = None, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> torch.Tensor:
+        """Which keys the queries do not see, [rows, columns]; with a window, also those out of its reach."""
         queries_L, keys_S = self.queries_L[rows], self.keys_S[columns]
         hidden_LS = torch.zeros(len(queries_L), len(keys_S), dtype=torch.bool, device=keys_S.device)
         if causal:
             hidden_LS |= keys_S > queries_L[:, None]
+        if window is not None:
+            hidden_LS |= keys_S <= queries_L[:, None] - window
         if self.query_documents_L is not None and self.key_documents_S is not None:
             hidden_LS |= self.query_documents_L[rows, None] != self.key_documents_S[columns]
         return hidden_LS
@@ -105,6 +109,55 @@ class RelativePositions:
                 )
 
 
+@dataclass(frozen=True, eq=False)
+class SoftmaxOptions:
+    """What a layer of softmax attention computes beside softmax(q k^T / sqrt(K)) v.
+
+    `scale`: what scores are multiplied by, K^-1/2 by default. `window`: a token sees itself and the window - 1 tokens
+    before it. `softcap`: a score s becomes softcap tanh(s / softcap). `sinks_H`: for each query head a score that
+    counts in the denominator and has no value. `relative`: positions that keys and values depend on.
+
+    Raises: InputError for a window of no token, or a cap that is not positive.
+    Reference: Gemma 2 (soft caps), gpt-oss (sinks), Mistral 7B (windows).
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: torch.Tensor | None = None
+    relative: RelativePositions | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise InputError(f"a window of {self.window} tokens was given; a token sees itself, so give 1 or more")
+        if self.softcap is not None and not self.softcap > 0:
+            raise InputError(f"a softcap of {self.softcap} was given; give a positive one, or None for no cap")
+
+    def of_heads(self, start: int, stop: int) -> "SoftmaxOptions":
+        """Those of query heads [start, stop)."""
+        sinks_H = None if self.sinks_H is None else self.sinks_H[start:stop]
+        return replace(self, sinks_H=sinks_H, relative=self.relative and self.relative.of_heads(start, stop))
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """What may have gradients, by name."""
+        near = (None, None) if self.relative is None else (self.relative.keys_HRK, self.relative.values_HRV)
+        return {"sinks": self.sinks_H, "relative_keys": near[0], "relative_values": near[1]}
+
+    def settings(self) -> dict[str, torch.Tensor | float | int | None]:
+        """What ranks that attend together must have in common, by name."""
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, **self.tensors()}
+
+    def check(self, heads: int, size: int, values: int) -> None:
+        """Raises: ShapeError for tensors that do not fit queries of so many heads and sizes."""
+        if self.relative is not None:
+            self.relative.check(heads, size, values)
+        if self.sinks_H is not None and self.sinks_H.shape != (heads,):
+            raise ShapeError(f"sinks of shape {list(self.sinks_H.shape)} were given for {heads} query heads; one each")
+
+
+PLAIN = SoftmaxOptions()
+
+
 @dataclass(frozen=True)
 class SoftmaxCall:
     """The arguments of `softmax_attention`, which explains them."""
@@ -113,10 +166,9 @@ class SoftmaxCall:
     k_BGSK: torch.Tensor
     v_BGSV: torch.Tensor
     causal: bool
-    scale: float | None = None
+    options: SoftmaxOptions = PLAIN
     placement: Placement | None = None
     prefix: int = 0
-    relative: RelativePositions | None = None
 
     @property
     def queries(self) -> int:
@@ -135,8 +187,17 @@ class SoftmaxCall:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by: `scale`, or K^-1/2."""
-        return float(self.q_BHLK.shape[3] ** -0.5) if self.scale is None else self.scale
+        """What scores are multiplied by: the scale of the options, or K^-1/2."""
+        scale = self.options.scale
+        return float(self.q_BHLK.shape[3] ** -0.5) if scale is None else scale
+
+    @property
+    def needs_tiles(self) -> bool:
+        """Whether torch's fused kernels, which hold no score matrix, cannot express it."""
+        options = self.options
+        narrow = options.window is not None and options.window < self.keys
+        special = (options.softcap, options.sinks_H, options.relative)
+        return self.placement is not None or narrow or any(option is not None for option in special)
 
     @property
     def grouped(self) -> bool:
@@ -175,5 +236,4 @@ class SoftmaxCall:
         check_prefix(self.prefix, causal=self.causal, documents=self.placement is not None)
         if self.placement is not None:
             self.placement.check(self.queries, self.keys)
-        if self.relative is not None:
-            self.relative.check(heads, q.shape[3], v.shape[3])
+        self.options.check(heads, q.shape[3], v.shape[3])

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
 
 TILE_QUERIES = 256
 TILE_KEYS = 1024
@@ -33,6 +33,14 @@ class TileTerms(NamedTuple):
     causal: bool
     scale: float
     placement: Placement
+    window: int | None = None
+    softcap: float | None = None
+
+    @staticmethod
+    def of(call: SoftmaxCall) -> "TileTerms":
+        """Those of a call; without a placement its tokens are in order."""
+        placement = Placement.in_order(call.queries, call.keys) if call.placement is None else call.placement
+        return TileTerms(call.causal, call.score_scale, placement, call.options.window, call.options.softcap)
 
 
 class TileTensors(NamedTuple):
@@ -48,9 +56,9 @@ class TileTensors(NamedTuple):
     def of(call: SoftmaxCall) -> "TileTensors":
         """The tensors of a call that is checked."""
         tables: tuple[torch.Tensor | None, ...] = (None, None)
-        if call.relative is not None:
+        if call.options.relative is not None:
             heads = call.q_BHLK.shape[1]
-            tables = call.relative.keys_HRK, call.relative.values_HRV
+            tables = call.options.relative.keys_HRK, call.options.relative.values_HRV
             tables = tuple(None if t is None else t.expand(heads, -1, -1) for t in tables)
         return TileTensors(*call.qkv, *tables)
 
@@ -110,16 +118,24 @@ def softmax_attention_partial(
     Both have gradients (once differentiable). Cost: scores of one tile above inputs, outputs and their gradients.
     Raises: ShapeError when shapes do not fit together.
     """
-    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, scale, placement, relative=relative)
+    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, SoftmaxOptions(scale, relative=relative), placement)
     call.check()
     return attend_partially(call)
 
 
 def attend_partially(call: SoftmaxCall) -> Partial:
-    """`softmax_attention_partial` of a call that is checked."""
-    placement = Placement.in_order(call.queries, call.keys) if call.placement is None else call.placement
-    terms = TileTerms(call.causal, call.score_scale, placement)
-    return Partial(*_Partial.apply(terms, *TileTensors.of(call)))  # type: ignore[no-untyped-call]
+    """`softmax_attention_partial` of a call that is checked; its sinks do not count (`with_sinks`)."""
+    return Partial(*_Partial.apply(TileTerms.of(call), *TileTensors.of(call)))  # type: ignore[no-untyped-call]
+
+
+def with_sinks(part: Partial, sinks_H: torch.Tensor | None) -> torch.Tensor:
+    """The outputs of a partial result over all keys, where the denominator holds a sink too.
+
+    A sink is a key of weight exp(sink) whose value is 0, so it takes its share of the outputs away.
+    """
+    if sinks_H is None:
+        return part.out
+    return part.out * torch.sigmoid(part.lse - sinks_H.to(part.lse.dtype)[:, None])[..., None]
 
 
 def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> Partial:
@@ -166,8 +182,7 @@ def tile_outputs(terms: TileTerms, x: TileTensors) -> Partial:
                 mass, numerator = torch.zeros_like(peak), out_NRLV[heads, :, rows]
                 q_near, by_row = _by_row(q, near_keys, heads, terms.scale), _no_rows(q, near_values)
                 for tile in tiles:
-                    scores = _scores(q, k[:, tile.keys].to(wide), tile, terms.scale)
-                    _add_by_row(scores, q_near, tile.near)
+                    scores = _scores(q, k[:, tile.keys].to(wide), q_near, tile, terms)
                     higher = torch.maximum(peak, scores.amax(dim=-1))
                     fade = torch.exp(peak - _finite(higher))
                     weights = scores.sub_(_finite(higher)[..., None]).exp_()
@@ -204,14 +219,16 @@ def tile_gradients(
                 d_scores_by_row, weights_by_row = _no_rows(q, near_keys), _no_rows(q, near_values)
                 for tile in tiles:
                     k, v = k_NSK[heads, tile.keys].to(wide), v_NSV[heads, tile.keys].to(wide)
-                    scores = _scores(q, k, tile, terms.scale)
-                    _add_by_row(scores, q_near, tile.near)
+                    scores = _scores(q, k, q_near, tile, terms)
+                    slope = _slope(scores, terms.softcap)
                     weights = scores.sub_(lse).exp_()
                     dv[heads, tile.keys] += weights.flatten(1, 2).mT @ d_out.flatten(1, 2)
                     d_weights = _weighted(d_out, v.mT)
                     _add_by_row(d_weights, v_near, tile.near)
                     _sum_by_row(weights_by_row, weights, tile.near)
                     d_scores = d_weights.sub_(drop).mul_(weights).mul_(terms.scale)
+                    if slope is not None:
+                        d_scores.mul_(slope)
                     _sum_by_row(d_scores_by_row, d_scores, tile.near)
                     dq[heads, :, rows] += _weighted(d_scores, k)
                     dk[heads, tile.keys] += d_scores.flatten(1, 2).mT @ q.flatten(1, 2)
@@ -280,16 +297,18 @@ def visible_tiles(terms: TileTerms, x: TileTensors) -> Iterator[tuple[slice, Ite
 
 
 def _seen_from(row: _Span, columns: list[_Span], terms: TileTerms, reach: int) -> Iterator[Tile]:
-    causal, placement = terms.causal, terms.placement
+    causal, placement, window = terms.causal, terms.placement, terms.window
     for column in columns:
         apart = column.last_document < row.first_document or row.last_document < column.first_document
-        if apart or (causal and column.first > row.last):
+        passed = window is not None and column.last <= row.first - window
+        if apart or passed or (causal and column.first > row.last):
             continue
+        all_in_window = window is None or column.first > row.last - window
         one_document = row.first_document == row.last_document == column.first_document == column.last_document
-        if one_document and not (causal and column.last > row.first):
+        if one_document and all_in_window and not (causal and column.last > row.first):
             hidden_LS = None
         else:
-            hidden_LS = placement.hidden(causal=causal, rows=row.part, columns=column.part)
+            hidden_LS = placement.hidden(causal=causal, window=window, rows=row.part, columns=column.part)
         near: torch.Tensor | int
         if column.last - row.first <= -reach:
             near = 0
@@ -323,11 +342,22 @@ def _head_chunks(q_NRLK: torch.Tensor, k_NSK: torch.Tensor) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, number, chunk)]
 
 
-def _scores(q_NRLK: torch.Tensor, k_NSK: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
-    scores_NRLS = _weighted(q_NRLK, k_NSK.mT).mul_(scale)
+def _scores(
+    q_NRLK: torch.Tensor, k_NSK: torch.Tensor, q_near_NRLW: torch.Tensor | None, tile: Tile, terms: TileTerms
+) -> torch.Tensor:
+    """The scores of a tile, -inf where a query does not see a key; `q_near_NRLW` are those of relative positions."""
+    scores_NRLS = _weighted(q_NRLK, k_NSK.mT).mul_(terms.scale)
+    _add_by_row(scores_NRLS, q_near_NRLW, tile.near)
+    if terms.softcap is not None:
+        scores_NRLS.div_(terms.softcap).tanh_().mul_(terms.softcap)
     if tile.hidden_LS is not None:
         scores_NRLS.masked_fill_(tile.hidden_LS, -torch.inf)
     return scores_NRLS
+
+
+def _slope(scores_NRLS: torch.Tensor, softcap: float | None) -> torch.Tensor | None:
+    """The derivative of the soft cap where it gave these scores; 0 for -inf, None where there is no cap."""
+    return None if softcap is None else 1 - scores_NRLS.div(softcap).clamp_(min=-1.0).square_()
 
 
 def _by_row(x_NRLK: torch.Tensor, rows_NRWK: torch.Tensor | None, heads: slice, scale: float) -> torch.Tensor | None:

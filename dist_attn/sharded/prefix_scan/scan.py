@@ -32,7 +32,7 @@ Algorithm = StateExchange
 class Exchange:
     """How states travel between ranks; equal on all ranks.
 
-    `auto` is what `dist-attn doctor --calibrate` found fastest on the machine of rank 0, else `costs.default_exchange`.
+    `auto` is what `dist-attn doctor --measure` found fastest on the machine of rank 0, else `costs.default_exchange`.
     `pieces` is into how many parts the pipelined ring cuts a state; `hosts` are the ranks of each host for the
     two-level exchange, by default those that the launcher started together. `settle` fills in these and `calibration`.
 

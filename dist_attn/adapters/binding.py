@@ -1,0 +1,91 @@
+"""Transformers' modules over our operations: which functions are replaced, where, and by what.
+
+Each function is bound once in the module file that calls it, for the whole process; outside of a pass of ours it does
+what it did before. Where a class computes along the sequence in its own `forward`, objects of it are bound one by one.
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from dist_attn.adapters import modules, operations
+from dist_attn.adapters.experts import experts
+from dist_attn.adapters.passes import current_pass, either
+
+ATTENTION = "dist_attn"
+"""The name by which transformers finds attention over the pass that runs."""
+EXPERTS, GROUPED = "dist_attn", "grouped_mm"
+"""The names of ours and of transformers' own way to compute experts."""
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": operations.causal_conv1d,
+    "torch_chunk_gated_delta_rule": operations.delta_rule,
+    "chunk_kimi_delta_attention": operations.delta_rule,
+    "mamba2_chunk_scan": operations.mamba2_scan,
+    "mamba_selective_scan": operations.mamba_scan,
+}
+
+_OBJECTS: dict[str, Callable[[nn.Module], None]] = {
+    "MiniMaxLightningAttention": modules.minimax_lightning_attention,
+    "RecurrentGemmaRecurrentBlock": modules.recurrent_gemma_block,
+    "FalconH1Model": modules.falcon_h1_model,
+    "xLSTMModel": modules.xlstm_model,
+    "xLSTMBackend": modules.xlstm_backend,
+}
+
+
+def bind(model: PreTrainedModel) -> None:
+    """Let what mixes along the sequence in this model take a pass of ours; its attention has been asked for by name."""
+    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
+        if file.__name__.startswith("transformers.models."):
+            _bind_functions(file)
+    if model.get_experts_implementation()[""] == GROUPED:
+        model.set_experts_implementation(EXPERTS)
+    for module in model.modules():
+        bind_object = _OBJECTS.get(type(module).__name__)
+        if bind_object is not None:
+            bind_object(module)
+
+
+def _bind_functions(file: ModuleType) -> None:
+    for name, ours in _FUNCTIONS.items():
+        theirs = getattr(file, name, None)
+        if theirs is not None and not hasattr(theirs, "bound_by_dist_attn"):
+            setattr(file, name, either(ours, theirs))
+
+
+def _attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    one = current_pass()
+    if one is None:
+        raise RuntimeError(f"attention {ATTENTION!r} was called outside of a pass; call the adapted model instead")
+    return operations.attention(one, *args, **kwargs)
+
+
+def _experts(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts [L, D], in a decode step one sequence after the other.
+
+    A product's last bits depend on how many rows it has, and here these are the tokens of all sequences that chose an
+    expert: what a sequence draws would depend on those beside it.
+    """
+    one, parts = current_pass(), (hidden_states, top_k_index, top_k_weights)
+    alone = one is not None and one.step
+    rows = zip(*(part.split(1) for part in parts), strict=True) if alone else [parts]
+    return torch.cat([experts(module, *row) for row in rows])
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Operations know by themselves who sees whom."""
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _no_mask)
+ExpertsInterface.register(EXPERTS, _experts)

@@ -1,0 +1,114 @@
+"""`python -m dist_attn.adapters.check FOLDER`: whether the tensors of a downloaded folder are its model's.
+
+transformers itself decides, by loading tensors of the stored shapes that have no bytes: so its renamings, ties and
+merged experts count, and no weight is read. Prints one line of JSON, a `LoadedSizes`.
+"""
+
+import logging
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+
+from dist_attn.adapters.binding import ATTENTION
+from dist_attn.adapters.model import AdaptedModel
+from dist_attn.adapters.weights import DTYPES, make_model
+from dist_attn.errors import ModelFolderError
+from dist_attn.rank_link.tether import die_with_parent
+from dist_attn.shipped.downloaded import DownloadedModel, LoadedSizes, read_downloaded
+
+TRIED_TOKENS = 2
+
+
+def check_tensors(model: DownloadedModel) -> LoadedSizes:
+    """What the model of the folder has once it is loaded, its weights in the precision of the folder.
+
+    Raises: ModelFolderError where transformers makes no model of config.json, and naming a tensor that is missing, that
+        the model does not have, or that has another shape.
+    """
+    with _without_bytes(), _reports() as reports:
+        stored = {name: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="cpu") for name, t in model.tensors.items()}
+        try:
+            loaded = make_model(model.folder, stored, getattr(torch, model.dtype), attention=ATTENTION)
+        except ModelFolderError:
+            raise
+        except Exception as error:  # transformers' classes of models and configurations raise whatever they like
+            said = next(filter(None, reports), "") or f"{type(error).__name__}: {error}"
+            raise ModelFolderError(f"{model.folder}: transformers cannot load it: {' '.join(said.split())}") from None
+        sizes: Counter[str] = Counter()
+        for weight in loaded.parameters():
+            sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
+    state_bytes, token_bytes = _state_sizes(loaded)
+    return LoadedSizes(sum(weight.numel() for weight in loaded.parameters()), dict(sizes), state_bytes, token_bytes)
+
+
+@torch.inference_mode()
+def _state_sizes(loaded: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of a state in float32 before any token, and what a token adds: by running two with weights of 0."""
+    for module in loaded.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(_zeros(weight), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _zeros(buffer).clone())
+    model = AdaptedModel(loaded)
+    loaded.set_experts_implementation("eager")  # others take all weights into one product, which then need memory
+    empty = model.initial_state(1)
+    grown = model.hidden(torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device="cpu"), None, empty)[1]
+    return empty.num_bytes(), -(-(grown.num_bytes() - empty.num_bytes()) // TRIED_TOKENS)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """In its shape, and in the memory of one number."""
+    dtype = torch.float32 if like.is_floating_point() else like.dtype
+    return torch.zeros((), dtype=dtype, device="cpu").expand(like.shape)
+
+
+@contextmanager
+def _without_bytes() -> Iterator[None]:
+    """Tensors of this block have shapes and kinds of numbers alone; the mode is this thread's, so all loading is."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
+
+
+@contextmanager
+def _reports() -> Iterator[list[str]]:
+    """What transformers says of tensors that it could not convert, as far as it comes within the block."""
+    logger, said = logging.getLogger("transformers.modeling_utils"), list[str]()
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
+            said.extend(line for line in lines if "CONVERSION" in line)
+
+    keeper, passed_on = Keeper(), logger.propagate
+    logger.addHandler(keeper)
+    logger.propagate = False
+    try:
+        yield said
+    finally:
+        logger.propagate = passed_on
+        logger.removeHandler(keeper)
+
+
+def main(folder: str) -> None:
+    """Print what was found."""
+    die_with_parent()
+    try:
+        found = check_tensors(read_downloaded(Path(folder)))
+    except ModelFolderError as error:
+        found = LoadedSizes(refusal=str(error))
+    print(msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

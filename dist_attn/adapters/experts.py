@@ -1,0 +1,43 @@
+"""Products of the experts that tokens were sent to, and of no others.
+
+transformers' own form multiplies with every expert of a layer, which takes longest where a step sends few tokens to a
+few of hundreds.
+
+Shape letters: N tokens, D model width, C choices of a token, R = N C rows, E experts, M numbers inside an expert.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+Tensor = torch.Tensor
+
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of what its experts make of each token, [N, D]; choices and their weights are [N, C].
+
+    Experts with biases, transposed weights or norms, and tokens that are not on a processor, go transformers' way.
+    """
+    plain = module.has_gate and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+    if not plain or module._is_expert_parallel or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
+        theirs: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+        return theirs
+    choices = top_k_index.shape[1]
+    chosen_R, order_R = top_k_index.flatten().sort(stable=True)
+    numbers_E, counts_E = chosen_R.unique_consecutive(return_counts=True)
+    numbers, counts = numbers_E.tolist(), counts_E.tolist()
+    x_RD = hidden_states[order_R // choices]
+    inner_RM = module._apply_gate(_products(x_RD, module.gate_up_proj, numbers, counts))
+    y_RD = _products(inner_RM, module.down_proj, numbers, counts) * top_k_weights.flatten()[order_R, None]
+    by_token_RD = torch.empty_like(y_RD)
+    by_token_RD[order_R] = y_RD
+    y_ND: Tensor = by_token_RD.unflatten(0, (-1, choices)).sum(1).to(hidden_states.dtype)
+    return y_ND
+
+
+def _products(x_RI: Tensor, weights_EOI: Tensor, numbers: list[int], counts: list[int]) -> Tensor:
+    """Rows that lie one expert after the other, each times the weights of its own."""
+    parts = zip(x_RI.split(counts), numbers, strict=True)
+    return torch.cat([F.linear(rows, weights_EOI[number]) for rows, number in parts])

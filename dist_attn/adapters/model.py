@@ -1,0 +1,162 @@
+"""A model of transformers with the interface of `LanguageModel`: its own modules, our operations along the sequence.
+
+Shape letters: B batch, L tokens on this rank, D model width, V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from dist_attn.adapters.binding import ATTENTION, bind
+from dist_attn.adapters.passes import Pass, current_pass, running
+from dist_attn.adapters.weights import MappedFiles, ReadWhenAsked, hold_as_int8, make_model
+from dist_attn.errors import ModelFolderError
+from dist_attn.mixers import MixerState
+from dist_attn.mixers.softmax import SoftmaxState
+from dist_attn.models.causal_model import CausalModel, ModelState
+from dist_attn.ops import KeyValueCache, LocalSequenceOps, SequenceOps
+from dist_attn.shipped.stored_tensors import read_stored_tensors
+from dist_attn.wire.choices import WeightPrecision
+
+
+class AdaptedModel(CausalModel):
+    """Reads tokens and scores the next one; parameters and pointwise work are transformers'.
+
+    Inference only: gradients flow where the operations have them, and nothing here asks for them.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        bind(model)
+        self.inner = model.eval()
+        self._base = cast(nn.Module, model.get_decoder())
+        _let_through(self._base)
+        text = model.config.get_text_config()
+        self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
+        self._first: tuple[MixerState, ...] | None = None
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [layer for child in self._base.children() if isinstance(child, nn.ModuleList) for layer in child]
+
+    @property
+    def kinds(self) -> list[str]:
+        # Of operations it is known only whose they are.
+        return [self.inner.config.get_text_config().model_type] * len(self.initial_state(1).layers)
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.inner.get_input_embeddings().weight.device)
+
+    def hidden(
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
+    ) -> tuple[torch.Tensor, ModelState]:
+        ops = LocalSequenceOps() if ops is None else ops
+        tokens_BL = self.check(tokens_BL, ("batch", "length"), state)
+        batch, length = tokens_BL.shape
+        state = self.initial_state(batch) if state is None else state
+        if not length:
+            tokens_BL = tokens_BL.new_zeros(batch, 1)
+        positions_L = (
+            ops.positions(length, self.device) if length else torch.zeros(1, dtype=torch.int64, device=self.device)
+        )
+        one = Pass(ops, length, state.layers)
+        h_BLD = self._run(one, state.position_B[:, None] + positions_L, input_ids=tokens_BL)
+        after = ModelState(one.states_after(), state.position_B + ops.total_length(length))
+        return h_BLD[:, :length], after
+
+    def readout(self, h: torch.Tensor) -> torch.Tensor:
+        rows = h.reshape(1, -1, h.shape[-1])
+        if not rows.shape[1]:
+            return h.new_zeros((*h.shape[:-1], self.vocab_size))
+        with running(Pass(LocalSequenceOps(), rows.shape[1], read=rows, step=h.dim() == 2)):
+            logits = self.inner(inputs_embeds=rows, use_cache=False).logits
+        return cast(torch.Tensor, logits).reshape(*h.shape[:-1], -1)
+
+    def embed_step(self, token_B: torch.Tensor, state: ModelState) -> torch.Tensor:
+        token_B = self.check(token_B, ("batch",), state)
+        x_BD: torch.Tensor = self.inner.get_input_embeddings()(token_B)
+        return x_BD
+
+    def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
+        one = Pass(LocalSequenceOps(), 1, state.layers, step=True)
+        h_B1D = self._run(one, state.position_B[:, None], inputs_embeds=x_BD[:, None])
+        return self.readout(h_B1D[:, 0]), one.states_after()
+
+    def initial_state(self, batch: int) -> ModelState:
+        # That of one token, with no keys and sums of zero.
+        if self._first is None:
+            one = Pass(LocalSequenceOps(), 1)
+            token_11 = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False), torch.no_grad():
+                self._run(one, torch.zeros_like(token_11), input_ids=token_11)
+            self._first = tuple(map(_emptied, one.after))
+        layers = tuple(
+            s.replace(tuple(t.expand(batch, *t.shape[1:]).contiguous() for t in s.tensors())) for s in self._first
+        )
+        return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
+
+    def _run(self, one: Pass, positions_BL: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        with running(one):
+            h_BLD: torch.Tensor = self._base(**inputs, position_ids=positions_BL, use_cache=False)[0]
+        return h_BLD
+
+
+def load_adapted_model(
+    folder: Path, dtype: torch.dtype = torch.float32, weights: WeightPrecision = "float32"
+) -> AdaptedModel:
+    """The model of a folder of transformers, as it was downloaded, with its weights in `dtype`.
+
+    With `weights` "bfloat16" they are in bfloat16 whatever `dtype` says; with "int8" so is everything but the linear
+    layers, see `adapters.weights`. Nothing is fetched and no code of the folder is run.
+
+    Raises: ModelFolderError where transformers cannot make a model of it, or its files hold other tensors than those of
+        the model; InputError for weights that are not finite and were to be held in 8 bits.
+    """
+    logging.disable_progress_bar()
+    dtype = dtype if weights == "float32" else torch.bfloat16
+    files = MappedFiles(folder)
+    stored = {name: ReadWhenAsked(files, tensor) for name, tensor in read_stored_tensors(folder).items()}
+    try:
+        model = make_model(folder, stored, dtype, attention=ATTENTION)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelFolderError(f"{folder}: transformers cannot load it: {error}") from None
+    if weights == "int8":
+        hold_as_int8(model, files)
+    files.drop_pages()
+    return AdaptedModel(model)
+
+
+def _let_through(base: nn.Module) -> None:
+    """Give back the hidden states of the pass where it has some, so that what follows makes logits of them alone."""
+    compute = base.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        one = current_pass()
+        return compute(*args, **kwargs) if one is None or one.read is None else _Output(one.read)
+
+    base.forward = forward
+
+
+class _Output:
+    """What a base model returns, with the hidden states alone."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.last_hidden_state = rows
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _emptied(state: MixerState) -> MixerState:
+    if isinstance(state, SoftmaxState):
+        k_BGSK, v_BGSV, tail = state.tensors()
+        return SoftmaxState(KeyValueCache(k_BGSK[:, :, :0], v_BGSV[:, :, :0]), tail, state.window)
+    return state.replace(tuple(map(torch.zeros_like, state.tensors())))

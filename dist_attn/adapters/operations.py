@@ -1,0 +1,166 @@
+"""The functions of transformers that mix along the sequence, over `SequenceOps` and the states of a pass.
+
+Names of parameters are those of transformers, which passes them by name. Sums are float32, as there.
+
+Shape letters: B batch, L tokens, H heads, G key heads or groups, K key size, V values, C channels, N states, T taps.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from dist_attn.adapters.passes import Pass
+from dist_attn.errors import InputError
+from dist_attn.ops.affine import AffineState
+
+Tensor = torch.Tensor
+
+_WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache"}
+"""What modules hand to attention that changes nothing here: dropout belongs to training."""
+
+
+def attention(
+    one: Pass,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal softmax attention over all tokens so far: [B, H, L, K], [B, G, L, K], [B, G, L, V] -> [B, L, H, V].
+
+    Raises: InputError for attention that is not causal, a mask, and what nothing is known of.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    others |= {"attention_mask": attention_mask}
+    unknown = [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if unknown or not causal:
+        what = f"was given {', '.join(unknown)}" if unknown else "is not causal"
+        raise InputError(f"attention of {type(module).__name__} {what}; only plain causal attention is bound")
+    q, k, v = (one.own(t, 2) for t in (query, key, value))
+    cache = one.cache_before(k, v)
+    out_BHLV, after = one.ops.softmax_attention_streaming(
+        q, k, v, cache, scale=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
+    )
+    one.keep_cache(after, sliding_window)
+    return one.filled(out_BHLV, 2).transpose(1, 2).contiguous(), None
+
+
+def causal_conv1d(
+    one: Pass,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """A convolution of each channel by itself, [B, C, L], with weights [C, T], a bias and an activation."""
+    # Ours has the tap of the present first, transformers' that of the past.
+    x_BLC, w_TC = one.own(hidden_states, 2).transpose(1, 2), weight.flip(1).t()
+    # Products are summed in float32 and rounded once, as the kernels of transformers do; the inputs that are kept are
+    # exact in their own precision.
+    y_BLC, tail_BTC = one.ops.convolve_streaming(x_BLC.float(), w_TC.float(), one.tensor_before())
+    one.keep(tail_BTC.to(x_BLC.dtype))
+    y_BLC = y_BLC if bias is None else y_BLC + bias
+    y_BLC = y_BLC if activation is None else ACT2FN[activation](y_BLC)
+    return one.filled(y_BLC.to(hidden_states.dtype), 1).transpose(1, 2)
+
+
+def delta_rule(
+    one: Pass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The gated delta rule: q, k [B, L, G, K], v [B, L, H, V], g [B, L, H] or [B, L, H, K], beta [B, L, H]."""
+    dtype, heads = query.dtype, value.shape[2]
+    q, k, v, decay, beta = (one.own(t, 1).float() for t in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q, k = (_for_heads(t, heads) for t in (q, k))
+    decay = decay[..., None] if decay.dim() == 3 else decay
+    q, k, v, decay, beta = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v, decay, beta))
+    before = one.tensor_before()
+    out_BHLV, after = one.ops.gated_delta_rule(
+        q, k, v, beta_BHL=beta, log_decay_BHLK=decay, state=None if before is None else AffineState(before)
+    )
+    one.keep(after.s_BHKV)
+    return one.filled(out_BHLV.transpose(1, 2), 1).to(dtype), None
+
+
+def mamba2_scan(
+    one: Pass,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """Mamba-2's scan: x [B, L, H, V], dt [B, L, H], A, D [H], keys and queries "B" and "C" [B, L, G, K]."""
+    x, dt, keys, queries = (one.own(t, 1) for t in (hidden_states, dt, B, C))
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+    x, heads = x.float(), x.shape[2]
+    k, q = (_for_heads(t.float(), heads).transpose(1, 2) for t in (keys, queries))
+    decay_BHL1 = (A.float() * dt).transpose(1, 2)[..., None]
+    before = one.tensor_before()
+    out_BHLV, after = one.ops.affine_recurrence(
+        q,
+        k,
+        (x * dt[..., None]).transpose(1, 2),
+        log_decay_BHLK=decay_BHL1,
+        state=None if before is None else AffineState(before),
+    )
+    one.keep(after.s_BHKV)
+    out_BLHV = out_BHLV.transpose(1, 2)
+    out_BLHV = out_BLHV if D is None else out_BLHV + D[..., None] * x
+    return one.filled(out_BLHV.contiguous(), 1)
+
+
+def mamba_scan(
+    one: Pass,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Mamba's selective scan: x, dt, z [B, C, L], A [C, N], "B" and "C" [B, N, L], D [C]."""
+    x, dt, b, c = (one.own(t, 2).transpose(1, 2) for t in (hidden_states, dt, B, C))
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)
+    dt = F.softplus(dt) if delta_softplus else dt
+    y_BLC, after = one.ops.selective_scan(x, dt, A, b, c, skip_D=D, state=one.tensor_before())
+    one.keep(after)
+    y_BCL = one.filled(y_BLC, 1).transpose(1, 2)
+    return y_BCL if z is None else y_BCL * F.silu(z)
+
+
+def _for_heads(x_BLGK: Tensor, heads: int) -> Tensor:
+    """What groups of heads share, for each of them; that of a single group lies where it was."""
+    groups = x_BLGK.shape[2]
+    return x_BLGK.expand(-1, -1, heads, -1) if groups == 1 else x_BLGK.repeat_interleave(heads // groups, dim=2)

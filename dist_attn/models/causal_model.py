@@ -1,0 +1,157 @@
+"""What reads tokens and scores the next one, whoever built it: the interface that generation and ranks know.
+
+Shape letters: B batch, L tokens on this rank, D model width, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.mixers import MixerState
+from dist_attn.models.encoder import check_tokens
+from dist_attn.ops import SequenceOps
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The mixers' states of all layers and how many tokens each batch element has seen."""
+
+    layers: tuple[MixerState, ...]
+    position_B: torch.Tensor
+
+    @property
+    def batch(self) -> int:
+        """How many sequences this is the state of."""
+        return int(self.position_B.shape[0])
+
+    @property
+    def position(self) -> int:
+        """Tokens seen, where all sequences have seen equally many.
+
+        Raises: InputError where they have not.
+        """
+        if not bool((self.position_B == self.position_B[0]).all()):
+            raise InputError("the sequences of this state stand at different positions; use position_B")
+        return int(self.position_B[0])
+
+    def select(self, index: int | slice | list[int]) -> "ModelState":
+        """The state of some of the sequences, in memory of its own."""
+        rows = slice(index, index + 1) if isinstance(index, int) else index
+        # A copy: a view would keep the states of the whole batch alive for as long as this one lives.
+        layers = tuple(s.replace(tuple(t[rows].clone() for t in s.tensors())) for s in self.layers)
+        return ModelState(layers, self.position_B[rows].clone())
+
+    @staticmethod
+    def stack(states: "list[ModelState]") -> "ModelState":
+        """Several states side by side along the batch."""
+        layers = tuple(
+            group[0].replace(tuple(torch.cat(fields) for fields in zip(*(s.tensors() for s in group), strict=True)))
+            for group in zip(*(state.layers for state in states), strict=True)
+        )
+        return ModelState(layers, torch.cat([s.position_B for s in states]))
+
+    def detach(self) -> "ModelState":
+        """The same values cut off from the gradient: how training passes state from segment to segment."""
+        layers = tuple(s.replace(tuple(t.detach() for t in s.tensors())) for s in self.layers)
+        return ModelState(layers, self.position_B)
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for s in self.layers for t in s.tensors())
+
+
+class CausalModel(nn.Module, ABC):
+    """A causal language model over `SequenceOps`: parallel, streamed and stepwise it gives the same numbers."""
+
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> list[nn.Module]:
+        """The modules that a pass runs one after the other, so that others may be let in between them."""
+
+    @property
+    @abstractmethod
+    def kinds(self) -> list[str]:
+        """What mixes along the sequence, layer by layer: whose states these are."""
+
+    @property
+    def feature_seed(self) -> int | None:
+        """The seed of its random matrices, where it has some."""
+        return None
+
+    @abstractmethod
+    def hidden(
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
+    ) -> tuple[torch.Tensor, ModelState]:
+        """Hidden states after the final norm and the state after the last global token.
+
+        Shapes: tokens [B, L] int64 (this process's slice), on the CPU or where the model is -> [B, L, D].
+        Raises: ShapeError for tokens that are not [B, L] integers or a state of another batch; TokenError for ids
+            outside the vocabulary, of tokens on the CPU; InputError for more tokens than there are learned positions,
+            of a model on the CPU. On another device its kernels refuse both.
+        """
+
+    @abstractmethod
+    def readout(self, h: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token, [..., D] -> [..., V]; [B, D] are those of a decode step."""
+
+    @abstractmethod
+    def initial_state(self, batch: int) -> ModelState:
+        """The state before any token."""
+
+    @abstractmethod
+    def embed_step(self, token_B: torch.Tensor, state: ModelState) -> torch.Tensor:
+        """The first part of `step`, which looks at the tokens: their vectors [B, D] after `state`.
+
+        Raises: as `hidden`.
+        """
+
+    @abstractmethod
+    def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
+        """The other part, the same operations whatever the numbers are: logits [B, V], the layers' states."""
+
+    def step(self, token_B: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, ModelState]:
+        """Feed one token to each sequence: the logits of the next one and the state after it.
+
+        Shapes: token [B] int64 -> logits [B, V].
+        Raises: as `hidden`.
+        """
+        logits_BV, layers = self.step_layers(self.embed_step(token_B, state), state)
+        return logits_BV, ModelState(layers, state.position_B + 1)
+
+    def encode(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm, [B, L] -> [B, L, D]."""
+        return self.hidden(tokens_BL)[0]
+
+    def logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """Logits of the token after each position, [B, L] -> [B, L, V]."""
+        return self.readout(self.encode(tokens_BL))
+
+    def forward(
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
+    ) -> tuple[torch.Tensor, ModelState]:
+        """Logits [B, L, V] and the state after the last global token."""
+        h_BLD, after = self.hidden(tokens_BL, ops, state)
+        return self.readout(h_BLD), after
+
+    def check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> torch.Tensor:
+        """The tokens where the model is.
+
+        Raises: as `hidden`.
+        """
+        known = check_tokens(tokens, dims, self.vocab_size, self.device)
+        if state is not None and state.batch != tokens.shape[0]:
+            raise ShapeError(
+                f"tokens of {tokens.shape[0]} sequences came with a state of {state.batch}; they must be equally many"
+            )
+        return known

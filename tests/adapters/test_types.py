@@ -1,0 +1,81 @@
+"""Every supported type of transformers: its logits over our operations, its states, and the page that lists it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dist_attn.adapters.model import load_adapted_model
+from dist_attn.shipped.downloaded import SUPPORTED
+from tests.adapters.supported import PAGE, listed
+from tests.support.foreign_models import (
+    BLOCK,
+    TYPES,
+    WAYS,
+    after_a_block,
+    compared,
+    distances,
+    forked,
+    restored_elsewhere,
+    written,
+)
+
+FURTHEST = 1e-4
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_logits_are_those_of_transformers(kind: str) -> None:
+    """Read whole, in blocks, by steps and over ranks with uneven and empty slices, logits are transformers' own."""
+    case = compared(kind)
+    apart = (case.want_BLV[0, 5] - case.want_BLV[1, 5]).abs().max().item()
+    assert apart > 10 * FURTHEST, "the logits hardly depend on the text"
+    found = dict(zip(WAYS, distances(case), strict=True))
+    assert max(found.values()) <= FURTHEST, found
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@torch.inference_mode()
+def test_a_restored_state_goes_on_bit_for_bit(kind: str) -> None:
+    """A new process that reads the bytes of a snapshot goes on as the one that wrote them does, bit for bit."""
+    case = compared(kind)
+    stayed_BLD, _ = case.ours.hidden(case.tokens_BL[:1, BLOCK:], None, after_a_block(case).select(0))
+    assert torch.equal(restored_elsewhere()[kind], stayed_BLD)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@torch.inference_mode()
+def test_forks_go_on_by_themselves(kind: str) -> None:
+    """Forks that stand side by side are given different tokens, and each has the logits of its own text."""
+    case = compared(kind)
+    assert (forked(case) - case.want_BLV[:, BLOCK:]).abs().max().item() <= FURTHEST
+
+
+# A choice of experts that flips moves logits further than all rounding does, in transformers' bfloat16 as in ours:
+# where there are experts, all of them are asked.
+EVERY_EXPERT = {"qwen3_next": {"num_experts_per_tok": 8}, "bailing_hybrid": {"topk_group": 4, "num_experts_per_tok": 8}}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "bailing_hybrid", "llama"])
+@torch.inference_mode()
+def test_bfloat16_is_as_near_as_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    """In bfloat16 the mean square distance from float32, over three models, is at most 1.1 times transformers' own."""
+    ours, theirs = 0.0, 0.0
+    for seed in range(3):
+        wide, tokens_BL = written(kind, seed, **EVERY_EXPERT.get(kind, {}))
+        wide.save_pretrained(tmp_path)
+        want_BLV = wide(tokens_BL, use_cache=False).logits
+        narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+        theirs += (narrow(tokens_BL, use_cache=False).logits - want_BLV).square().mean().item()
+        ours += (load_adapted_model(tmp_path, torch.bfloat16).logits(tokens_BL) - want_BLV).square().mean().item()
+    assert ours**0.5 <= 1.1 * theirs**0.5
+
+
+def test_every_supported_type_is_compared() -> None:
+    """What is served is what is compared here, in this order."""
+    assert list(TYPES) == list(SUPPORTED)
+
+
+def test_the_page_lists_what_is_supported() -> None:
+    """`docs/models/supported.md` has a row for each type and no other; `make docs-refresh` writes it."""
+    assert listed(PAGE.read_text()) == list(TYPES)
