@@ -4,6 +4,7 @@ from dist_attn.generation.beam_search import BeamSpec, Hypothesis, beam_search, 
 from dist_attn.generation.captured_step import CapturedStep, StepGraphs, StepMode, takes_captured_steps
 from dist_attn.generation.decode import generate
 from dist_attn.generation.sampling import generator_for, sample, sequence_scores, token_logprobs
+from dist_attn.generation.state_shapes import StateShapes
 from dist_attn.generation.state_snapshot import Restored, computation_of, identity_of, pack_state, restore_state
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "CapturedStep",
     "Hypothesis",
     "Restored",
+    "StateShapes",
     "StepGraphs",
     "StepMode",
     "beam_search",

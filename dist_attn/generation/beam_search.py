@@ -3,7 +3,7 @@
 Letters: B sequences, W beams of each, N = B W rows of a step, V vocabulary, L tokens of a prompt.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 
 from dist_attn.errors import EngineError, InputError
 from dist_attn.generation.decode import prefill
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models import CausalModel, ModelState
 from dist_attn.text.base import Tokens
 
 
@@ -63,7 +63,7 @@ def length_penalty(length: int, penalty: float) -> float:
 
 
 def beam_search(
-    model: LanguageModel, prompts: Sequence[Tokens], spec: BeamSpec, *, end_token: int | None = None
+    model: CausalModel, prompts: Sequence[Tokens], spec: BeamSpec, *, end_tokens: Collection[int] = ()
 ) -> list[list[Hypothesis]]:
     """For each prompt the hypotheses that were found, best first; prompts whose states have one shape go side by side.
 
@@ -77,14 +77,14 @@ def beam_search(
         states = [prefill(model, prompt_L[:-1]) for prompt_L in prompts_L]
         for rows in _alike(states):
             last_B = torch.stack([prompts_L[row][-1] for row in rows])
-            results = search(model.step, ModelState.stack([states[row] for row in rows]), last_B, spec, end_token)
+            results = search(model.step, ModelState.stack([states[row] for row in rows]), last_B, spec, end_tokens)
             for row, hypotheses in zip(rows, results, strict=True):
                 by_row[row] = hypotheses
     return by_row
 
 
 def search(
-    step: Step[State], state: State, last_B: torch.Tensor, spec: BeamSpec, end_token: int | None = None
+    step: Step[State], state: State, last_B: torch.Tensor, spec: BeamSpec, end_tokens: Collection[int] = ()
 ) -> list[list[Hypothesis]]:
     """The search itself, for B sequences side by side: `last_B` is fed first, `state` is the one before it.
 
@@ -107,7 +107,7 @@ def search(
         totals_BWV = scores_BW[..., None] + _log_probabilities(logits_NV).unflatten(0, (batch, width))
         origins, tokens = [], []
         for row, own in enumerate(beams):
-            scores_BW[row], origin, token = own.advance(totals_BWV[row], end_token)
+            scores_BW[row], origin, token = own.advance(totals_BWV[row], end_tokens)
             origins += [row * width + beam for beam in origin]
             tokens += token
         if bool(scores_BW.isneginf().all()):
@@ -124,7 +124,9 @@ class _Beams:
     live: list[tuple[tuple[int, ...], float]] = field(default_factory=lambda: [((), 0.0)])
     ended: list[Hypothesis] = field(default_factory=list)
 
-    def advance(self, totals_WV: torch.Tensor, end_token: int | None) -> tuple[torch.Tensor, list[int], list[int]]:
+    def advance(
+        self, totals_WV: torch.Tensor, end_tokens: Collection[int]
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
         """Keep the best continuations: their scores [W], the beam each comes from and its token; -inf is none."""
         width, vocab_size = totals_WV.shape
         # Stable: among equals the lower beam and the lower token come first, so a search can be repeated.
@@ -138,7 +140,7 @@ class _Beams:
                 break
             beam, token = divmod(place, vocab_size)
             prefix = self.live[beam][0]
-            if token == end_token:
+            if token in end_tokens:
                 self.ended.append(self._hypothesis(prefix, value, ended=True))
                 continue
             scores_W[len(live)], origins[len(live)], tokens[len(live)] = value, beam, token

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, final
 import torch
 
 from dist_attn.errors import ConfigError, ShapeError
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import Watch, current_watch, watching
 from dist_attn.ops.gpu_record import record_of
 from dist_attn.ops.state import steps_in_place
@@ -101,13 +101,13 @@ class CapturedStep:
     """
 
     def __init__(
-        self, model: LanguageModel, state: ModelState, *, rows: int | None = None, graphs: StepGraphs | None = None
+        self, model: CausalModel, state: ModelState, *, rows: int | None = None, graphs: StepGraphs | None = None
     ) -> None:
         self._model = model
         self._state = state.select(slice(None))
         self._x_BD: torch.Tensor | None = None
         self._logits_BV: torch.Tensor | None = None
-        device = model.embedding.weight.device
+        device = model.device
         self._graphs = StepGraphs(device) if graphs is None else graphs
         self._graph: Replayed | None = None
         self._counts = Watch()  # of the step last replayed; it lives as long as the graph that writes it
@@ -161,7 +161,7 @@ class CapturedStep:
     def step(self, token_B: torch.Tensor) -> torch.Tensor:
         """The logits [B, vocabulary] after one more token for each sequence; the next step writes over them.
 
-        Raises: as `LanguageModel.step`.
+        Raises: as `CausalModel.step`.
         """
         x_BD = self._model.embed_step(token_B, self._state)
         watch = current_watch()
@@ -223,7 +223,7 @@ class CapturedStep:
         watch = current_watch()
         looked_at = watch is not None and watch.finite is not None  # also at the state before
         with nullcontext() if looked_at else steps_in_place():
-            logits_BV, layers = self._model.step_layers(self._x_BD, self._state.layers)
+            logits_BV, layers = self._model.step_layers(self._x_BD, self._state)
         after = ModelState(layers, self._state.position_B)
         if _shapes(after) != _shapes(self._state):
             self._grows = True

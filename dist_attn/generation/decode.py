@@ -1,7 +1,7 @@
 """Tokens after a prompt: prefill in blocks, then one step of the recurrent state for each token."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ import torch
 from dist_attn.errors import InputError
 from dist_attn.generation.captured_step import CapturedStep, StepMode, takes_captured_steps
 from dist_attn.generation.sampling import generator_for, sample
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.text.base import Tokens
 from dist_attn.wire.messages import SamplingSpec
@@ -22,15 +22,15 @@ PREFILL_BLOCK = 512
 
 
 def generate(
-    model: LanguageModel,
+    model: CausalModel,
     prompt_tokens: Tokens,
     spec: SamplingSpec,
     *,
-    end_token: int | None = None,
+    end_tokens: Collection[int] = (),
     on_token: Callable[[int], None] | None = None,
     steps: StepMode = "auto",
 ) -> list[int]:
-    """The tokens drawn after a prompt: `max_tokens` of them, or fewer where `end_token` ends them, which is left out.
+    """The tokens drawn after a prompt: `max_tokens` of them, or those before the first of `end_tokens`.
 
     `on_token` is called with each token as soon as it is drawn. The result of a seed depends on nothing else. `steps`
     says whether they are taken over buffers that stay, see `takes_captured_steps`.
@@ -43,11 +43,11 @@ def generate(
     if not len(prompt_L):
         raise InputError("the prompt has no tokens; give at least one, for example the tokeniser's end token")
     generator = generator_for(spec, request=0)
-    device = model.embedding.weight.device
     drawn: list[int] = []
     counts = Counter[int]()
     with torch.inference_mode():
         state = prefill(model, prompt_L[:-1])
+        device = model.device
         token = int(prompt_L[-1])
         captured = CapturedStep(model, state) if takes_captured_steps(steps, device) else None
         while len(drawn) < spec.max_tokens:
@@ -56,8 +56,8 @@ def generate(
                 logits_BV = captured.step(token_B)
             else:
                 logits_BV, state = model.step(token_B, state)
-            (token,) = sample(logits_BV, [spec], [generator], [counts], [spec.barred(end_token, len(drawn))])
-            if spec.ends(token, end_token):
+            (token,) = sample(logits_BV, [spec], [generator], [counts], [spec.barred(end_tokens, len(drawn))])
+            if spec.ends(token, end_tokens):
                 break
             drawn.append(token)
             counts[token] += 1
@@ -66,7 +66,7 @@ def generate(
     return drawn
 
 
-def prefill(model: LanguageModel, tokens_L: torch.Tensor, state: ModelState | None = None) -> ModelState:
+def prefill(model: CausalModel, tokens_L: torch.Tensor, state: ModelState | None = None) -> ModelState:
     """The state after these tokens, fed in blocks of PREFILL_BLOCK to bound the memory; no logits are computed.
 
     Shapes: tokens [L] int64; none leave the state as it is.

@@ -3,7 +3,7 @@
 Letters: B sequences, L tokens, V vocabulary, N tokens that a request names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -37,12 +37,12 @@ def sample(
     specs: list[SamplingSpec],
     generators: list[torch.Generator],
     counts: Sequence[Mapping[int, int]] | None = None,
-    barred: Sequence[int | None] | None = None,
+    barred: Sequence[Collection[int]] | None = None,
 ) -> list[int]:
     """One token for each sequence: biases and penalties, top_k and min_p, then top_p of what they left, and one draw.
 
-    `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet. `barred` names a
-    token of each sequence that is not drawn.
+    `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet. `barred` names
+    tokens of each sequence that are not drawn.
 
     Temperature 0 takes the largest logit, the lowest id among equals, and leaves the generator untouched; every
     other draw takes exactly one random number. A logit of -inf is never drawn.
@@ -62,9 +62,9 @@ def sample(
     for row, (logits_V, spec, generator) in enumerate(zip(rows, specs, generators, strict=True)):
         _check_row(logits_V, row)
         from_V = adjust_logits(logits_V, spec, {} if counts is None else counts[row])
-        if barred is not None and (token := barred[row]) is not None:
+        if barred is not None and barred[row]:
             from_V = from_V.clone()
-            from_V[token] = -torch.inf
+            from_V[list(barred[row])] = -torch.inf
         drawn.append(int(from_V.argmax()) if spec.temperature == 0 else _draw(from_V, spec, generator))
     return drawn
 

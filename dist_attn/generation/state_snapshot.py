@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 import dist_attn
 from dist_attn.devices import present_compute
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
-from dist_attn.mixers.softmax import SoftmaxState
-from dist_attn.model_config.language_model import mixers_of_layers
-from dist_attn.models import LanguageModel, ModelState, weight_precision_of
+from dist_attn.generation.state_shapes import StateShapes
+from dist_attn.mixers import GrowingState
+from dist_attn.models import CausalModel, ModelState, weight_precision_of
 from dist_attn.ops.processor import flushes_denormals
 from dist_attn.shipped import sha256
 from dist_attn.text import load_tokeniser
@@ -41,31 +41,28 @@ class Restored:
     report: RestoreReport
 
 
-def identity_of(model: LanguageModel, folder: Path) -> ModelIdentity:
+def identity_of(model: CausalModel, folder: Path) -> ModelIdentity:
     """What decides the meaning of this model's states: its files, its tokens, its random matrices, its sizes.
 
     Cost: reads the weights' file once. Raises: ModelFolderError for a tokeniser that cannot be read.
     """
-    config = model.config
-    mixers = mixers_of_layers(config.mixer, config.num_layers)
-    seeds = [mixer.seed for mixer in mixers if hasattr(mixer, "seed")]
     tokeniser = load_tokeniser(folder).digest if (folder / "tokenizer.json").is_file() else None
     return ModelIdentity(
-        weights=sha256(folder / "model.safetensors"),
+        weights=_digest_of_weights(folder),
         config=sha256(folder / "config.json"),
         tokeniser=tokeniser,
         features=_digest_of_buffers(model),
-        feature_seed=seeds[0] if seeds else None,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        mixers=[mixer.kind for mixer in mixers],
+        feature_seed=model.feature_seed,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        mixers=model.kinds,
         weight_precision=weight_precision_of(model),
     )
 
 
-def computation_of(model: LanguageModel, *, chunk_tokens: int, decode_slots: int, ranks: int) -> Computation:
+def computation_of(model: CausalModel, *, chunk_tokens: int, decode_slots: int, ranks: int) -> Computation:
     """How this process computes, as far as it decides the last bits."""
-    device = model.embedding.weight.device
+    device = model.device
     if device.type == "cuda":
         kind = f"cuda_{torch.cuda.get_device_name(device)}"
     else:
@@ -99,14 +96,14 @@ def pack_state(
     if logits_V is not None:
         arrays.append(("logits", _array(logits_V.float())))
     for number, layer in enumerate(state.layers):
-        if isinstance(layer, SoftmaxState):
-            layer.cache.require_whole()
+        if isinstance(layer, GrowingState):
+            layer = layer.standing_at(state.position)
         arrays += [(f"layers.{number}.{index}", _array(t[0])) for index, t in enumerate(layer.tensors())]
     return pack_snapshot(manifest, state.position, arrays, storage=storage)
 
 
 def restore_state(
-    snapshot: Snapshot, model: LanguageModel, manifest: Manifest, *, position: int | None = None
+    snapshot: Snapshot, model: CausalModel, manifest: Manifest, *, position: int | None = None
 ) -> Restored:
     """The state of a snapshot, in the model that `manifest` describes, where the model lies.
 
@@ -125,34 +122,29 @@ def restore_state(
         )
     state = _state(snapshot, model)
     logits = snapshot.arrays.get("logits")
-    logits_V = None if logits is None else _tensor(logits, torch.float32).to(model.embedding.weight.device)
+    logits_V = None if logits is None else _tensor(logits, torch.float32).to(model.device)
     report = report_restore(stored.computed, manifest.computed, header.position, wanted=target, storage=header.storage)
     return Restored(state, logits_V, report)
 
 
-@torch.inference_mode()
-def _state(snapshot: Snapshot, model: LanguageModel) -> ModelState:
-    """The tensors of a snapshot as a state; each is held against what two empty tokens leave behind."""
-    empty, position = model.initial_state(1), snapshot.header.position
-    device = empty.position_B.device
-    after = model.hidden(torch.zeros(1, 2, dtype=torch.int64, device=device), None, empty)[1]
-    layers = []
-    for number, (before, behind) in enumerate(zip(empty.layers, after.layers, strict=True)):
-        tensors = []
-        pairs = zip(before.tensors(), behind.tensors(), strict=True)
-        for index, (least, grown) in enumerate(pairs):
-            array = _stored(snapshot, number, index)
-            # What two tokens have made longer holds one entry for each token.
-            pairs_of_lengths = zip(least.shape[1:], grown.shape[1:], strict=True)
-            needed = [short if short == long else position for short, long in pairs_of_lengths]
-            _check(f"layers.{number}.{index}", array, needed, grown.dtype)
-            tensors.append(_tensor(array, grown.dtype)[None].to(device))
-        layers.append(before.replace(tuple(tensors)))
+def _state(snapshot: Snapshot, model: CausalModel) -> ModelState:
+    """The tensors of a snapshot as a state; each is held against those of the model's states."""
+    shapes, position = StateShapes.of(model), snapshot.header.position
+    device = model.device
+
+    def tensor(layer: int, index: int) -> torch.Tensor:
+        array, dtype = _stored(snapshot, layer, index), shapes.like(layer, index).dtype
+        shapes.check(
+            f"array layers.{layer}.{index} of the snapshot", layer, index, array.shape, _type_of(array), position
+        )
+        return _tensor(array, dtype)[None].to(device)
+
+    state = shapes.state(position, tensor)
     stored = sum(name != "logits" for name in snapshot.arrays)
-    used = sum(len(layer.tensors()) for layer in layers)
+    used = sum(len(layer.tensors()) for layer in state.layers)
     if stored != used:
         raise StateMismatchError(f"the snapshot holds {stored} arrays, the states of the model here {used}")
-    return ModelState(tuple(layers), torch.full((1,), position, dtype=torch.int64, device=device))
+    return state
 
 
 def _stored(snapshot: Snapshot, layer: int, index: int) -> NDArray[Any]:
@@ -162,13 +154,8 @@ def _stored(snapshot: Snapshot, layer: int, index: int) -> NDArray[Any]:
     return snapshot.arrays[name]
 
 
-def _check(name: str, array: NDArray[Any], needed: list[int], dtype: torch.dtype) -> None:
-    stored_dtype = torch.bfloat16 if array.dtype == np.uint16 else torch.from_numpy(np.empty(0, array.dtype)).dtype
-    if list(array.shape) != needed or stored_dtype != dtype:
-        raise StateMismatchError(
-            f"array {name} of the snapshot is {stored_dtype} {list(array.shape)}; a state of the model here has "
-            f"{dtype} {needed}"
-        )
+def _type_of(array: NDArray[Any]) -> torch.dtype:
+    return torch.bfloat16 if array.dtype == np.uint16 else torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -187,7 +174,15 @@ def _tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
-def _digest_of_buffers(model: LanguageModel) -> str | None:
+def _digest_of_weights(folder: Path) -> str:
+    """SHA-256 of the one file of weights, or of the digests of all."""
+    if (folder / "model.safetensors").is_file():
+        return sha256(folder / "model.safetensors")
+    digests = "".join(sha256(path) for path in sorted(folder.glob("*.safetensors")))
+    return hashlib.sha256(digests.encode()).hexdigest()
+
+
+def _digest_of_buffers(model: CausalModel) -> str | None:
     """SHA-256 of all fixed arrays by name, such as random matrices; None where there are none."""
     digest, any_read = hashlib.sha256(), False
     for name, buffer in sorted(model.named_buffers()):

@@ -9,8 +9,8 @@ from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
 from dist_attn.generation.beam_search import BeamSpec, beam_search
 from dist_attn.generation.decode import generate
-from dist_attn.models import LanguageModel, weight_bytes, weight_precision_of
-from dist_attn.text import IncrementalDecoder
+from dist_attn.models import CausalModel, weight_bytes, weight_precision_of
+from dist_attn.text import IncrementalDecoder, end_tokens
 from dist_attn.wire.choices import WeightPrecision
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.specs import check_sampling
@@ -54,9 +54,9 @@ def generate_text(
     with compute.autocast():
         drawn = generate(
             model.to(compute.device),
-            tokeniser.encode(data),
+            tokeniser.encode_whole(data, framed=True),
             spec,
-            end_token=tokeniser.end_token,
+            end_tokens=end_tokens(tokeniser, folder, model.vocab_size),
             on_token=lambda token: show(decoder.push(token)),
         )
     show(decoder.finish())
@@ -91,9 +91,10 @@ def search_text(
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
     tell(compute.sentence())
     started = time.perf_counter()
-    prompts, end = [tokeniser.encode(data)], tokeniser.end_token
+    prompts = [tokeniser.encode_whole(data, framed=True)]
+    ends = end_tokens(tokeniser, folder, model.vocab_size)
     with compute.autocast():
-        ((best, *_),) = beam_search(model.to(compute.device), prompts, spec, end_token=end)
+        ((best, *_),) = beam_search(model.to(compute.device), prompts, spec, end_tokens=ends)
     seconds = time.perf_counter() - started
     return {
         "text": tokeniser.decode(list(best.tokens)).decode(errors="replace"),
@@ -107,5 +108,5 @@ def search_text(
     }
 
 
-def _told(model: LanguageModel) -> dict[str, Any]:
+def _told(model: CausalModel) -> dict[str, Any]:
     return {"weights": weight_precision_of(model), "weights_bytes": weight_bytes(model)}

@@ -36,6 +36,6 @@ def translate(
             source_BS = torch.from_numpy(np.array([np.asarray(sources[row]) for row in some], dtype=np.int64))
             begin_B = torch.full((len(some),), end_token, device="cpu")
             _, state = model.decode(begin_B[:, None][:, :0], model.encode(source_BS))
-            for row, hypotheses in zip(some, search(model.step, state, begin_B, limit, end_token), strict=True):
+            for row, hypotheses in zip(some, search(model.step, state, begin_B, limit, (end_token,)), strict=True):
                 by_row[row] = hypotheses
     return by_row

@@ -2,44 +2,74 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped.downloaded import SUPPORTED
+from dist_attn.shipped.stored_tensors import read_json_object
 
 OUR_MODEL_TYPE: Final = "dist_attn"
 CONVERTIBLE: Final = ("bert", "gpt2", "gpt_neox", "llama")
 """The values of `model_type` that `dist-attn convert` reads."""
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Nothing happens where config.json is one of this project, is damaged or is missing: its reader says so.
+def origin(folder: Path) -> Literal["ours", "downloaded", "neither"]:
+    """Whose model a folder holds: of this project, of a type of transformers' that is served as it is, or another's.
 
-    Raises: ModelFolderError for a model of Hugging Face's, with its type and the command that converts it.
+    A folder without a config.json is ours: its reader says what is missing.
+    Raises: ModelFolderError for a config.json that is no JSON object.
     """
-    values = _read(folder / "config.json")
+    values = _config(folder)
     encoder = (folder / "modules.json").is_file()  # sentence-transformers; the configuration may lie deeper
     if not encoder and (not values.keys() & {"model_type", "architectures"} or values.keys() & {"kind", "mixer"}):
-        return
-    kind, names = values.get("model_type"), values.get("architectures")
+        return "ours"
+    kind = values.get("model_type")
     if kind == OUR_MODEL_TYPE:
+        return "ours"
+    return "downloaded" if kind in SUPPORTED and not encoder else "neither"
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Nothing happens where a folder is ours, or downloaded and of a supported type.
+
+    Raises: ModelFolderError for another model of Hugging Face's, with its type and what may be done with it.
+    """
+    if origin(folder) != "neither":
         return
+    values = _config(folder)
+    kind, names = values.get("model_type"), values.get("architectures")
     said = [f"model_type {kind!r}"] if kind is not None else []
     said += [f"architectures {names!r}"] if names else []
     about = f" ({', '.join(said)})" if said else ""
-    if encoder or kind in CONVERTIBLE:
+    if (folder / "modules.json").is_file() or kind in CONVERTIBLE:
         todo = f"make it a model folder of this project: dist-attn convert {folder} --out NEW_FOLDER"
     else:
-        todo = f"dist-attn convert makes model folders of the types {', '.join(CONVERTIBLE)}"
+        todo = (
+            f"dist-attn serve takes the types {', '.join(SUPPORTED)} as they were downloaded, and dist-attn convert "
+            f"makes model folders of the types {', '.join(CONVERTIBLE)}"
+        )
+    if "auto_map" in values:
+        todo += "; code that comes with a model (auto_map) is never run"
     raise ModelFolderError(f"{folder} is a Hugging Face folder{about}; {todo}")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+def refuse_downloaded(folder: Path) -> None:
+    """Raises: ModelFolderError for a downloaded folder, where only a model of this project will do."""
+    if origin(folder) != "downloaded":
+        return
+    kind = _config(folder)["model_type"]
+    convert = f", and dist-attn convert {folder} --out NEW_FOLDER makes one of it" if kind in CONVERTIBLE else ""
+    raise ModelFolderError(
+        f"{folder} is a Hugging Face folder (model_type {kind!r}), which dist-attn serve takes as it is; needed here "
+        f"is a model folder of this project{convert}"
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return read_json_object(path) if path.is_file() else {}
 
 
 def check_manifest(folder: Path) -> None:
@@ -91,6 +121,17 @@ def shipped_models() -> list[Path]:
     return sorted(folders, key=lambda folder: (folder.name != DEFAULT_MODEL, folder.name))
 
 
+def added_models_folder() -> Path:
+    """Where `dist-attn models add` puts models: in $XDG_DATA_HOME, else in ~/.local/share."""
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path(os.path.expanduser("~")) / ".local" / "share") / "dist-attn" / "models"
+
+
+def added_models() -> list[Path]:
+    """The folders of the models that were added, by name."""
+    return sorted(path.parent for path in added_models_folder().glob("[!.]*/config.json"))
+
+
 def purpose(folder: Path) -> str:
     """What a model is for: the first paragraph of its README.md; "" without one."""
     try:
@@ -103,18 +144,18 @@ def purpose(folder: Path) -> str:
 
 
 def resolve_model_folder(path_or_name: str | Path | None = None) -> Path:
-    """A model folder by path, or a shipped model by name; None is the default one.
+    """A model folder by path, or a model that ships or was added by name; None is the default one.
 
-    Raises: ModelFolderError when there is neither, naming what was looked for and what ships; and for a folder of
-        Hugging Face's that was not converted.
+    Raises: ModelFolderError when there is neither, naming what was looked for and what there is; and for a folder of
+        Hugging Face's of a type that is not supported.
     """
     model = DEFAULT_MODEL if path_or_name is None else str(path_or_name)
-    for folder in (Path(model), SHIPPED / model):
+    for folder in (Path(model), SHIPPED / model, added_models_folder() / model):
         refuse_foreign(folder)
         if (folder / "config.json").is_file():
             return folder
-    ships = sorted(folder.name for folder in shipped_models())
+    names = sorted(folder.name for folder in (*shipped_models(), *added_models()))
     raise ModelFolderError(
         f"no model at {model!r}: needed is a folder with config.json, model.safetensors and tokenizer.json, or the "
-        f"name of a shipped model ({', '.join(ships) or 'none here'})"
+        f"name of one that ships or was added ({', '.join(names) or 'none here'})"
     )

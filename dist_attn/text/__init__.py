@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from dist_attn.errors import ModelFolderError, TokenError
+from dist_attn.shipped import origin
+from dist_attn.shipped.generation_config import read_generation_defaults
 from dist_attn.text.base import TAIL_BYTES, WORD_TAIL_BYTES, IncrementalDecoder, Tokeniser, Vocabulary
 from dist_attn.text.bpe import BYTE_PIECES, BpeTokeniser, ByteTokeniser, train_bpe
 from dist_attn.text.byte_level import ByteLevelTokeniser
 from dist_attn.text.foreign import ForeignTokeniser
-from dist_attn.text.hugging_face import CONFIG_NAME, FILE_NAME, WRITTEN_BY, read_tokenizer_json
+from dist_attn.text.hugging_face import CONFIG_NAME, FILE_NAME, SPECIAL_NAME, WRITTEN_BY, read_tokenizer_json
+from dist_attn.text.library import LibraryTokeniser
 from dist_attn.text.pieces import TEXT_PATTERN
 from dist_attn.text.sentence_piece import SentencePieceTokeniser
+from dist_attn.text.whole_text import content_of
 from dist_attn.text.word_piece import WordPieceTokeniser
 
 __all__ = [
@@ -22,9 +26,12 @@ __all__ = [
     "ByteTokeniser",
     "ForeignTokeniser",
     "IncrementalDecoder",
+    "LibraryTokeniser",
     "SentencePieceTokeniser",
     "Tokeniser",
     "WordPieceTokeniser",
+    "end_tokens",
+    "fitted",
     "load_tokeniser",
     "read_foreign",
     "train_bpe",
@@ -34,13 +41,14 @@ __all__ = [
 def load_tokeniser(folder: Path) -> Tokeniser:
     """The tokeniser that `save` wrote into this folder, with the same ids.
 
-    A folder with a tokenizer_config.json that does not carry this project's mark has the tokens of another program.
+    A downloaded model's folder has the tokens of another program, and so has one with a tokenizer_config.json that does
+    not carry this project's mark.
 
     Raises: ModelFolderError naming the file when it is missing or of another kind.
     """
     path = Path(folder) / FILE_NAME
     about = _read_object(path.with_name(CONFIG_NAME))
-    if about is not None and not WRITTEN_BY.items() <= about.items():
+    if (about is not None and not WRITTEN_BY.items() <= about.items()) or origin(Path(folder)) == "downloaded":
         return read_foreign(Path(folder))
     contents = read_tokenizer_json(path)
     if not contents.merges and contents.pieces == BYTE_PIECES:
@@ -59,21 +67,52 @@ def load_tokeniser(folder: Path) -> Tokeniser:
     return tokeniser
 
 
-def read_foreign(folder: Path) -> ForeignTokeniser:
-    """The tokeniser in a folder of Hugging Face's.
+def end_tokens(tokeniser: Tokeniser, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The tokens each of which ends a text of a folder's model: those its files name, else the end of a document.
 
-    Raises: ModelFolderError for files that are missing, unreadable or of a kind that is not supported.
+    Raises: ModelFolderError as `read_generation_defaults`.
+    """
+    named = read_generation_defaults(folder, vocab_size).end_tokens
+    return named or (() if tokeniser.end_token is None else (tokeniser.end_token,))
+
+
+def fitted(tokeniser: Tokeniser, folder: Path, vocab_size: int) -> Tokeniser:
+    """The tokeniser of a model with `vocab_size` tokens, which must be as many; of another program's files at least.
+
+    Embeddings are often padded to a round number of rows: the ids without a token are unused ones then.
+
+    Raises: ModelFolderError naming the folder and both numbers.
+    """
+    if isinstance(tokeniser, ForeignTokeniser) and tokeniser.vocab_size <= vocab_size:
+        return tokeniser.padded(vocab_size)
+    if tokeniser.vocab_size != vocab_size:
+        wanted = "at most that many" if isinstance(tokeniser, ForeignTokeniser) else "equal"
+        raise ModelFolderError(
+            f"{folder}: tokenizer.json has {tokeniser.vocab_size} tokens, config.json says {vocab_size}; "
+            f"they must be {wanted}, so the files are of two models"
+        )
+    return tokeniser
+
+
+def read_foreign(folder: Path, *, streams: bool = False) -> ForeignTokeniser:
+    """The tokeniser in a folder of Hugging Face's: of a kind that cuts streams, else one that reads whole texts.
+
+    Raises: ModelFolderError for files that are missing or unreadable, and where it `streams` for other kinds.
     """
     path = folder / FILE_NAME
-    contents, about = _read_object(path), _read_object(folder / CONFIG_NAME) or {}
+    contents = _read_object(path)
     if contents is None:
         raise ModelFolderError(f"{path} cannot be read: there is no such file")
-    end = about.get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    model = contents.get("model")
+    about = (_read_object(folder / SPECIAL_NAME) or {}) | (_read_object(folder / CONFIG_NAME) or {})
+    end, model = content_of(about.get("eos_token")), contents.get("model")
     if not isinstance(model, dict):
         raise ModelFolderError(f"{path} has no model; needed is a file of the tokenizers library")
-    return _kind(model)(contents, end if isinstance(end, str) else None, str(path))
+    try:
+        return _kind(model)(contents, end, str(path), about)
+    except ModelFolderError:
+        if streams:
+            raise
+        return LibraryTokeniser(contents, end, str(path), about)
 
 
 def _kind(model: dict[str, Any]) -> type[ForeignTokeniser]:

@@ -5,7 +5,7 @@ How much of a stream a caller may have to keep is part of the promise.
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,11 @@ class Tokeniser(Protocol):
         ...
 
     @property
+    def token_ids(self) -> Mapping[str, int]:
+        """The tokens that begin, end and pad texts, as far as there are any, under transformers' names for them."""
+        ...
+
+    @property
     def digest(self) -> str:
         """Sha256 (hex) of everything that decides which tokens a text gives."""
         ...
@@ -71,7 +76,33 @@ class Tokeniser(Protocol):
         ...
 
     def encode(self, data: Bytes) -> NDArray[np.int32]:
-        """The tokens of a whole text."""
+        """The tokens of a whole text, as a stream gives them."""
+        ...
+
+    def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
+        """The tokens of a whole text that is a prompt; of a folder of Hugging Face's those of its AutoTokenizer.
+
+        `framed`: with the tokens that the folder puts around every text.
+        """
+        ...
+
+    def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
+        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The id of each special token, by its text."""
+        ...
+
+    @property
+    def byte_tokens(self) -> frozenset[int]:
+        """Tokens of single bytes whose runs are text only where all of a run is UTF-8."""
+        ...
+
+    @property
+    def dropped_blanks(self) -> int:
+        """So many blanks at the beginning of a whole text are no part of it."""
         ...
 
     def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
@@ -150,6 +181,8 @@ class TableTokeniser(ABC):
     """A tokeniser whose ids stand for the bytes of a table; a kind of it says how a stream is cut into tokens."""
 
     _vocabulary: Vocabulary
+    byte_tokens: frozenset[int] = frozenset()
+    dropped_blanks: int = 0
 
     @abstractmethod
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
@@ -165,6 +198,11 @@ class TableTokeniser(ABC):
     def vocab_size(self) -> int:
         """How many ids there are, the end token, special and unused ones included."""
         return self._vocabulary.size
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """The end token, which also pads: `bos_token_id`, `eos_token_id` and `pad_token_id` as far as there are any."""
+        return {"eos_token_id": self._vocabulary.end_token, "pad_token_id": self._vocabulary.end_token}
 
     def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
         """`encode_piece`, and where in `data` each of the tokens ends."""
@@ -194,21 +232,53 @@ class TableTokeniser(ABC):
 
 
 class IncrementalDecoder:
-    """UTF-8 text, token by token; bytes that are not UTF-8 become U+FFFD."""
+    """UTF-8 text, token by token; bytes that are not UTF-8 become U+FFFD.
 
-    def __init__(self, tokeniser: Tokeniser) -> None:
+    `begins`: the tokens are a whole text, not what follows another one: together they give what the `tokenizers`
+    library decodes, which leaves out the blank that a tokeniser has put before a text.
+    """
+
+    def __init__(self, tokeniser: Tokeniser, *, begins: bool = False) -> None:
         self._tokeniser = tokeniser
+        self._begins = begins
+        self._reset()
+
+    def _reset(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._run = b""  # of tokens of single bytes
+        self._blanks = self._tokeniser.dropped_blanks if self._begins else 0
 
     def push(self, token: int) -> str:
-        """The text that is certain after one more token; empty while a character is incomplete.
+        """The text that is certain after one more token; empty while a character or a run of bytes is incomplete.
 
         Raises: TokenError for an id outside the vocabulary.
         """
-        return self._utf8.decode(self._tokeniser.decode([token]))
+        data = self._tokeniser.decode([token])
+        if token in self._tokeniser.byte_tokens:
+            self._run += data
+            return ""
+        if not data:
+            return ""
+        return self._without_blanks(self._take_run() + self._utf8.decode(data))
 
     def finish(self) -> str:
         """What is left: U+FFFD if the last character never became whole. The decoder then starts afresh."""
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
+        text = self._without_blanks(self._take_run() + self._utf8.decode(b"", final=True))
+        self._reset()
+        return text
+
+    def _take_run(self) -> str:
+        run, self._run = self._run, b""
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)  # as the library has it
+
+    def _without_blanks(self, text: str) -> str:
+        while text and self._blanks:
+            self._blanks -= 1
+            if text[0] != " ":
+                self._blanks = 0
+            else:
+                text = text[1:]
         return text

@@ -22,7 +22,7 @@ from tokenizers.trainers import BpeTrainer
 
 from dist_attn.errors import InputError, TokenError
 from dist_attn.text.base import Bytes, TableTokeniser, Vocabulary, check_bytes
-from dist_attn.text.hugging_face import printable, write_tokenizer_json
+from dist_attn.text.hugging_face import END_TEXT, printable, write_tokenizer_json
 from dist_attn.text.pieces import PATTERN, TEXT_PATTERN, cut_blocks
 
 BYTE_PIECES = tuple(bytes([value]) for value in range(256))
@@ -35,6 +35,23 @@ class _OwnTokeniser(TableTokeniser):
     def end_token(self) -> int:
         """The id that ends a document; it stands for no bytes."""
         return self._vocabulary.end_token
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The id of the end token, by its text."""
+        return {END_TEXT: self.end_token}
+
+    def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
+        """`encode`: nothing is put around a text, and no text is a special token.
+
+        Raises: TokenError if `data` is not bytes.
+        """
+        return self.encode(data)
+
+    def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
+        """The tokens of texts, and the end tokens between them."""
+        rows = [np.array([part], np.int32) if isinstance(part, int) else self.encode(part.encode()) for part in parts]
+        return np.concatenate([np.empty(0, np.int32), *rows])
 
 
 @final_class

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import re
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,12 +16,16 @@ from tokenizers import Tokenizer
 from dist_attn.errors import ModelFolderError
 from dist_attn.text.base import TAIL_BYTES, Bytes, TableTokeniser, Vocabulary, check_bytes
 from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
+from dist_attn.text.whole_text import DECIDING, WholeText, content_of
 
 MAX_PIECE_BYTES = TAIL_BYTES - 8
 """A character that is cut at the end of the bytes looked at, and one that a pattern looks ahead to, fit behind it."""
 
 _BLOCK_BYTES = 1 << 16
 _CACHE_ENTRIES = 1 << 16
+
+NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""Bytes that are no UTF-8, where these were decoded with `surrogateescape`."""
 
 
 class ForeignTokeniser(TableTokeniser):
@@ -31,19 +38,28 @@ class ForeignTokeniser(TableTokeniser):
 
     supported: ClassVar[str]
 
-    def __init__(self, contents: dict[str, Any], end_text: str | None, name: str = FILE_NAME) -> None:
+    def __init__(
+        self,
+        contents: dict[str, Any],
+        end_text: str | None,
+        name: str = FILE_NAME,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         try:
             self._check(contents)
-            # Text never becomes an added token, so the library does not hear of any; nor does it cut, pad or frame.
+            # A stream never has added tokens, so the library does not hear of any; nor does it cut, pad or frame.
             bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
             self._tokenizer = Tokenizer.from_str(json.dumps(contents | bare))
-            self._vocabulary = Vocabulary(self._table(contents), ends=False)
-            ids = {token["content"]: int(token["id"]) for token in contents["added_tokens"]} | ids_of(contents)
+            self._about = {"eos_token": end_text} if about is None else dict(about)
+            self._whole = WholeText(contents, self._about)
+            table, size = self._table(contents), 1 + max(self._whole.library.get_vocab().values())
+            self._vocabulary = Vocabulary((*table, *[b""] * (size - len(table))), ends=False)
         except Exception as error:  # the library raises no narrower type
             detail = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ModelFolderError(f"{name}: {detail}; supported is {self.supported}") from None
         self._contents, self._end_text = contents, end_text
-        self._end_token: int | None = None if end_text is None else ids.get(end_text)
+        self.byte_tokens, self.dropped_blanks = self._whole.byte_tokens, self._whole.dropped_blanks
+        self._end_token: int | None = None if end_text is None else self._whole.library.token_to_id(end_text)
         self.digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -56,6 +72,39 @@ class ForeignTokeniser(TableTokeniser):
         """The id that ends a document, if the folder names one."""
         return self._end_token
 
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """The tokens that the folder names to begin, end and pad texts; where it names none to pad, the end token."""
+        texts = {name: content_of(self._about.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        texts |= {"eos_token": self._end_text, "pad_token": texts["pad_token"] or self._end_text}
+        ids = {f"{name}_id": self._whole.library.token_to_id(text) for name, text in texts.items() if text}
+        return {name: token for name, token in ids.items() if token is not None}
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The id of each special token, by its text."""
+        return self._whole.special_tokens
+
+    def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
+        """The tokens that transformers' AutoTokenizer gives: normalised, with the names of added tokens read as these.
+
+        `framed`: with the tokens that the files put around every text. Memory: some 100 bytes for each token.
+
+        Raises: TokenError if `data` is not bytes.
+        """
+        check_bytes(data)
+        return self._whole.encode(bytes(data).decode("utf-8", "replace"), framed=framed)
+
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The tokens that the file puts before and behind every text."""
+        framed, bare = (self._whole.encode("a", framed=framed).tolist() for framed in (True, False))
+        before = next((at for at in range(len(framed)) if framed[at : at + len(bare)] == bare), 0)
+        return framed[:before], framed[before + len(bare) :]
+
+    def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
+        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them."""
+        return self._whole.encode_parts(parts)
+
     def padded(self, vocab_size: int) -> Self:
         """With unused ids up to `vocab_size`: models are often padded to a round number of tokens.
 
@@ -66,10 +115,10 @@ class ForeignTokeniser(TableTokeniser):
                 f"{FILE_NAME} has {self.vocab_size} tokens and config.json says vocab_size {vocab_size}; needed are "
                 "at least as many as tokens"
             )
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        more = [{"id": n, "content": f"<|unused-{n}|>"} | flags for n in range(self.vocab_size, vocab_size)]
-        contents = self._contents | {"added_tokens": [*self._contents["added_tokens"], *more]}
-        return type(self)(contents, self._end_text)
+        unused = [b""] * (vocab_size - self.vocab_size)
+        wider = copy(self)
+        wider._vocabulary = Vocabulary((*self._vocabulary.pieces, *unused), ends=False)
+        return wider
 
     def ending_with(self, token: int) -> Self:
         """With this special token as the end of a document.
@@ -78,12 +127,14 @@ class ForeignTokeniser(TableTokeniser):
         """
         for added in self._contents["added_tokens"]:
             if added["id"] == token and added["special"]:
-                return type(self)(self._contents, added["content"])
+                text = added["content"]
+                return type(self)(self._contents, text, about=self._about | {"eos_token": text})
         raise ModelFolderError(f"{FILE_NAME} has no special token {token}, which config.json names as eos_token_id")
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and, with the end token's name, `tokenizer_config.json`."""
-        write_tokenizer_config(folder, self._end_text)
+        """Write `tokenizer.json` and `tokenizer_config.json`, with what decides about the tokens."""
+        kept = {name: value for name, value in self._about.items() if name in DECIDING and value is not None}
+        write_tokenizer_config(folder, self._end_text, kept)
         (folder / FILE_NAME).write_text(json.dumps(self._contents, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
     @staticmethod
@@ -100,8 +151,8 @@ class ForeignTokeniser(TableTokeniser):
 class PiecewiseTokeniser(ForeignTokeniser):
     """A foreign tokeniser whose text is cut into short pieces, each of which has the same tokens wherever it stands."""
 
-    def __init__(self, contents: dict[str, Any], end_text: str | None, name: str = FILE_NAME) -> None:
-        super().__init__(contents, end_text, name)
+    def __init__(self, contents: dict[str, Any], end_text: str | None, *more: Any, **options: Any) -> None:
+        super().__init__(contents, end_text, *more, **options)
         self._cached: dict[str, bytes] = {}  # raw int32; emptied when full
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
@@ -136,3 +187,13 @@ def ids_of(contents: dict[str, Any]) -> dict[str, int]:
     if isinstance(vocab, list):
         return {str(text): number for number, (text, _) in enumerate(vocab)}
     return {str(text): int(number) for text, number in vocab.items()}
+
+
+def byte_ends(text: str) -> NDArray[np.int64]:
+    """Where in the bytes each character ends; one that stands for a byte that is no UTF-8 has length 1."""
+    if text.isascii():
+        return np.arange(1, len(text) + 1, dtype=np.int64)
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    lengths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    lengths[(points >= 0xDC80) & (points <= 0xDCFF)] = 1
+    return np.cumsum(lengths)

@@ -12,6 +12,7 @@ __all__ = [
     "CONFIG_NAME",
     "END_TEXT",
     "FILE_NAME",
+    "SPECIAL_NAME",
     "WRITTEN_BY",
     "Contents",
     "printable",
@@ -23,6 +24,7 @@ __all__ = [
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
+SPECIAL_NAME = "special_tokens_map.json"
 END_TEXT = "<|end|>"
 WRITTEN_BY = {"written_by": "dist-attn"}
 """The entry of tokenizer_config.json that marks a tokeniser of this project; without it the tokens are another's."""
@@ -97,7 +99,7 @@ def write_tokenizer_json(
     _write_json(folder / FILE_NAME, contents)
 
 
-def write_tokenizer_config(folder: Path, end_text: str | None, more: dict[str, str] | None = None) -> None:
+def write_tokenizer_config(folder: Path, end_text: str | None, more: dict[str, Any] | None = None) -> None:
     """Write what transformers needs beside tokenizer.json: the end token, which also pads.
 
     Batches are padded before their texts, because generation goes on from the last column.

@@ -17,7 +17,6 @@ from typing import final as final_class
 
 from dist_attn.text.base import TAIL_BYTES
 from dist_attn.text.foreign import MAX_PIECE_BYTES, PiecewiseTokeniser, ids_of
-from dist_attn.text.hugging_face import FILE_NAME
 
 _BLANK = "\u2581"
 _ALONE = "\udc80-\udcff" + _BLANK  # bytes that are no UTF-8, and the character that a blank would be mistaken for
@@ -32,8 +31,8 @@ class SentencePieceTokeniser(PiecewiseTokeniser):
 
     supported = "BPE or Unigram of SentencePiece with byte fallback, blanks as \u2581 and no other normaliser"
 
-    def __init__(self, contents: dict[str, Any], end_text: str | None, name: str = FILE_NAME) -> None:
-        super().__init__(contents, end_text, name)
+    def __init__(self, contents: dict[str, Any], end_text: str | None, *more: Any, **options: Any) -> None:
+        super().__init__(contents, end_text, *more, **options)
         ids = ids_of(contents)
         self._byte_ids = [ids[_byte_token(value)] for value in range(256)]
         special = [re.escape(token["content"]) for token in contents["added_tokens"] if token["content"]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.text.base import WORD_TAIL_BYTES, Bytes, Tokens, check_bytes
-from dist_attn.text.foreign import ForeignTokeniser, ids_of
+from dist_attn.text.foreign import NOT_UTF8, ForeignTokeniser, byte_ends, ids_of
 
 __all__ = ["MAX_WORD", "WordPieceTokeniser"]
 
@@ -30,7 +30,6 @@ _PREFIX = "##"
 _BLANKS = " \t\n\r\u00a0\u2000-\u200a\u3000"
 _MARKS = r"!-/:-@\[-`{-~" + "\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff03\uff05-\uff0a\uff0c-\uff0f"
 _CHINESE = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f"
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 @final_class
@@ -39,8 +38,8 @@ class WordPieceTokeniser(ForeignTokeniser):
 
     supported = "WordPiece as of BERT: a BertNormalizer, a BertPreTokenizer, pieces that go on with ##"
 
-    def __init__(self, contents: dict[str, Any], end_text: str | None, *name: str) -> None:
-        super().__init__(contents, end_text, *name)
+    def __init__(self, contents: dict[str, Any], end_text: str | None, *more: Any, **options: Any) -> None:
+        super().__init__(contents, end_text, *more, **options)
         chinese = _CHINESE if contents["normalizer"].get("handle_chinese_chars", True) else ""
         self._inside = re.compile(f"[^{_BLANKS}{_MARKS}{chinese}]")
         self._long = re.compile(f"{self._inside.pattern}{{{MAX_WORD}}}")
@@ -89,9 +88,9 @@ class WordPieceTokeniser(ForeignTokeniser):
                 text = text[: self._decided(text)]
             if not text:
                 break
-            places = _byte_ends(text) + start
+            places = byte_ends(text) + start
             for begin, piece in self._cut(text):
-                encoding = self._tokenizer.encode(_NOT_UTF8.sub("\ufffd", piece), add_special_tokens=False)
+                encoding = self._tokenizer.encode(NOT_UTF8.sub("\ufffd", piece), add_special_tokens=False)
                 if encoding.ids:
                     ids.append(np.array(encoding.ids, dtype=np.int32))
                     ends.append(places[np.array(encoding.offsets)[:, 1] + (begin - 1)])
@@ -141,13 +140,3 @@ class WordPieceTokeniser(ForeignTokeniser):
             if number not in special and text != unknown:
                 pieces[number] = text[len(_PREFIX) :].encode() if text.startswith(_PREFIX) else f" {text}".encode()
         return tuple(pieces)
-
-
-def _byte_ends(text: str) -> NDArray[np.int64]:
-    """Where in the bytes each character ends; one that stands for a byte that is no UTF-8 has length 1."""
-    if text.isascii():
-        return np.arange(1, len(text) + 1, dtype=np.int64)
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    lengths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-    lengths[(points >= 0xDC80) & (points <= 0xDCFF)] = 1
-    return np.cumsum(lengths)

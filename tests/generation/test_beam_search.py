@@ -44,7 +44,7 @@ def _rounded(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
 def test_a_wide_beam_is_the_naive_search(kind: str, penalty: float) -> None:
     """A beam as wide as there are sequences finds every one of them, with its probability and score, in order."""
     model = _model(kind)
-    (found,) = beam_search(model, PROMPTS[:1], BeamSpec(VOCAB**LENGTH, LENGTH, penalty), end_token=END)
+    (found,) = beam_search(model, PROMPTS[:1], BeamSpec(VOCAB**LENGTH, LENGTH, penalty), end_tokens=[END])
     naive = _naive(model, PROMPTS[0], penalty)
     assert len(found) == len(naive) > 80
     by_tokens = {(h.tokens, h.ended): h for h in naive}
@@ -58,7 +58,7 @@ def test_a_narrow_beam_finds_good_sequences() -> None:
     """A beam of 8 finds the likeliest of all 4^4 sequences here, and every hypothesis has its true probability."""
     model = _model()
     naive = {h.tokens: h for h in _naive(model, PROMPTS[0], 0.6)}
-    (found,) = beam_search(model, PROMPTS[:1], BeamSpec(8, LENGTH, 0.6), end_token=END)
+    (found,) = beam_search(model, PROMPTS[:1], BeamSpec(8, LENGTH, 0.6), end_tokens=[END])
     assert len(found) == 8
     assert found[0].tokens == next(iter(naive))
     assert [h.log_probability for h in found] == pytest.approx(
@@ -66,13 +66,13 @@ def test_a_narrow_beam_finds_good_sequences() -> None:
     )
 
 
-@pytest.mark.parametrize("end_token", [None, 0, 1, 2, 3])
-def test_width_one_is_greedy(end_token: int | None) -> None:
+@pytest.mark.parametrize("end_tokens", [(), (0,), (1,), (2,), (3, 1)])
+def test_width_one_is_greedy(end_tokens: tuple[int, ...]) -> None:
     """With one beam the tokens are those of greedy generation, up to and without the end token."""
     model = _model()
     for prompt in PROMPTS:
-        (found,) = beam_search(model, [prompt], BeamSpec(1, 12), end_token=end_token)
-        greedy = generate(model, prompt, SamplingSpec(max_tokens=12, temperature=0.0), end_token=end_token)
+        (found,) = beam_search(model, [prompt], BeamSpec(1, 12), end_tokens=end_tokens)
+        greedy = generate(model, prompt, SamplingSpec(max_tokens=12, temperature=0.0), end_tokens=end_tokens)
         assert [list(h.tokens) for h in found] == [greedy]
         assert found[0].ended == (len(greedy) < 12)
 
@@ -81,8 +81,8 @@ def test_width_one_is_greedy(end_token: int | None) -> None:
 def test_prompts_do_not_touch_each_other(kind: str) -> None:
     """Prompts of different lengths in one call find what each finds alone."""
     model, spec = _model(kind), BeamSpec(3, 6)
-    together = beam_search(model, PROMPTS, spec, end_token=END)
-    alone = [beam_search(model, [prompt], spec, end_token=END)[0] for prompt in PROMPTS]
+    together = beam_search(model, PROMPTS, spec, end_tokens=[END])
+    alone = [beam_search(model, [prompt], spec, end_tokens=[END])[0] for prompt in PROMPTS]
     assert [_rounded(found) for found in together] == [_rounded(found) for found in alone]
     assert len({found[0].tokens for found in together}) > 1
 
@@ -103,7 +103,7 @@ def test_a_larger_penalty_favours_longer_sequences() -> None:
 
     best = []
     for penalty in (0.0, 0.6, 8.0):
-        ((first, *_),) = search(step, _Nothing(), torch.tensor([0]), BeamSpec(27, 3, penalty), end_token=0)
+        ((first, *_),) = search(step, _Nothing(), torch.tensor([0]), BeamSpec(27, 3, penalty), end_tokens=[0])
         best.append(first.tokens)
     assert best == [(), (), (1, 1)]
     assert length_penalty(1, 0.6) == 1.0

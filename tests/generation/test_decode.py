@@ -79,17 +79,17 @@ def test_streamed_and_seeded() -> None:
 
 
 def test_end_token() -> None:
-    """Drawing the end token ends the text; it is neither returned nor handed over."""
+    """Drawing any of the end tokens ends the text; it is neither returned nor handed over."""
     spec = SamplingSpec(max_tokens=20, seed=7)
     whole = generate(small_model(), prompt(9), spec)
     end = whole[5]
     seen: list[int] = []
-    drawn = generate(small_model(), prompt(9), spec, end_token=end, on_token=seen.append)
-    assert seen == drawn == whole[: whole.index(end)]
-    past = generate(small_model(), prompt(9), SamplingSpec(max_tokens=20, seed=7, ignore_eos=True), end_token=end)
+    drawn = generate(small_model(), prompt(9), spec, end_tokens=[whole[9], end], on_token=seen.append)
+    assert seen == drawn == whole[: min(whole.index(end), whole.index(whole[9]))]
+    past = generate(small_model(), prompt(9), SamplingSpec(max_tokens=20, seed=7, ignore_eos=True), end_tokens=[end])
     assert past == whole
     least = SamplingSpec(max_tokens=20, seed=7, min_tokens=12)
-    put_off = generate(small_model(), prompt(9), least, end_token=end)
+    put_off = generate(small_model(), prompt(9), least, end_tokens=[end])
     assert end not in put_off[:12] and len(put_off) >= 12
 
 

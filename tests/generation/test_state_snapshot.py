@@ -143,7 +143,9 @@ def test_arrays_that_do_not_fit_are_refused():
     snapshot = written(read(model)[0], described)
     keys = snapshot.arrays["layers.1.0"]
     for changed, words in (
-        ({"layers.1.0": keys[:, :-1]}, rf"layers.1.0 .*float32 \[4, {READ - 1}, 16\]; .*\[4, {READ}, 16\]"),
+        ({"layers.1.0": keys[:, :-1]}, f"layer 1: keys of {READ - 1} tokens and values of {READ}, .* needs {READ}"),
+        ({"layers.1.1": keys[:, :-1]}, f"layer 1: keys of {READ} tokens and values of {READ - 1}, .* needs {READ}"),
+        ({"layers.1.0": keys[:, :, :-1]}, rf"layers.1.0 .*float32 \[4, {READ}, 15\]; .*\[4, {READ}, 16\]"),
         ({"layers.1.0": keys.astype(np.float64)}, "layers.1.0 of the snapshot is torch.float64"),
         ({"layers.1.3": keys}, "holds 7 arrays, the states of the model here 6"),
     ):

@@ -26,7 +26,7 @@ def test_the_streamed_text_is_the_reported_one(folder):
     spec, pieces = SamplingSpec(max_tokens=60, temperature=1.5, seed=3), []
     report = generate_text(str(folder), PROMPT, spec, on_text=pieces.append)
     model, tokeniser = load_model_and_tokeniser(folder)
-    drawn = generate(model, tokeniser.encode(PROMPT), spec, end_token=tokeniser.end_token)
+    drawn = generate(model, tokeniser.encode(PROMPT), spec, end_tokens=[tokeniser.end_token])
     assert report["text"] == "".join(pieces) == tokeniser.decode(drawn).decode(errors="replace")
     assert len(pieces) > 1
     assert all(pieces)

@@ -1,0 +1,205 @@
+"""Folders of transformers as they were downloaded: which are supported, and what their files say; never imports torch.
+
+What needs the model itself, names and shapes of its tensors, is asked of transformers: `dist_attn/adapters/check.py`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dist_attn.errors import ModelFolderError
+from dist_attn.shipped.generation_config import GenerationDefaults, read_generation_defaults
+from dist_attn.shipped.stored_tensors import StoredTensor, read_json_object, read_stored_tensors
+
+__all__ = ["SUPPORTED", "DownloadedModel", "LoadedSizes", "read_downloaded"]
+
+Accepted = dict[str, tuple[Any, ...]]
+"""Options, each with the values that are bound; the default, which config.json need not name, is one of them."""
+
+COMMON: Final[Accepted] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "attention_chunk_size": (None,),
+}
+SUPPORTED: Final[dict[str, Accepted]] = {
+    "qwen3_next": {},
+    "qwen3_5": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe": {},
+    "qwen3_5_moe_text": {},
+    "kimi_linear": {},
+    "mamba2": {},
+    "nemotron_h": {},
+    "minimax": {},
+    "falcon_h1": {},
+    "bamba": {},
+    "granitemoehybrid": {},
+    "olmo_hybrid": {},
+    "bailing_hybrid": {},
+    "zamba2": {},
+    "recurrent_gemma": {},
+    "mamba": {},
+    "falcon_mamba": {},
+    "jamba": {},
+    "xlstm": {},
+    "lfm2": {},
+    "llama": {},
+    "qwen3": {},
+    "gemma3": {},
+    "gemma3_text": {},
+    "mistral": {},
+}
+"""The values of `model_type` that are served as they were downloaded, each with the options that it has of its own."""
+
+ROPES: Final = ("default", "linear", "yarn", "llama3", "proportional")
+"""Rotary positions whose angles depend on nothing but the position."""
+ROPES_BY_LENGTH: Final = ("dynamic", "longrope")
+"""Those whose angles change for all tokens once a sequence is long, so that what was cached would be wrong."""
+
+LAYER_TYPES: Final = (
+    "full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "recurrent", "conv", "hybrid",
+    "moe", "mlp", "sparse", "dense",
+)  # fmt: skip
+DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+EMBEDDINGS: Final = ("embed_tokens.weight", "embeddings.weight", "word_embeddings.weight")
+
+
+@dataclass(frozen=True)
+class DownloadedModel:
+    """What the files of a folder say; `dtype` is that of its weights."""
+
+    folder: Path
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int | None
+    dtype: str
+    generation: GenerationDefaults
+    tensors: dict[str, StoredTensor] = field(repr=False)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class LoadedSizes(msgspec.Struct, frozen=True):
+    """What a model has once it is loaded, its weights in the precision of its folder; or in words why it cannot be.
+
+    The state of one sequence, computed in float32, has `state_bytes` before any token, and each adds `token_bytes` at
+    most; a layer that looks no further back than a window keeps no more than that.
+    """
+
+    parameters: int = 0
+    weight_bytes: dict[str, int] = {}  # by the name of the precision
+    state_bytes: int = 0
+    token_bytes: int = 0
+    refusal: str = ""
+
+    def state_bytes_at(self, tokens: int) -> int:
+        """Bytes of a state after so many tokens, at most."""
+        return self.state_bytes + self.token_bytes * tokens
+
+
+def read_downloaded(folder: Path) -> DownloadedModel:
+    """The model of a folder of a supported type, as far as its files can tell.
+
+    Raises: ModelFolderError for a type or an option that is not supported, and for files that are missing, damaged or
+        at odds with each other.
+    """
+    path = folder / "config.json"
+    values = read_json_object(path)
+    kind = values.get("model_type")
+    if kind not in SUPPORTED:
+        raise ModelFolderError(f"{path}: model_type is {kind!r}; supported are {', '.join(SUPPORTED)}")
+    inner = values.get("text_config")
+    text = inner if isinstance(inner, dict) else values
+    for each in (values,) if text is values else (values, text):
+        _check_options(path, COMMON | SUPPORTED[kind], each)
+        _check_layers(path, each)
+        for rope in (each.get("rope_scaling"), each.get("rope_parameters")):
+            _check_rope(path, rope)
+    dtype = _dtype(path, text) or _dtype(path, values)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelFolderError(f"{folder} has no tokenizer.json; needed is the one of the tokenizers library: fetch it")
+    tensors = read_stored_tensors(folder)
+    vocab_size, hidden_size = _sizes(path, text, tensors)
+    layers = text.get("num_hidden_layers", text.get("num_blocks"))
+    return DownloadedModel(
+        folder,
+        kind,
+        vocab_size,
+        hidden_size,
+        layers if isinstance(layers, int) else None,
+        dtype or _most_common(tensors),
+        read_generation_defaults(folder, vocab_size),
+        tensors,
+    )
+
+
+def _check_options(path: Path, accepted: Accepted, values: dict[str, Any]) -> None:
+    for key, allowed in accepted.items():
+        value = values.get(key)
+        # True is no 1, and 0 no False: JSON tells them apart.
+        if key in values and not any(type(value) is type(each) and value == each for each in allowed):
+            said = "set" if isinstance(value, dict | list) else repr(value)
+            supported = " or ".join(map(str, allowed))
+            raise ModelFolderError(f"{path}: {key} is {said}, which is not supported; supported is {supported}")
+
+
+def _check_layers(path: Path, values: dict[str, Any]) -> None:
+    for key in ("layer_types", "layers_block_type", "block_types"):
+        for layer in values.get(key) or ():
+            if layer not in LAYER_TYPES:
+                raise ModelFolderError(f"{path}: {key} has {layer!r}; supported are {', '.join(LAYER_TYPES)}")
+
+
+def _check_rope(path: Path, rope: Any) -> None:
+    """Rotary positions as older and newer files tell of them; newer ones may have one object for each type of layer."""
+    if not isinstance(rope, dict):
+        return
+    for each in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        kind = each.get("rope_type", each.get("type", "default"))
+        if kind in ROPES_BY_LENGTH:
+            raise ModelFolderError(
+                f"{path}: rotary positions are {kind!r}, whose angles depend on the length of the whole sequence; "
+                f"supported are {', '.join(ROPES)}"
+            )
+        if kind not in ROPES:
+            raise ModelFolderError(f"{path}: rotary positions are {kind!r}; supported are {', '.join(ROPES)}")
+
+
+def _dtype(path: Path, values: dict[str, Any]) -> str | None:
+    for key in ("dtype", "torch_dtype"):
+        value = values.get(key)
+        if value is not None and value not in DTYPES:
+            raise ModelFolderError(f"{path}: {key} is {value!r}; needed is one of {', '.join(DTYPES)}")
+        if value is not None:
+            return str(value)
+    return None
+
+
+def _most_common(tensors: dict[str, StoredTensor]) -> str:
+    count = Counter(tensor.dtype for tensor in tensors.values())
+    return max(DTYPES, key=lambda name: count[DTYPES[name]])
+
+
+def _sizes(path: Path, text: dict[str, Any], tensors: dict[str, StoredTensor]) -> tuple[int, int]:
+    """Tokens and width: of config.json, and where that leaves them to its type's defaults, of the embedding."""
+    shapes = [tensor.shape for name, tensor in tensors.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
+    rows, width = shapes[0] if shapes else (None, None)
+    vocab_size, hidden_size = text.get("vocab_size", rows), text.get("hidden_size", text.get("embedding_dim", width))
+    return _at_least_one(path, "vocab_size", vocab_size), _at_least_one(path, "hidden_size", hidden_size)
+
+
+def _at_least_one(path: Path, key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelFolderError(f"{path}: {key} is {value!r}; needed is a whole number of at least 1")
+    return value

@@ -1,0 +1,149 @@
+"""What the safetensors files of a folder hold, by their headers alone: names, kinds of numbers, shapes and places."""
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from dist_attn.errors import ModelFolderError
+
+__all__ = ["StoredTensor", "read_json_object", "read_stored_tensors"]
+
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+UNPICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
+MAX_HEADER_BYTES: Final = 100_000_000  # of the safetensors library itself
+LENGTH_BYTES: Final = 8
+NUMBER_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
+"""Kinds of numbers that weights, and the tables that old folders keep beside them, come in; fewer bits are refused."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor: its file's name, its kind of number as safetensors names it, its shape, and its first byte there."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * NUMBER_BYTES[self.dtype]
+
+
+def read_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of model.safetensors, or of all files that model.safetensors.index.json names.
+
+    Raises: ModelFolderError for files that are missing, cut short, damaged or at odds with the index.
+    """
+    if os.path.lexists(folder / WEIGHTS):
+        return _read_header(folder / WEIGHTS)
+    if not os.path.lexists(folder / INDEX):
+        found = [name for name in UNPICKLED if (folder / name).exists()]
+        other = f"; it has {found[0]}, which is unpickled, and that may run code of the file" if found else ""
+        raise ModelFolderError(
+            f"{folder} has no {WEIGHTS} and no {INDEX}{other}: needed are weights as safetensors, fetch those"
+        )
+    return _read_shards(folder / INDEX)
+
+
+def _read_shards(index: Path) -> dict[str, StoredTensor]:
+    values = read_json_object(index)
+    places, about = values.get("weight_map"), values.get("metadata")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise ModelFolderError(f"{index} has no weight_map from names of tensors to names of files; fetch it again")
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(places.values())):
+        if file != Path(file).name:
+            raise ModelFolderError(f"{index} names the file {file!r}; needed are names of files in the same folder")
+        shard = _read_header(index.parent / file, f", which {index.name} names")
+        twice = tensors.keys() & shard.keys()
+        if twice:
+            name = min(twice)
+            raise ModelFolderError(f"{index.parent}: {name!r} is in {tensors[name].file} and in {file}; fetch it again")
+        tensors |= shard
+    for name, file in places.items():
+        if name not in tensors or tensors[name].file != file:
+            raise ModelFolderError(f"{index} says that {name!r} is in {file}, and that file does not hold it")
+    total = about.get("total_size") if isinstance(about, dict) else None
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    if isinstance(total, int | float) and total > held:
+        raise ModelFolderError(
+            f"{index} says that the tensors have {total:,.0f} bytes, and its files hold {held:,}: the folder is "
+            "incomplete or mixed; fetch it again"
+        )
+    return tensors
+
+
+def _read_header(path: Path, which: str = "") -> dict[str, StoredTensor]:
+    """The tensors of one file, whose length must be what its header says."""
+    if path.is_symlink() and not path.exists():
+        raise ModelFolderError(f"{path} is a link to {os.readlink(path)}, and nothing is there{which}; fetch it again")
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise ModelFolderError(f"{path} {what}{which}; needed is a safetensors file")
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if size < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+                raise ModelFolderError(
+                    f"{path} has {size:,} bytes and its header would have {length:,}: it is cut short, or no "
+                    "safetensors file; fetch it again"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path} has a header that is not JSON ({error}); fetch it again") from None
+    header.pop("__metadata__", None)
+    tensors, ends = {}, [0]
+    for name, entry in header.items():
+        tensors[name], end = _tensor(path, name, entry, LENGTH_BYTES + length)
+        ends.append(end - LENGTH_BYTES - length)
+        if end - tensors[name].begin != tensors[name].nbytes:
+            shape = list(tensors[name].shape)
+            raise ModelFolderError(
+                f"{path}: {name!r} has {end - tensors[name].begin:,} bytes, and {shape} of {tensors[name].dtype} take "
+                f"{tensors[name].nbytes:,}; fetch it again"
+            )
+    if max(ends) != size - LENGTH_BYTES - length or sum(tensor.nbytes for tensor in tensors.values()) != max(ends):
+        raise ModelFolderError(
+            f"{path} has {size:,} bytes, and its header speaks of {LENGTH_BYTES + length + max(ends):,}: it is cut "
+            "short or damaged; fetch it again"
+        )
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor, int]:
+    """A tensor, with where its bytes end in the file; the header, which ends at `start`, counts from there."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise ModelFolderError(f"{path}: its header does not say what {name!r} is; fetch it again") from None
+    if dtype not in NUMBER_BYTES:
+        raise ModelFolderError(f"{path}: {name!r} holds {dtype!r}; needed is one of {', '.join(NUMBER_BYTES)}")
+    return StoredTensor(path.name, dtype, tuple(shape), start + begin), start + end
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises: ModelFolderError for a file that cannot be read or holds anything but a JSON object."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelFolderError(f"{path} holds no JSON object; needed is one")
+    return values
