@@ -53,14 +53,14 @@ class Answers:
         self.settle(request)
 
     def take_draw(self, drawn: Drawn) -> None:
-        """Send a drawn token on; the end token and `max_tokens` end the request."""
+        """Send a drawn token on; an end token and `max_tokens` end the request."""
         request, model = self._requests.get(drawn.request), self._requests.model
         if request is None or request.work.draw is None or model is None:
             return
         drawing = request.drawing
         again = drawing.take_back()
         self._furthered |= request.losses.progress(request.reading.received, drawing.back)
-        ends = request.work.draw.ends(drawn.token, model.end_token)
+        ends = request.work.draw.ends(drawn.token, model.end_tokens)
         if again:
             self._compare(request, drawn.token)
         elif not drawing.complete:
@@ -78,7 +78,8 @@ class Answers:
         else:
             reason = request.drawing.send(drawn.token)
         tokens, told = ([] if ends else [drawn.token]), (None if logprobs is None else [logprobs])
-        self._requests.post(request.peer, Generated(request.request_id, tokens, reason, told))
+        end_token = drawn.token if ends and told is not None else None
+        self._requests.post(request.peer, Generated(request.request_id, tokens, reason, told, end_token))
         if reason is not None:
             self._states.end_drawing(request)
 

@@ -65,6 +65,7 @@ class Controller:
             beside_decode_tokens=settings.beside_decode_tokens,
             short_tokens=settings.block_tokens,
             max_active=settings.max_active,
+            state_bytes=settings.state_bytes,
             step_s=settings.step_s,
         )
         self._ring: tuple[Turn, ...] = ()
@@ -211,7 +212,10 @@ class Controller:
             text_tokens=model.text_tokens if model else None,
             stay_tokens=self._states.save_tokens if model and model.state_bytes is not None else None,
         )
-        views = (view_of(request, cutting, now, requests.blocked(request)) for request in requests)
+        views = (
+            self._states.in_view(view_of(request, cutting, now, requests.blocked(request)), request)
+            for request in requests
+        )
         pace, pauses = self._pace, model.pauses if model else 0
         limits = replace(self._limits, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)
         return View(limits, tuple(views), self._ring)
@@ -270,6 +274,8 @@ class Controller:
             lost_groups=self._lost_groups,
             replayed_tokens=self._replayed_tokens,
             manifest=model.manifest if model else None,
+            state_bytes=model.state_bytes if model else None,
+            token_bytes=model.token_bytes if model else 0,
         )
 
     def drain(self) -> None:

@@ -116,8 +116,11 @@ class Intake:
         outside = request.reading.queue.first_outside(model.vocab_size)
         if outside is not None:
             text = f"token {outside} is not in the vocabulary of {model.vocab_size} tokens"
+        code = Code.INVALID_VALUE
+        if not text and (text := self._states.misfit(request)):
+            code = Code.CONTEXT_LENGTH_EXCEEDED
         if text:
-            self._requests.fail(request, Code.INVALID_VALUE, text)
+            self._requests.fail(request, code, text)
         return not text
 
     def set_model(self, model: RankHello) -> None:

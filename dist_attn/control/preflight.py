@@ -1,24 +1,32 @@
 """What would keep a service from working here, found before anything is started."""
 
 import importlib.metadata
+import importlib.util
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 
+import msgspec
+
+from dist_attn.control.ranks import child_environment
 from dist_attn.costs import model_kind, read_model_costs
-from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError, extra_hint
+from dist_attn.errors import ConfigError, EngineError, MissingExtraError, ModelFolderError, extra_hint
 from dist_attn.launchers import lacks_for_mpi
 from dist_attn.settings import EngineSettings
-from dist_attn.shipped import check_manifest, refuse_foreign
+from dist_attn.shipped import check_manifest, origin, refuse_foreign
+from dist_attn.shipped.downloaded import LoadedSizes, read_downloaded
 from dist_attn.store.private import make_private
-from dist_attn.text import load_tokeniser
+from dist_attn.text import load_tokeniser, read_foreign
 from dist_attn.wire.choices import WeightPrecision
 
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # NVIDIA's, on Linux and in WSL
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+CHECK_S = 300.0  # a model of thousands of experts has a hundred thousand tensors
 
 
 def check_before_start(
@@ -31,16 +39,29 @@ def check_before_start(
 ) -> None:
     """Look at the model folder, the address, the data folder, which is made if needed, and what the engine needs.
 
-    Raises: ModelFolderError for a folder that lacks a file, holds a damaged one or is Hugging Face's, MissingExtraError
-        for a back end that is not installed, ConfigError for the others, for GPUs that are not there and for a
-        config.json that describes no model.
+    Raises: as `check_model_folder` for the folder, MissingExtraError for a back end that is not installed, ConfigError
+        for the others and for GPUs that are not there.
     """
     if engine.backend == "mpi" and (absent := lacks_for_mpi()):
         raise MissingExtraError(f"back end mpi needs {' and '.join(absent)}: {extra_hint('mpi')}")
     check_gpus(engine, os.environ)
     _check_address(host, port)
     _check_data_dir(data_dir)
+    check_model_folder(folder)
+    check_weights_fit(folder, engine.weights)
+
+
+def check_model_folder(folder: Path) -> None:
+    """What can be said of a model without loading it; of a downloaded one transformers says it, in another process.
+
+    Raises: ModelFolderError for a folder that lacks a file, holds a damaged one or is of a type that is not supported,
+        ConfigError for a config.json that describes no model, MissingExtraError where transformers is needed and is not
+        installed.
+    """
     refuse_foreign(folder)
+    if origin(folder) == "downloaded":
+        check_downloaded(folder)
+        return
     for name in MODEL_FILES:
         if not (folder / name).is_file():
             raise ModelFolderError(f"{folder} has no {name}; needed is a model folder of this project")
@@ -48,7 +69,41 @@ def check_before_start(
     check_manifest(folder)
     if model_kind(folder) in ("", "language_model"):
         read_model_costs(folder)  # reads the same configuration as the ranks will, without torch
-    check_weights_fit(folder, engine.weights)
+
+
+def check_downloaded(folder: Path) -> LoadedSizes:
+    """The parameters and bytes of the model of a downloaded folder, whose weights are not read.
+
+    Raises: as `check_model_folder`.
+    """
+    check_downloaded_files(folder)
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError(f"{folder} is a model of transformers, which is not installed: {extra_hint('hf')}")
+    command = [sys.executable, "-m", "dist_attn.adapters.check", str(folder)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECK_S, env=child_environment()
+        )
+        sizes = msgspec.json.decode(done.stdout, type=LoadedSizes)
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"transformers did not look at {folder} within {CHECK_S:g} s") from None
+    except msgspec.MsgspecError:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        said = words[-1] if words else f"exit code {done.returncode}"
+        raise EngineError(f"the process in which transformers looks at {folder} failed: {said}") from None
+    if sizes.refusal:
+        raise ModelFolderError(sizes.refusal)
+    return sizes
+
+
+def check_downloaded_files(folder: Path) -> None:
+    """Raises: ModelFolderError for what `read_downloaded` refuses, and for more tokens than the model has."""
+    model, tokens = read_downloaded(folder), read_foreign(folder).vocab_size
+    if tokens > model.vocab_size:
+        raise ModelFolderError(
+            f"{folder}: tokenizer.json has {tokens} tokens, the model {model.vocab_size}; needed are at most as many, "
+            "so the files are of two models"
+        )
 
 
 def check_gpus(engine: EngineSettings, environ: Mapping[str, str]) -> None:

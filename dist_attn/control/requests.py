@@ -129,6 +129,11 @@ class Request:
         return max(self.reading.received, announced) - self.reading.dispatched + to_draw
 
     @property
+    def length(self) -> int:
+        """Tokens that it will have read and drawn at its end at most, as far as they have come or were asked for."""
+        return self.reading.received + self.drawing.most
+
+    @property
     def is_read(self) -> bool:
         """Whether it is an encoding of which every token is in a block."""
         return self.work.kind == "encoding" and self.reading.prefilled

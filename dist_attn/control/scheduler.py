@@ -10,7 +10,7 @@ A text is always cut into the same blocks: at multiples of its chunk, however mu
 waits. So its rows and its state have the same bits in a busy engine, in an idle one, and when it is read a second time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -36,6 +36,7 @@ class Limits:
     short_tokens: int = 2048
     max_requests: int = 4  # whose blocks share a step
     max_active: int = 128
+    state_bytes: int = 0  # of states in a rank at once; 0: as many as there are places
     step_s: float = 0.25
     token_s: float = 0.0
     round_s: float = 0.0
@@ -63,6 +64,7 @@ class RequestView:
     priority: int = 1  # 0 is the most urgent class, 2 the least
     queued_at: float = 0.0  # since when it waits for a place among the states
     swappable: bool = False  # its state may be put aside for one that is in more of a hurry
+    state_bytes: int = 0  # that its state will take in a rank, as far as is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,25 +263,53 @@ def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) 
 def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple[RequestView, ...], tuple[int, ...]]:
     """The requests that are worked on, in order of arrival, and those whose state is put aside for them.
 
-    Room goes to the most urgent class, in it to who has waited longest. When there is none, a text that is being read
-    and has come some way gives its place to a short prompt of its class or to anybody of a more urgent one; it waits
-    then like one that has just come.
+    Room, in places and in bytes, goes to the most urgent class, in it to who has waited longest. When there is none, a
+    text that is being read and has come some way gives its place to a short prompt of its class or to anybody of a more
+    urgent one; it waits then like one that has just come. One that is alone always has room.
     """
     here = [r for r in view.requests if r.opened]
     waiting = [r for r in view.requests if not r.opened and not r.blocked and has_work(r)]
     waiting.sort(key=lambda request: (request.priority, request.queued_at))
-    room = max(0, view.limits.max_active - len(here))
-    chosen, left = waiting[:room], waiting[room:]
     # The least urgent first; of these the one that came last.
     victims = sorted((r for r in reversed(here) if r.swappable), key=lambda r: -r.priority)
+    held = {r.number: r.state_bytes for r in here}
+    chosen: list[RequestView] = []
     swaps: list[int] = []
-    for request in left:
-        if not victims or not _goes_before(request, victims[0], view.limits.short_tokens):
+    for request in waiting:
+        while not _has_room(request, held, view.limits):
+            if not victims or not _goes_before(request, victims[0], view.limits.short_tokens):
+                break
+            swaps.append(victims.pop(0).number)
+            del held[swaps[-1]]
+        if not _has_room(request, held, view.limits):
             break
-        swaps.append(victims.pop(0).number)
         chosen.append(request)
-    working = {r.number for r in chosen} | ({r.number for r in here if not r.blocked} - set(swaps))
+        held[request.number] = request.state_bytes
+    staying = [r for r in here if r.number in held]
+    working = {r.number for r in chosen} | _growing(staying, view.limits.state_bytes)
     return tuple(r for r in view.requests if r.number in working), tuple(swaps)
+
+
+def _has_room(request: RequestView, held: Mapping[int, int], limits: Limits) -> bool:
+    fits = not limits.state_bytes or sum(held.values()) + request.state_bytes <= limits.state_bytes
+    return len(held) < limits.max_active and (fits or not held)
+
+
+def _growing(here: list[RequestView], limit: int) -> set[int]:
+    """Which of the requests that hold a state go on, in order of arrival, as far as their states will fit.
+
+    Texts that did not say how long they are may turn out not to fit together: the later ones rest until others end.
+    """
+    taken = sum(r.state_bytes for r in here if r.blocked)
+    going: set[int] = set()
+    for request in here:
+        if request.blocked:
+            continue
+        taken += request.state_bytes
+        if limit and going and taken > limit:
+            break
+        going.add(request.number)
+    return going
 
 
 def _goes_before(request: RequestView, other: RequestView, short_tokens: int) -> bool:

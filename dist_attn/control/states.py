@@ -5,12 +5,14 @@ One that a request begins with comes in pieces as far as credit was given, is ch
 never whole in memory. What the ranks have saved goes out the same way, one state after the other.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import final
 
 from dist_attn.control.keeping import Arrival
 from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Request
+from dist_attn.control.scheduler import RequestView
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.errors import StateMismatchError, WireError
@@ -36,6 +38,7 @@ class States:
         self._patience_s = settings.tokens_deadline_s
         self._reader_patience_s = settings.reader_deadline_s
         self._save_draws, self._save_s = settings.save_draws, settings.save_s
+        self._ranks, self._state_bytes = settings.ranks, settings.state_bytes
         self.save_tokens = settings.save_tokens * settings.ranks
         """A state is saved after so many tokens, of all ranks together."""
 
@@ -47,14 +50,17 @@ class States:
         if model is None or not request.has_states:
             return not request.has_states
         if model.manifest is None or model.state_bytes is None:
-            text = "sessions are not offered by this model: what it knows of a text is no state of one size"
+            text = "sessions are not offered by this model: it has no state of a text that could be stored"
             self._requests.fail(request, Code.INVALID_VALUE, text)
             return False
         if begin is None or keeping.arrival is not None or keeping.saved is not None:
             return True
-        limit = largest_snapshot(model.state_bytes, model.vocab_size)
+        limit = largest_snapshot(model.state_bytes_at(begin.position), model.vocab_size)
         if not 0 < begin.num_bytes <= limit:
-            text = f"a state of {begin.num_bytes} bytes was announced; one of this model has up to {limit}"
+            text = (
+                f"a state of {begin.num_bytes} bytes was announced; one of this model has up to {limit} at token "
+                f"{begin.position}"
+            )
             self._requests.fail(request, Code.INVALID_STATE, text)
             return False
         self._grant(request, begin, keeping.expect(begin.num_bytes, limit))
@@ -209,18 +215,63 @@ class States:
 
         By time ranks that are lost every few seconds get on, by what was saved in between.
         """
-        if self._requests.model is None or self._requests.model.state_bytes is None:
+        if not self.may_save(request):
             return False
         (tokens, draws), (tokens_then, draws_then) = request.here, request.keeping.asked_at
         far = tokens - tokens_then >= self.save_tokens or draws - draws_then >= self._save_draws
         further = request.here != request.keeping.asked_at
-        return far or (further and self._requests.now - request.keeping.asked_s >= self._save_every_s)
+        waited_s = self._requests.now - request.keeping.asked_s
+        own_s = self._size(request, tokens + draws) / SAVED_BYTES_PER_S
+        if self._grows and waited_s < own_s and tokens + draws < 2 * (tokens_then + draws_then):
+            return False  # a state as large as its text, saved at even distances, would take the square of it
+        return far or (further and waited_s >= max(self._save_s, len(self._requests) * own_s))
+
+    def may_save(self, request: Request) -> bool:
+        """Whether one rank has the whole state: over several, the keys of an encoding lie where they were read."""
+        model = self._requests.model
+        if model is None or model.state_bytes is None:
+            return False
+        return not self._is_spread(request)
+
+    def _is_spread(self, request: Request) -> bool:
+        return self._grows and self._ranks > 1 and request.work.draw is None and not request.is_session
 
     @property
-    def _save_every_s(self) -> float:
-        """How long a request goes on until its state is saved: longer where all open ones' states are many bytes."""
-        state_bytes = 0 if self._requests.model is None else self._requests.model.state_bytes or 0
-        return max(self._save_s, len(self._requests) * state_bytes / SAVED_BYTES_PER_S)
+    def _grows(self) -> bool:
+        return self._requests.model is not None and self._requests.model.token_bytes > 0
+
+    # ---- how large they are --------------------------------------------------------------------
+
+    def _size(self, request: Request, tokens: int) -> int:
+        """Bytes of the request's state in a rank after so many tokens."""
+        model = self._requests.model
+        size = 0 if model is None else model.state_bytes_at(tokens)
+        return -(-size // self._ranks) if self._is_spread(request) else size
+
+    def misfit(self, request: Request) -> str:
+        """Why a state that grows with the text will not fit into a rank; empty when it does."""
+        size = self._room(request)
+        if size <= self._state_bytes:
+            return ""
+        return (
+            f"a text of {request.length} tokens, with those to draw, takes {size} bytes of state in a rank; the limit "
+            f"of this engine is {self._state_bytes} (engine.state_bytes): send a shorter text, or draw fewer tokens"
+        )
+
+    def _room(self, request: Request) -> int:
+        """Bytes that the request will take in a rank, where states grow; drawn from, it fills a batch of its own."""
+        model = self._requests.model
+        if model is None or not self._grows:
+            return 0
+        slots = 1 if model.manifest is None or request.work.draw is None else model.manifest.computed.decode_slots
+        return slots * self._size(request, request.length)
+
+    def in_view(self, view: RequestView, request: Request) -> RequestView:
+        """What the scheduler sees, with the size of the state where it grows with the text."""
+        if not self._grows:
+            return view
+        swappable = view.swappable and self.may_save(request)
+        return dataclasses.replace(view, swappable=swappable, state_bytes=self._room(request))
 
     def parts(self, number: int) -> Iterator[bytes]:
         """The last saved state of a request, in parts that fit into messages."""

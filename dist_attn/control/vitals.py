@@ -31,11 +31,11 @@ class RankVitals:
         own = self.hello
         if (own.manifest and own.manifest.model) != (other.manifest and other.manifest.model):
             return False
-        return (own.model, own.hidden_size, own.vocab_size, own.end_token) == (
+        return (own.model, own.hidden_size, own.vocab_size, own.end_tokens) == (
             other.model,
             other.hidden_size,
             other.vocab_size,
-            other.end_token,
+            other.end_tokens,
         )
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:

@@ -4,7 +4,7 @@ The states of a batch stay stacked from token to token; they are taken apart onl
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -20,7 +20,7 @@ from dist_attn.generation import (
     takes_captured_steps,
     token_logprobs,
 )
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import current_watch
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
@@ -41,7 +41,7 @@ class _Seat:
     token: int = 0  # the one to feed next
     draws: int = 0
     logits_V: torch.Tensor | None = None  # those after the last token, where it draws from them; else it feeds first
-    ended: bool = False  # it has drawn the end token from them, which is not fed
+    ended: bool = False  # it has drawn an end token from them, which is not fed
     counts: Counter[int] = field(default_factory=Counter)  # of drawn tokens that were fed; kept where penalties need it
 
 
@@ -63,18 +63,18 @@ class DecodeSlots:
 
     def __init__(
         self,
-        model: LanguageModel,
-        end_token: int | None = None,
+        model: CausalModel,
+        end_tokens: Collection[int] = (),
         *,
         steps: StepMode = "auto",
         graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
-        self._end_token = end_token
+        self._end_tokens = end_tokens
         self._seats: dict[int, _Seat] = {}
         self._apart: dict[int, ModelState] = {}  # states that are in no batch
         self._batches: list[_Batch] = []
-        device = model.embedding.weight.device
+        device = model.device
         self._captures = takes_captured_steps(steps, device)
         self._graphs = StepGraphs(device) if graphs is None else graphs
         self._free: list[CapturedStep] = []  # those of batches that are no more
@@ -157,10 +157,10 @@ class DecodeSlots:
         """Draw from the logits after the request's last token; what it gave the first time is what will be fed."""
         if seat.ended:
             return None
-        result = _draw(entry.request, seat, logits_V, self._end_token)
+        result = _draw(entry.request, seat, logits_V, self._end_tokens)
         if isinstance(result, Drawn):
             seat.token = result.token if entry.token is None else entry.token
-            seat.ended = seat.spec.ends(seat.token, self._end_token)
+            seat.ended = seat.spec.ends(seat.token, self._end_tokens)
             if seat.ended:
                 seat.draws -= 1
             elif seat.spec.penalises:
@@ -189,7 +189,7 @@ class DecodeSlots:
             if seat.logits_V is not None:
                 seat.logits_V = logits_V.clone()
                 continue
-            result = _draw(request, seat, logits_V, self._end_token)
+            result = _draw(request, seat, logits_V, self._end_tokens)
             if isinstance(result, Drawn):
                 seat.token = result.token
             results.append(result)
@@ -236,8 +236,8 @@ class DecodeSlots:
             self._free = [batch.captured, *self._free[: KEPT_STEPS - 1]]
 
 
-def _draw(request: int, seat: _Seat, logits_V: torch.Tensor, end_token: int | None) -> Drawn | RequestFault:
-    barred = seat.spec.barred(end_token, seat.draws)
+def _draw(request: int, seat: _Seat, logits_V: torch.Tensor, end_tokens: Collection[int]) -> Drawn | RequestFault:
+    barred = seat.spec.barred(end_tokens, seat.draws)
     try:
         (token,) = sample(logits_V[None], [seat.spec], [seat.generator], [seat.counts], [barred])
     except EngineError as error:

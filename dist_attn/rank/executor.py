@@ -2,35 +2,34 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast, final
+from typing import final
 
 import numpy as np
 import torch
 
-from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
+from dist_attn.checkpoints import kind_of_model, load_causal_model, load_model, load_text_encoder
 from dist_attn.comm import Communicator, Rendezvous, open_communicator
 from dist_attn.control.preflight import check_weights_fit
 from dist_attn.devices import choose_compute, present_compute
 from dist_attn.errors import EngineError, StateMismatchError, WireError
-from dist_attn.generation import computation_of, identity_of
+from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import LanguageModel, ModelState, hold_weights_as
-from dist_attn.models.blocks import Block
+from dist_attn.models import CausalModel, ModelState, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
 from dist_attn.rank.sequence_executor import SequenceExecutor, take_counts
-from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, state_size, write_state
+from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, write_state
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
-from dist_attn.shipped import resolve_model_folder
-from dist_attn.text import load_tokeniser
+from dist_attn.shipped import origin, resolve_model_folder
+from dist_attn.text import end_tokens, load_tokeniser
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import (
@@ -72,9 +71,10 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
     compute = choose_compute(settings.device, settings.dtype)
-    if compute.dtype == torch.bfloat16:
-        compute.autocast().__enter__()  # as long; weights are rounded once
     folder = resolve_model_folder(settings.model)
+    downloaded = origin(folder) == "downloaded"
+    if compute.dtype == torch.bfloat16 and not downloaded:
+        compute.autocast().__enter__()  # as long; weights are rounded once
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
     if kind_of_model(folder) == "text_encoder":
@@ -88,17 +88,23 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     rendezvous = Rendezvous(place, settings.start_deadline_s, settings.listener) if place else None
     comm = open_communicator(backend, settings.exchange_deadline_s, compute.device, rendezvous)
     _tell(settings, compute.sentence(comm))  # C kernels are compiled for it, and not within the first request
-    model = load_model(folder).to(compute.device)
-    report = hold_weights_as(model, settings.weights)
-    if settings.weights != "float32":
-        _tell(settings, report.sentence())
-    for block in model.blocks:
-        block.register_forward_hook(lambda *_: pulse.advance())
+    model: CausalModel
+    if downloaded:
+        model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype).to(compute.device)
+    else:
+        model = load_model(folder).to(compute.device)
+        report = hold_weights_as(model, settings.weights)
+        if settings.weights != "float32":
+            _tell(settings, report.sentence())
+    for part in model.parts:
+        part.register_forward_hook(lambda *_: pulse.advance())
     computed = computation_of(
         model, chunk_tokens=settings.chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
     )
     manifest = Manifest(identity_of(model, folder), computed)
-    return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder), finite=finite, manifest=manifest)
+    return ModelExecutor(
+        model, comm, name=folder.name, end_tokens=_end_tokens(folder, model), finite=finite, manifest=manifest
+    )
 
 
 def _tell(settings: RankSettings, sentence: str) -> None:
@@ -107,9 +113,11 @@ def _tell(settings: RankSettings, sentence: str) -> None:
         print(f"rank 0: {sentence}", file=sys.stderr, flush=True)
 
 
-def _end_token(folder: Path) -> int | None:
-    """The model's end token; a folder without a tokeniser has none, and completions end by their length."""
-    return load_tokeniser(folder).end_token if (folder / "tokenizer.json").is_file() else None
+def _end_tokens(folder: Path, model: CausalModel) -> tuple[int, ...]:
+    """The tokens that end a text; a folder without a tokeniser has none, and completions end by their length."""
+    if not (folder / "tokenizer.json").is_file():
+        return ()
+    return end_tokens(load_tokeniser(folder), folder, model.vocab_size)
 
 
 @final
@@ -118,39 +126,40 @@ class ModelExecutor:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: CausalModel,
         comm: Communicator,
         *,
         name: str,
-        end_token: int | None,
+        end_tokens: Collection[int] = (),
         finite: FiniteCheck | None = None,
         manifest: Manifest | None = None,
     ) -> None:
         self.model = name
-        self.hidden_size = model.config.hidden_size
-        self.vocab_size = model.config.vocab_size
-        self.end_token = end_token
+        self.hidden_size = model.hidden_size
+        self.vocab_size = model.vocab_size
+        self.end_tokens = tuple(end_tokens)
         self.text_tokens: int | None = None
         self._language_model = model
-        self._device = model.embedding.weight.device
+        self._device = model.device
         self.device = f"{self._device}, {present_compute(self._device).precision}"
         self.backend = comm.backend
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
-        self._decoding = DecodeSlots(model, end_token)
+        self._decoding = DecodeSlots(model, end_tokens)
         self._refused: set[int] = set()  # requests whose stored state is none: what follows of them is passed over
         # Decoding goes between the layers of prefill: neither may find where the other one looks.
         self._watch = Watch(finite)
         self._decode_watch = Watch(None if finite is None else replace(finite))
         self._pause: Callable[[], None] | None = None
         self.pauses = 0
-        for block in cast(list[Block], list(model.blocks)):
-            for part in (block.mixer, block):
-                part.register_forward_hook(lambda *_: self._let_in())
-                self.pauses += 1
-        self.state_bytes: int | None = None
+        for part in model.parts:
+            part.register_forward_hook(lambda *_: self._let_in())
+            self.pauses += 1
         self._warm_up()
-        self.manifest = manifest if self.state_bytes is not None else None
+        self._shapes = StateShapes.of(model)
+        self.state_bytes = self._shapes.num_bytes
+        self.token_bytes = self._shapes.token_bytes
+        self.manifest = manifest
 
     @torch.inference_mode()
     def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:
@@ -168,7 +177,7 @@ class ModelExecutor:
                 self._refused.add(op.request)
                 return RequestFault(op.request, str(error), Code.INVALID_STATE)
         elif restore is not None:
-            restored = read_state(state, restored)
+            restored = read_state(state, self._shapes)
         if restore is not None and restore.draws and op.sampling is not None:
             self._decoding.take_in(
                 op.request, restored, op.sampling, draws=restore.draws, counts=op.counts, logits_V=logits_V
@@ -218,8 +227,9 @@ class ModelExecutor:
         start, length = 0, op.lengths[self._comm.rank]
         if self._comm.size > 1:
             layout = SequenceLayout.from_lengths(op.lengths)
-            # A completion is decoded by one rank, which needs all keys that there are; an encoding never is.
-            cache: CacheKept = "spread" if request.sampling is None else "whole"
+            # A rank that decodes, or is asked for the state, needs all keys that there are: with an encoding none does.
+            needed = request.sampling is not None or request.from_logits
+            cache: CacheKept = "whole" if needed else "spread"
             ops = ShardedSequenceOps(self._comm, layout, cache=cache)
             start = layout.range(self._comm.rank)[0]
         tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
@@ -318,4 +328,3 @@ class ModelExecutor:
             ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
         self._language_model.hidden(torch.zeros(1, 8, dtype=torch.int64, device=self._device), ops)
         self.finish_step()
-        self.state_bytes = state_size(self._language_model)

@@ -1,6 +1,6 @@
 """A text encoder on this rank's device: reads the sequences in its slices of blocks, without the other ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NoReturn, final
 
@@ -32,8 +32,9 @@ class _Reading:
 class SequenceExecutor:
     """The requests of this rank. A sequence is read whole, by one rank, so nothing is kept between blocks."""
 
-    end_token: int | None = None
+    end_tokens: Collection[int] = ()
     state_bytes: int | None = 0
+    token_bytes = 0
     pauses = 0
     backend = "local"
     manifest: Manifest | None = None

@@ -1,60 +1,107 @@
 """A request's state in bytes: as it goes from rank to rank after a loss, and as a snapshot that is stored.
 
-For a rank: all tensors in a fixed order, little-endian. Whoever reads it has the same model, so shapes and types are
-those of its empty state, and nothing else is stored. A snapshot has a manifest and the logits after its last token.
+For a rank: where it stands and the shapes of all tensors, then the tensors in a fixed order, little-endian. Whoever
+reads it has the same model, which says of what types they are, and which lengths grow with the text. A snapshot has a
+manifest and the logits after its last token. Nothing is unpickled.
+
+    4 bytes    bytes of the header, little-endian
+    header     msgpack of StateHeader
+    tensors    one after the other, without gaps
 """
 
 import io
+import math
+import struct
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
-from dist_attn.errors import EngineError, WireError
-from dist_attn.generation import pack_state, restore_state
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
+from dist_attn.generation import StateShapes, pack_state, restore_state
+from dist_attn.mixers import GrowingState
+from dist_attn.models import CausalModel, ModelState
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.snapshot import read_snapshot
+from dist_attn.wire.specs import Count
+
+PRELUDE = struct.Struct("<I")
+Length = Annotated[int, Meta(ge=0, le=1 << 40)]
+Shape = Annotated[list[Length], Meta(max_length=8)]
 
 
-def state_size(model: LanguageModel) -> int | None:
-    """Bytes of a request's state; None where it grows with the text.
+class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a state stands, and the shapes of each layer's tensors without the batch."""
 
-    A state that two tokens leave as large as the empty one stays so.
-    """
-    empty = model.initial_state(1)
-    _, after = model.hidden(torch.zeros(1, 2, dtype=torch.int64, device=empty.position_B.device), None, empty)
-    if _layout(empty) != _layout(after):
-        return None
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(empty))
+    position: Count
+    layers: list[list[Shape]]
 
 
 def write_state(state: ModelState) -> bytes:
-    """The bytes of a state of one sequence."""
-    return b"".join(_bytes(tensor) for tensor in _tensors(state))
+    """The bytes of a state of one sequence.
 
-
-def read_state(data: bytes, empty: ModelState) -> ModelState:
-    """The state that `write_state` wrote, where `empty` lies.
-
-    Raises: WireError for a number of bytes that is not that of a state.
+    Raises: EngineError for a state of which other ranks hold a part.
     """
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(empty))
-    if len(data) != needed:
-        raise WireError(f"{len(data)} bytes came for a state of {needed}")
-    # One copy: the tensors share it, and bytes cannot be written to.
-    whole = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
-    at = 0
+    position = state.position
+    try:
+        layers = [s.standing_at(position) if isinstance(s, GrowingState) else s for s in state.layers]
+    except InputError as error:
+        raise EngineError(f"the state of a request cannot be saved: {error}") from None
+    header = _encoder.encode(StateHeader(position, [[list(t.shape[1:]) for t in s.tensors()] for s in layers]))
+    return b"".join([PRELUDE.pack(len(header)), header, *(_bytes(t) for s in layers for t in s.tensors())])
 
-    def take(like: torch.Tensor) -> torch.Tensor:
-        nonlocal at
-        size = like.numel() * like.element_size()
-        # A tensor of its own: what precedes it may have left the place of another type's numbers unaligned.
-        part = whole[at : at + size].clone()
-        at += size
-        return part.view(like.dtype).reshape(like.shape).to(like.device)
 
-    layers = tuple(layer.replace(tuple(take(t) for t in layer.tensors())) for layer in empty.layers)
-    return ModelState(layers, take(empty.position_B))
+def read_state(data: bytes, shapes: StateShapes) -> ModelState:
+    """The state that `write_state` wrote, of a model whose states have these shapes, where the model lies.
+
+    Raises: WireError for bytes that are not those of a state of this model.
+    """
+    header, at = _header_of(data)
+    own = [len(layer.tensors()) for layer in shapes.grown.layers]
+    if [len(layer) for layer in header.layers] != own:
+        raise WireError(f"a state of {sum(map(len, header.layers))} tensors came; one of this model has {sum(own)}")
+    try:
+        starts, end = _places(header, at, shapes)
+        if len(data) != end:
+            raise WireError(f"{len(data)} bytes came for a state of {end}")
+        # A copy, as bytes cannot be written to; and one of each tensor, which may not be aligned to its type.
+        whole = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
+
+        def tensor(layer: int, index: int) -> torch.Tensor:
+            like, shape = shapes.like(layer, index), header.layers[layer][index]
+            start = starts[layer, index]
+            part = whole[start : start + math.prod(shape) * like.element_size()].clone()
+            return part.view(like.dtype).reshape(1, *shape).to(like.device)
+
+        return shapes.state(header.position, tensor)
+    except StateMismatchError as error:
+        raise WireError(f"the bytes of a state do not fit this model: {error}") from None
+
+
+def _header_of(data: bytes) -> tuple[StateHeader, int]:
+    """The header, and where the tensors begin."""
+    length = PRELUDE.unpack_from(data)[0] if len(data) >= PRELUDE.size else 0
+    end = PRELUDE.size + length
+    if not 0 < length <= len(data) - PRELUDE.size:
+        raise WireError(f"{len(data)} bytes came for a state whose header ends at {end}")
+    try:
+        return _decoder.decode(data[PRELUDE.size : end]), end
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"the header of a state is unreadable: {error}") from None
+
+
+def _places(header: StateHeader, at: int, shapes: StateShapes) -> tuple[dict[tuple[int, int], int], int]:
+    """Where each tensor begins, and where the last one ends; nothing is allocated."""
+    starts: dict[tuple[int, int], int] = {}
+    for layer, tensors in enumerate(header.layers):
+        for index, shape in enumerate(tensors):
+            like = shapes.like(layer, index)
+            shapes.check(f"tensor layers.{layer}.{index}", layer, index, shape, like.dtype, header.position)
+            starts[layer, index] = at
+            at += math.prod(shape) * like.element_size()
+    return starts, at
 
 
 def snapshot_bytes(state: ModelState, logits_V: torch.Tensor | None, manifest: Manifest | None) -> bytes:
@@ -68,7 +115,7 @@ def snapshot_bytes(state: ModelState, logits_V: torch.Tensor | None, manifest: M
 
 
 def state_of_snapshot(
-    data: bytes, model: LanguageModel, manifest: Manifest | None
+    data: bytes, model: CausalModel, manifest: Manifest | None
 ) -> tuple[ModelState, torch.Tensor | None]:
     """The state of a snapshot and the logits after its last token, where they were stored.
 
@@ -77,16 +124,14 @@ def state_of_snapshot(
     """
     if manifest is None:
         raise EngineError("stored states cannot be gone on from: the model was loaded without a manifest")
-    restored = restore_state(read_snapshot(io.BytesIO(data)), model, manifest)
+    # Stored compactly a number takes a byte at least, and four in memory.
+    snapshot = read_snapshot(io.BytesIO(data), max_bytes=4 * len(data))
+    restored = restore_state(snapshot, model, manifest)
     return restored.state, restored.logits_V
 
 
-def _tensors(state: ModelState) -> list[torch.Tensor]:
-    return [*(tensor for layer in state.layers for tensor in layer.tensors()), state.position_B]
-
-
-def _layout(state: ModelState) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in _tensors(state)]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StateHeader)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -5,7 +5,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from os import getpid
 from typing import Protocol, final
 
@@ -131,13 +131,16 @@ class Executor(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def end_token(self) -> int | None: ...
+    def end_tokens(self) -> Collection[int]: ...
 
     @property
     def text_tokens(self) -> int | None: ...
 
     @property
     def state_bytes(self) -> int | None: ...
+
+    @property
+    def token_bytes(self) -> int: ...
 
     @property
     def manifest(self) -> Manifest | None: ...
@@ -213,10 +216,11 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             executor.model,
             executor.hidden_size,
             executor.vocab_size,
-            executor.end_token,
+            tuple(executor.end_tokens),
             executor.text_tokens,
             executor.state_bytes,
             executor.manifest,
+            token_bytes=executor.token_bytes,
             pauses=executor.pauses,
             backend=executor.backend,
             device=executor.device,
@@ -224,7 +228,9 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
         SEND_S,
     )
     pulse.phase = "idle"
-    states = ReceivedStates(largest_snapshot(executor.state_bytes or 0, executor.vocab_size))
+    # How far the text has come that a state is of is known only once it is there.
+    largest = settings.state_bytes if executor.token_bytes else executor.state_bytes or 0
+    states = ReceivedStates(largest_snapshot(largest, executor.vocab_size))
     while True:
         # The heartbeat thread ends this process when the controller is gone, so waiting for it needs no other end.
         message = dealer.receive(WAIT_S)

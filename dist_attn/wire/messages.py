@@ -154,14 +154,15 @@ class Rows(Message, frozen=True):
 class Generated(Message, frozen=True):
     """Newly drawn tokens; `finish_reason` ("stop" or "length") comes with the last ones.
 
-    `logprobs` has one entry per token when the request asked for them; where the prompt is scored too, one more for the
-    end token that ended the text.
+    `logprobs` has one entry per token when the request asked for them; where the prompt is scored too, one more for
+    `end_token`, which ended the text.
     """
 
     request_id: Name
     tokens: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    end_token: Count | None = None
 
 
 class Restored(Message, frozen=True):
@@ -241,6 +242,8 @@ class Status(Message, frozen=True):
     lost_groups: int = 0
     replayed_tokens: int = 0  # prefilled or drawn a second time after a loss
     manifest: Manifest | None = None  # of the states of sessions; None where they cannot be stored
+    state_bytes: Count | None = None  # of one text before any token, and what each token adds at most
+    token_bytes: Count = 0
 
 
 FromApi = OpenWork | Tokens | Cancel | GetStatus | StatePiece | StateCredit | FinishDrawing

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.specs import Count, Message, RowSpec, SamplingSpec, TokenLogprobs
+from dist_attn.wire.specs import MOST_END_TOKENS, Count, Message, RowSpec, SamplingSpec, TokenLogprobs
 from dist_attn_api.codes import Code
 
 # ---- controller -> rank ------------------------------------------------------------------------
@@ -174,16 +174,21 @@ class RankHello(Message, frozen=True):
     model: str
     hidden_size: Count
     vocab_size: Count
-    end_token: Count | None = None
+    end_tokens: Annotated[tuple[Count, ...], Meta(max_length=MOST_END_TOKENS)] = ()  # each of them ends a text
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
-    # Bytes of a request's state; None where it grows with the text and is not saved.
+    # Bytes of a request's state before any token; None where it is not saved.
     state_bytes: Count | None = None
     # What stored states say about themselves; None where they cannot be stored.
     manifest: Manifest | None = None
+    token_bytes: Count = 0  # that a token adds to a state at most; 0: it has one size
     pauses: Count = 0
     # What "auto" came to: the back end between ranks, and the device with its precision.
     backend: str = ""
     device: str = ""
+
+    def state_bytes_at(self, position: int) -> int:
+        """Bytes of a state after so many tokens at most."""
+        return (self.state_bytes or 0) + self.token_bytes * position
 
 
 class RowPieces(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """What messages are made of, and what is asked of an engine: rows, how tokens are drawn, how urgent it is."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -15,6 +16,7 @@ PRIORITIES = ("high", "normal", "low")
 MODEL_POOLING = "model"
 DEFAULT_WINDOW = 512
 FIRST_TOKEN = "first"
+MOST_END_TOKENS = 64
 # What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -40,8 +42,8 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
     `logit_bias` is added to the logits of these tokens; the penalties are subtracted from those of tokens that were
-    drawn before, once and once for each time. The end token is not drawn before `min_tokens` others; with `ignore_eos`
-    it is a token like any other. `prompt_logprobs` asks for what `logprobs` asks for, of every token of the prompt
+    drawn before, once and once for each time. No end token is drawn before `min_tokens` others; with `ignore_eos` they
+    are tokens like any other. `prompt_logprobs` asks for what `logprobs` asks for, of every token of the prompt
     but the first, given those before it. With `max_tokens` 0 the prompt is read and no token is drawn.
     """
 
@@ -59,13 +61,13 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
-    def ends(self, token: int, end_token: int | None) -> bool:
+    def ends(self, token: int, end_tokens: Collection[int]) -> bool:
         """Whether this drawn token ends the text."""
-        return token == end_token and not self.ignore_eos
+        return token in end_tokens and not self.ignore_eos
 
-    def barred(self, end_token: int | None, drawn: int) -> int | None:
-        """The token that must not follow so many drawn ones."""
-        return end_token if drawn < self.min_tokens and not self.ignore_eos else None
+    def barred(self, end_tokens: Collection[int], drawn: int) -> Collection[int]:
+        """The tokens that must not follow so many drawn ones."""
+        return end_tokens if drawn < self.min_tokens and not self.ignore_eos else ()
 
     @property
     def penalises(self) -> bool:

@@ -42,6 +42,7 @@ from dist_attn.wire.rank_messages import (
 )
 from dist_attn.wire.sockets import Sent, beat_identity, rank_identity
 from tests.support.opening import open_completion, open_encoding
+from tests.support.snapshots import manifest
 from tests.support.states import MemoryStates
 
 SETTINGS = ControlSettings(api_address="ipc:///none", model="m", ranks=2, block_tokens=512)
@@ -51,17 +52,21 @@ API = b"api"
 class Table:
     """A controller with two ranks that are ready, and everything it has sent."""
 
-    def __init__(self, state_bytes=None):
+    def __init__(self, state_bytes=None, token_bytes=0, settings=SETTINGS, described=None):
         self.to_peers, self.steps, self.others = [], {0: [], 1: []}, []
         self.gone = set()
-        self.controller = Controller(SETTINGS, self, MemoryStates())
+        self.controller = Controller(settings, self, MemoryStates())
         self.now = 1.0
         self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
         self.controller.tick(self.now)
         for rank in (0, 1):
             self.engine(
                 rank_identity(1, rank),
-                RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, 9, None, state_bytes, pauses=12),
+                RankHello(
+                    *(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, (9,), None, state_bytes, described),
+                    token_bytes=token_bytes,
+                    pauses=12,
+                ),
             )
 
     def to_api(self, peer, message):
@@ -144,6 +149,53 @@ def test_a_state_is_saved_as_time_goes_by(open_requests, seconds):
     gaps = [after - before for before, after in pairwise(dict.fromkeys(asked))]
     assert len(gaps) >= 2
     assert all(seconds <= gap <= seconds + 0.5 for gap in gaps)
+
+
+def read_in_turns(table, name, seconds):
+    """Feed a text as fast as it is read, block after block; where its state was asked for, and when."""
+    asked, k, fed, until = [], 0, 0, table.now + seconds
+    while table.now < until:
+        table.api(Tokens(name, fed, bytes(4 * 512), False))
+        fed += 512
+        table.turn(0.25)
+        newest = [table.steps[rank][-1] for rank in (0, 1) if table.steps[rank]]
+        while newest and k < newest[0].k:
+            k += 1
+            for rank in (0, 1):
+                table.done(rank, k)
+        asked += [(fed, table.now)] * sum(isinstance(op, SaveOp) for step in newest for op in step.ops)
+    return list(dict.fromkeys(asked))
+
+
+def test_states_that_grow_are_saved_ever_less_often():
+    """A prompt whose state gets longer with it is saved at twice the length each time, where it is read faster than it
+    can be saved; an encoding's is not, as its keys lie on all ranks.
+    """
+    table = Table(state_bytes=100, token_bytes=16 << 10)
+    table.api(open_completion("a", SamplingSpec(5)))
+    asked = [fed for fed, _ in read_in_turns(table, "a", 40.0)]
+    assert 3 <= len(asked) <= 7
+    assert all(after >= 2 * before - 1024 for before, after in pairwise(asked))
+    other = Table(state_bytes=100, token_bytes=16 << 10)
+    other.api(open_encoding("a", RowSpec()))
+    assert read_in_turns(other, "a", 10.0) == []
+
+
+def test_a_state_that_would_not_fit_is_refused():
+    """A text is refused with its length, its bytes and the limit: with eight to a batch where it is drawn from."""
+    described = manifest(vocab_size=9000, hidden_size=2, decode_slots=8)
+    table = Table(state_bytes=100, token_bytes=10, settings=SETTINGS.replace(state_bytes=8 * 1200), described=described)
+    table.api(open_completion("fits", SamplingSpec(10)))
+    table.feed("fits", 100)
+    table.api(open_completion("long", SamplingSpec(11)))
+    table.feed("long", 100)
+    failed = [message for message in table.to_peers if isinstance(message, Failed)]
+    assert [(message.request_id, message.code) for message in failed] == [("long", "context_length_exceeded")]
+    assert "111 tokens" in failed[0].message
+    assert f"{8 * 1210} bytes" in failed[0].message and f"engine is {8 * 1200} " in failed[0].message
+    table.api(open_encoding("apart", RowSpec()))
+    table.feed("apart", 1900)
+    assert len([message for message in table.to_peers if isinstance(message, Failed)]) == 1
 
 
 def test_an_api_process_that_dies_while_a_step_is_made_ends_its_requests_alone(table):

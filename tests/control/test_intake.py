@@ -50,7 +50,7 @@ class ApiSide:
         self.answers = Answers(self.requests, states, SETTINGS)
         self.intake = Intake(self.requests, states, self.answers, SETTINGS, self.pace)
         if model:
-            self.intake.set_model(RankHello(1, 1, 0, 1, 2, "h", "m", 2, 100, end_token=9))
+            self.intake.set_model(RankHello(1, 1, 0, 1, 2, "h", "m", 2, 100, end_tokens=(8, 9)))
 
     def send(self, peer, message):
         if self.outcome is Sent.DONE:
@@ -260,7 +260,7 @@ def test_the_end_token_is_told_of_beside_a_scored_prompt(side):
         side.tell(open_completion("a", SamplingSpec(5, logprobs=0, prompt_logprobs=prompt_logprobs)))
         side.tokens([1, 2], final=True)
         side.draw(9, TokenLogprobs(-0.25))
-        assert side.last(Generated) == Generated("a", [], "stop", told)
+        assert side.last(Generated) == Generated("a", [], "stop", told, told and 9)
 
 
 def test_log_probabilities_travel_with_their_token(side):

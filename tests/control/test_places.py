@@ -20,9 +20,10 @@ def document(request, **fields):
     return RequestView(request, **{"opened": False, "available": 1 << 20, **fields})
 
 
-def chosen(*requests, room):
+def chosen(*requests, room, state_bytes=0):
     """Numbers of those that are worked on, and of those put aside."""
-    working, swaps = admitted(View(Limits(max_active=room), requests), lambda s: bool(s.ready or s.available))
+    limits = Limits(max_active=room, state_bytes=state_bytes)
+    working, swaps = admitted(View(limits, requests), lambda s: bool(s.ready or s.available))
     return [r.number for r in working], list(swaps)
 
 
@@ -59,3 +60,27 @@ def test_a_more_urgent_class_takes_places(urgent, other, taken):
     assert chosen(reading(1, priority=2), reading(2, priority=1), prompt(3), room=2) == ([2, 3], [1])
     assert chosen(reading(1, priority=0), prompt(3), room=1) == ([1], [])
     assert chosen(document(1, priority=1), document(2, priority=0), room=1) == ([2], [])
+
+
+def test_states_that_grow_have_room_in_bytes():
+    """What does not fit beside the others waits, and nobody behind it goes first; alone it has room in any case."""
+    waiting = (document(1, state_bytes=6), document(2, state_bytes=6), document(3, state_bytes=1))
+    assert chosen(*waiting, room=9, state_bytes=10) == ([1], [])
+    assert chosen(*waiting, room=9, state_bytes=13) == ([1, 2, 3], [])
+    assert chosen(document(1, state_bytes=99), room=9, state_bytes=10) == ([1], [])
+    assert chosen(
+        reading(1, state_bytes=4), reading(2, state_bytes=5), prompt(3, state_bytes=6), room=9, state_bytes=10
+    ) == (
+        [1, 3],
+        [2],
+    )
+
+
+def test_states_that_turn_out_too_long_rest_until_others_end():
+    """Of texts that have grown past the room together the first ones go on, one at least; slow readers hold theirs."""
+    grown = [reading(number, state_bytes=6, swappable=False) for number in (1, 2, 3)]
+    assert chosen(*grown, room=9, state_bytes=12) == ([1, 2], [])
+    assert chosen(*grown, room=9, state_bytes=5) == ([1], [])
+    assert chosen(*grown[1:], room=9, state_bytes=12) == ([2, 3], [])
+    slow = reading(1, state_bytes=6, swappable=False, blocked=True)
+    assert chosen(slow, *grown[1:], room=9, state_bytes=12) == ([2], [])

@@ -54,7 +54,7 @@ def opened(folder, precision, dtype="auto"):
 
 def drawn_in_slots(model, requests, count):
     """What the first of so many requests draws beside the others."""
-    slots = DecodeSlots(model, 256)
+    slots = DecodeSlots(model, [256])
     for request in range(requests):
         state = prefill(model, PROMPT[request:-1])
         slots.take_in(request, state, SPEC if request == 0 else SamplingSpec(30, temperature=1.0, seed=request))

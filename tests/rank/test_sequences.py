@@ -175,7 +175,7 @@ def test_the_controller_refuses_what_ranks_could_not_do(
     text_tokens: int | None, rows: RowSpec | None, received: int, message: str
 ) -> None:
     """Before a rank is given work, the model is asked whether it reads that much and pools that way."""
-    hello = RankHello(2, 1, 0, 1, 7, "host", "m", DIM, 257, None, text_tokens)
+    hello = RankHello(2, 1, 0, 1, 7, "host", "m", DIM, 257, (), text_tokens)
     said = misfit(hello, rows, None if rows else SamplingSpec(1), received)
     assert message in said and bool(said) == bool(message)
 

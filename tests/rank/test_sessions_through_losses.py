@@ -19,12 +19,13 @@ class OneRank(Engine):
 
     pauses = 0
 
-    def __init__(self):
+    def __init__(self, kind="rfa_gate"):
+        self.kind = kind
         super().__init__(SETTINGS)
 
     def make_rank(self, epoch, rank):
         """The same model each time."""
-        return executor(model=small_model(small_config("rfa_gate")))
+        return executor(model=small_model(small_config(self.kind)))
 
 
 def run(client, seed=None):
@@ -34,24 +35,30 @@ def run(client, seed=None):
     return client.states, client.drawn
 
 
+@pytest.fixture(scope="module", params=["rfa_gate", "hybrid"])
+def kind(request):
+    """With states of one size, and with keys of all tokens in them."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def undisturbed():
+def undisturbed(kind):
     """States by position and drawn tokens of a run without any interruption."""
-    return run(Client(OneRank(), "s", TOKENS, draws=DRAWS, every=512).open())
+    return run(Client(OneRank(kind), "s", TOKENS, draws=DRAWS, every=512).open())
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_lost_rank_changes_no_bit(undisturbed, seed):
+def test_a_lost_rank_changes_no_bit(undisturbed, kind, seed):
     """Every state that is handed out, logits included, and every drawn token are those of the undisturbed run."""
     assert list(undisturbed[0]) == [512, 1024, 1536, 2048, 2100 + len(undisturbed[1])]
-    assert run(Client(OneRank(), "s", TOKENS, draws=DRAWS, every=512).open(), seed) == undisturbed
+    assert run(Client(OneRank(kind), "s", TOKENS, draws=DRAWS, every=512).open(), seed) == undisturbed
 
 
 @pytest.mark.parametrize("at", [512, 2048])
-def test_a_fresh_engine_goes_on_bit_for_bit(undisturbed, at):
+def test_a_fresh_engine_goes_on_bit_for_bit(undisturbed, kind, at):
     """From a state that was handed out nothing is read again, and all that follows has the bits of the one engine."""
     states, drawn = undisturbed
-    client = Client(OneRank(), "s", TOKENS[at:], at, draws=DRAWS, every=512)
+    client = Client(OneRank(kind), "s", TOKENS[at:], at, draws=DRAWS, every=512)
     client.stored = states[at]
     later = {position: state for position, state in states.items() if position > at}
     assert run(client.open()) == (later, drawn)
@@ -59,13 +66,13 @@ def test_a_fresh_engine_goes_on_bit_for_bit(undisturbed, at):
     assert (report.restored_position, report.recomputed_tokens, report.bit_exact) == (at, 0, True)
 
 
-def test_drawing_needs_no_token(undisturbed):
+def test_drawing_needs_no_token(undisturbed, kind):
     """The first token of a generation comes from the logits that the state was stored with."""
-    whole = Client(OneRank(), "s", TOKENS[:1024], every=512).open()
+    whole = Client(OneRank(kind), "s", TOKENS[:1024], every=512).open()
     states, _ = run(whole)
-    client = Client(OneRank(), "s", TOKENS[:0], 1024, draws=DRAWS)
+    client = Client(OneRank(kind), "s", TOKENS[:0], 1024, draws=DRAWS)
     client.stored = states[1024]
-    at_once = Client(OneRank(), "s", TOKENS[:1024], draws=DRAWS).open()
+    at_once = Client(OneRank(kind), "s", TOKENS[:1024], draws=DRAWS).open()
     (end, state), drawn = [*run(at_once)[0].items()][-1], at_once.drawn
     assert run(client.open()) == ({end: state}, drawn)
     assert states[1024] == undisturbed[0][1024]

@@ -12,7 +12,6 @@ from dist_attn.checkpoints import load_model, save_model
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.control.scheduler import split
-from dist_attn.errors import EngineError
 from dist_attn.generation import computation_of
 from dist_attn.rank.decode_slots import SLOTS
 from dist_attn.rank.executor import ModelExecutor
@@ -30,6 +29,8 @@ KINDS = {
     "rfa": {},
     "s4d": {"mixer": {"kind": "s4d", "hidden_size": 16, "state_size": 6}},
     "scaleformer": {"mixer": {"kind": "scaleformer", "hidden_size": 16, "num_heads": 2, "reach": 5}},
+    "softmax": {},
+    "hybrid": {},
 }
 WITHOUT_END = {256: -100.0}
 SPEC = SamplingSpec(40, temperature=0.9, seed=3, logit_bias=WITHOUT_END)
@@ -41,7 +42,7 @@ def executor(comm=None, kind="rfa_gate", model=None):
     model = model or small_model(small_config(kind, **KINDS.get(kind, {})))
     computed = computation_of(model, chunk_tokens=CHUNK * comm.size, decode_slots=SLOTS, ranks=comm.size)
     identity = manifest(vocab_size=model.config.vocab_size, hidden_size=16, mixers=["rfa"] * len(model.blocks)).model
-    return ModelExecutor(model, comm, name="small", end_token=256, manifest=Manifest(identity, computed))
+    return ModelExecutor(model, comm, name="small", end_tokens=[256], manifest=Manifest(identity, computed))
 
 
 def begin(made, stored=None, *, spec=None, rows=None, draws=0):
@@ -101,9 +102,9 @@ def test_a_stored_state_goes_on_bit_for_bit(kind):
     assert stored(first)[1] == 2612
 
 
-def of_pieces(comm: Communicator, cuts: tuple[int, ...]) -> bytes:
+def of_pieces(comm: Communicator, cuts: tuple[int, ...], kind: str) -> bytes:
     """The state after an append that ended at each of the cuts, handed out and gone on from each time."""
-    made, kept, grid = executor(comm), None, CHUNK * comm.size
+    made, kept, grid = executor(comm, kind), None, CHUNK * comm.size
     for start, stop in zip((0, *cuts[:-1]), cuts, strict=True):
         begin(made, kept)
         feed(made, start, stop, comm)
@@ -115,12 +116,18 @@ def of_pieces(comm: Communicator, cuts: tuple[int, ...]) -> bytes:
     return kept[0]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("local", 1), ("simulated", 2), ("gloo", 2)])
-def test_appends_that_meet_on_the_grid_are_one_append(kind, ranks):
+CUTS = {1: (1024, 2048, 2600), 2: (1024, 2048, 2600), 3: (1536, 2600)}
+
+
+@pytest.mark.parametrize(
+    ("place", "ranks", "kind"),
+    [("local", 1, "rfa_gate"), ("simulated", 2, "rfa_gate"), ("gloo", 2, "rfa_gate"), ("simulated", 3, "hybrid")],
+)
+def test_appends_that_meet_on_the_grid_are_one_append(place, ranks, kind):
     """A text in pieces leaves the bits that it leaves at once, logits too, as long as the pieces end on the grid."""
-    wanted = run_ranks(kind, partial(of_pieces, cuts=(2600,)), ranks)
+    wanted = run_ranks(place, partial(of_pieces, cuts=(2600,), kind=kind), ranks)
     assert len(set(wanted)) == 1 and b"logits" in wanted[0]
-    assert run_ranks(kind, partial(of_pieces, cuts=(1024, 2048, 2600)), ranks) == wanted
+    assert run_ranks(place, partial(of_pieces, cuts=CUTS[ranks], kind=kind), ranks) == wanted
 
 
 def test_an_append_off_the_grid_goes_on_bit_for_bit():
@@ -192,16 +199,6 @@ def test_states_that_do_not_fit_are_faults_of_their_session():
     assert isinstance(fault, RequestFault) and fault.code == "invalid_state"
     assert begin(made, (data, position), spec=SPEC) is None
     assert len(draw(made, 3)) == 3
-
-
-def test_a_state_that_grows_is_not_stored():
-    """Softmax attention keeps all keys, so there is no manifest to offer, and saving says why."""
-    made = executor(kind="softmax")
-    assert made.manifest is None
-    begin(made)
-    feed(made, 0, 5)
-    with pytest.raises(EngineError, match="cannot be stored"):
-        made.save(1, snapshot=True)
 
 
 PROGRAM = """
