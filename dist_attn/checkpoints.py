@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 import dist_attn
 from dist_attn.errors import InputError, ModelFolderError
 from dist_attn.model_config.folder import OTHER_KINDS, kind_of_model, read_any_config, read_config
-from dist_attn.model_config.language_model import NAMES_FOR_OTHERS
+from dist_attn.model_config.language_model import CODE_FOR_OTHERS, CODE_NAME, NAMES_FOR_OTHERS
 from dist_attn.models import (
+    CausalModel,
     LanguageModel,
     MillionModel,
     Model,
@@ -25,14 +26,15 @@ from dist_attn.models import (
     hold_weights_as,
     weight_precision_of,
 )
-from dist_attn.shipped import check_manifest, default_model_folder, resolve_model_folder, sha256
-from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.shipped import check_manifest, default_model_folder, origin, resolve_model_folder, sha256
+from dist_attn.text import Tokeniser, fitted, load_tokeniser
 from dist_attn.wire.choices import WeightPrecision
 
 __all__ = [
     "default_model_folder",
     "kind_of_model",
     "load_any_model",
+    "load_causal_model",
     "load_model",
     "load_model_and_tokeniser",
     "load_reader_and_tokeniser",
@@ -62,6 +64,25 @@ def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecisi
     return model
 
 
+def load_causal_model(
+    path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32", dtype: torch.dtype = torch.float32
+) -> CausalModel:
+    """`load_model`, or the model of a folder of transformers as it was downloaded.
+
+    Such a model computes in `dtype`, or in bfloat16 where `weights` are of fewer bits than float32; see
+    `adapters.model.load_adapted_model`.
+
+    Raises: as `load_model`.
+    """
+    folder = resolve_model_folder(path_or_name)
+    if origin(folder) != "downloaded":
+        return load_model(folder, weights=weights)
+    check_precision(weights)
+    from dist_attn.adapters.model import load_adapted_model  # transformers takes seconds to import
+
+    return load_adapted_model(folder, dtype, weights)
+
+
 def load_any_model(path_or_name: str | Path | None = None) -> Model:
     """`load_model` for a model of any kind: classifiers, auto-encoders and encoder-decoders too."""
     folder = resolve_model_folder(path_or_name)
@@ -84,21 +105,20 @@ def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
 
 def load_model_and_tokeniser(
     path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32"
-) -> tuple[LanguageModel, Tokeniser]:
-    """The model of a folder, with `weights` as in `load_model`, and the tokeniser beside it.
+) -> tuple[CausalModel, Tokeniser]:
+    """The model of a folder, with `weights` as in `load_causal_model`, and the tokeniser beside it.
 
-    Raises: as `load_model`, and ModelFolderError when the two do not have the same number of tokens.
+    Raises: as `load_causal_model`, and ModelFolderError when the tokeniser does not fit, see `text.fitted`.
     """
     check_precision(weights)
     folder = resolve_model_folder(path_or_name)
-    tokeniser, model = load_tokeniser(folder), load_model(folder, weights=weights)
-    _check_vocabulary(folder, tokeniser, model.config.vocab_size)
-    return model, tokeniser
+    tokeniser, model = load_tokeniser(folder), load_causal_model(folder, weights=weights)
+    return model, fitted(tokeniser, folder, model.vocab_size)
 
 
 def load_reader_and_tokeniser(
     path_or_name: str | Path | None = None,
-) -> tuple[LanguageModel | TextEncoder | MillionModel, Tokeniser]:
+) -> tuple[CausalModel | TextEncoder | MillionModel, Tokeniser]:
     """`load_model_and_tokeniser` for whatever makes vectors of texts: a language, encoder or million-scale model.
 
     Raises: ModelFolderError as `load_model_and_tokeniser`.
@@ -113,16 +133,7 @@ def load_reader_and_tokeniser(
         return load_model_and_tokeniser(folder)
     tokeniser, model = load_tokeniser(folder), load_any_model(folder)
     assert isinstance(model, TextEncoder | MillionModel)
-    _check_vocabulary(folder, tokeniser, model.config.vocab_size)
-    return model, tokeniser
-
-
-def _check_vocabulary(folder: Path, tokeniser: Tokeniser, vocab_size: int) -> None:
-    if tokeniser.vocab_size != vocab_size:
-        raise ModelFolderError(
-            f"{folder}: tokenizer.json has {tokeniser.vocab_size} tokens, config.json says {vocab_size}; "
-            "they must be equal, so the files are of two models"
-        )
+    return model, fitted(tokeniser, folder, model.config.vocab_size)
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
@@ -157,12 +168,15 @@ def save_model(
     facts: dict[str, Any] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
     source_tokeniser: Tokeniser | None = None,
+    token_ids: Mapping[str, int] | None = None,
 ) -> None:
     """Write a model folder beside its final place and rename it there, so that a half-written one is never seen.
 
     `half` stores matrices as float16 (loaded back to float32); `facts` go into the manifest as they are. `weights`
     stand for the model's own, where those are sharded. A `source_tokeniser`, of sources with a vocabulary of their own,
-    goes into the folder `source`. A language model with a tokeniser also gets generation_config.json for transformers.
+    goes into the folder `source`. With a language model goes what transformers needs: the module that config.json
+    names, the ids of special tokens, which are the tokeniser's or else `token_ids`, and with a tokeniser
+    generation_config.json.
 
     Raises: InputError for a model whose weights are held in fewer bits.
     """
@@ -175,14 +189,18 @@ def save_model(
     retired = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
         temporary.mkdir(parents=True)
+        config = model.config.model_dump(mode="json")
         if tokeniser is not None:
             tokeniser.save(temporary)
-            if isinstance(model, LanguageModel) and tokeniser.end_token is not None:
-                ends = {"eos_token_id": tokeniser.end_token, "pad_token_id": tokeniser.end_token}
-                (temporary / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+            token_ids = tokeniser.token_ids
+            if isinstance(model, LanguageModel) and token_ids:
+                (temporary / "generation_config.json").write_text(json.dumps(dict(token_ids), indent=2) + "\n")
         if source_tokeniser is not None:
             source_tokeniser.save(temporary / "source")
-        _write_folder(temporary, model, model.state_dict() if weights is None else weights, half, facts or {})
+        if isinstance(model, LanguageModel):
+            config = NAMES_FOR_OTHERS | config | dict(token_ids or {})
+            (temporary / f"{CODE_NAME}.py").write_text(CODE_FOR_OTHERS)
+        _write_folder(temporary, model, config, model.state_dict() if weights is None else weights, half, facts or {})
         if folder.exists():
             folder.rename(retired)
         temporary.rename(folder)
@@ -197,12 +215,11 @@ def save_model(
 def _write_folder(
     folder: Path,
     model: Model,
+    config: dict[str, Any],
     weights: Mapping[str, torch.Tensor],
     half: bool,
     facts: dict[str, Any],
 ) -> None:
-    names = NAMES_FOR_OTHERS if isinstance(model, LanguageModel) else {}
-    config = names | model.config.model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     stored = {
         name: (t.half() if half and t.dim() >= 2 and t.is_floating_point() else t).contiguous()

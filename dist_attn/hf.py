@@ -4,13 +4,15 @@
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("runs/first/model")
 
-What transformers calls the cache is our recurrent state, which has a constant size for kernel attention. The extra
-The extra `hf` installs transformers.
+Without the import they do so with `trust_remote_code=True`, by the module that lies in a saved folder. What
+transformers calls the cache is our recurrent state, which has a constant size for kernel attention. The extra `hf`
+installs transformers.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +20,14 @@ import torch.nn.functional as F
 from dist_attn.checkpoints import load_model, resolve_model_folder, save_model
 from dist_attn.errors import InputError, MissingExtraError, ShapeError, extra_hint
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
+from dist_attn.models.blocks import recompute_layers
 from dist_attn.shipped import OUR_MODEL_TYPE
 from dist_attn.text import load_tokeniser
 
 try:
     from transformers import (
         AutoConfig,
+        AutoModel,
         AutoModelForCausalLM,
         AutoTokenizer,
         GenerationConfig,
@@ -32,16 +36,18 @@ try:
         PreTrainedModel,
         PreTrainedTokenizerFast,
     )
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 except ModuleNotFoundError as error:
     raise MissingExtraError(f"dist_attn.hf needs {error.name}: {extra_hint('hf')}") from None
 
-__all__ = ["DistAttnConfig", "DistAttnForCausalLM", "StateCache"]
+__all__ = ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel", "StateCache"]
 
 # What transformers passes on when it loads a folder, and what changes nothing for files of ours on this disk.
 IGNORED = frozenset({
-    "_from_auto", "adapter_kwargs", "cache_dir", "force_download", "local_files_only", "low_cpu_mem_usage", "proxies",
-    "revision", "token", "trust_remote_code", "use_safetensors", "weights_only",
+    "_commit_hash", "_from_auto", "adapter_kwargs", "attn_implementation", "cache_dir", "code_revision",
+    "force_download", "local_files_only", "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict",
+    "proxies", "resume_download", "revision", "token", "trust_remote_code", "use_auth_token", "use_safetensors",
+    "weights_only",
 })  # fmt: skip
 
 OFF = (None, False, "")  # values of an option that asks for nothing
@@ -53,17 +59,32 @@ class DistAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     model_type = OUR_MODEL_TYPE
     attribute_map = {"num_hidden_layers": "num_layers", "intermediate_size": "mlp_size"}  # noqa: RUF012
 
-    @classmethod
-    def of(cls, config: LanguageModelConfig, *, end_token: int | None = None) -> "DistAttnConfig":
-        """The transformers form of our configuration."""
-        values = config.model_dump(mode="json")
-        return cls(**values, eos_token_id=end_token, pad_token_id=end_token, tie_word_embeddings=False)
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
 
     @property
     def language_model(self) -> LanguageModelConfig:
         """Our form; pydantic's ValidationError where the attributes are not a language model."""
         values = {key: getattr(self, key) for key in LanguageModelConfig.model_fields if hasattr(self, key)}
         return LanguageModelConfig.model_validate(values)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """How many tokens the model can read; AttributeError where it reads any number."""
+        if not isinstance(self.positions, dict) or self.positions.get("beyond") == "repeat":
+            raise AttributeError("max_position_embeddings: this model reads any number of tokens")
+        return int(self.positions["length"])
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """The ids of special tokens that there are."""
+        ids = {name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {name: token for name, token in ids.items() if token is not None}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: what is saved names its classes already, and transformers would copy this file into it."""
 
 
 @final
@@ -86,17 +107,36 @@ class StateCache:
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """The state of row `beam_idx[i]` in row i, as beam search wants it."""
-        rows = [int(row) for row in beam_idx]
+        self._take([int(row) for row in beam_idx])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row so many times, one after the other: several texts go on from one prompt."""
+        rows = range(sum(state.batch for state in self.states))
+        self._take([row for row in rows for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises: InputError, as a recurrent state cannot forget its last tokens."""
+        raise InputError(
+            "a recurrent state cannot be cropped; needed is the state before these tokens: copy.deepcopy of the cache "
+            "keeps it"
+        )
+
+    def _take(self, rows: list[int]) -> None:
         whole = len(self.states) == 1
         self.states = [self.states[0].select(rows)] if whole else [self.states[row] for row in rows if self.states]
 
 
-class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A language model of ours with the interface of transformers; `model` is the model itself."""
+class DistAttnModel(PreTrainedModel):  # type: ignore[misc]
+    """A language model of ours with the interface of transformers, up to its hidden states; `model` is ours."""
 
     config_class = DistAttnConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
     _is_stateful = True
 
     def __init__(self, config: DistAttnConfig, model: LanguageModel | None = None) -> None:
@@ -105,24 +145,23 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         self.post_init()
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **options: Any
-    ) -> "DistAttnForCausalLM":
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
         """The model of a folder or of a shipped name, in evaluation mode.
 
-        `dtype`, a single device and a `subfolder` may be given. Options of transformers that concern downloads are
-        ignored, and so are options that are off: None, False or empty.
+        `dtype`, a single device, a `subfolder` and a `config` of the same model may be given. Ignored are options of
+        transformers that concern downloads, `attn_implementation`, as attention is computed by our own operations,
+        and options that are off: None, False or empty.
         Raises: ModelFolderError for an unusable folder, InputError for an option that would change the model.
         """
-        dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
+        dtype = _dtype_of(options.pop("dtype", None) or options.pop("torch_dtype", None))
         device = options.pop("device_map", None)
         inner = options.pop("subfolder", None) or ""
-        options.pop("config", None)  # read from the folder again, with its checks
+        config = options.pop("config", None)
         unknown = sorted(key for key, value in options.items() if key not in IGNORED and value not in OFF)
         if args or unknown:
             raise InputError(
                 f"from_pretrained was given {', '.join(unknown) or 'positional arguments'}; a model of dist-attn takes "
-                "dtype, device_map and subfolder"
+                "dtype, device_map, subfolder and config"
             )
         if isinstance(device, dict):
             device = device.get("")
@@ -130,75 +169,171 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             device = "cuda" if torch.cuda.is_available() else "cpu"
         folder = resolve_model_folder(Path(pretrained_model_name_or_path) / inner)
         model = load_model(folder)
-        end = load_tokeniser(folder).end_token if (folder / "tokenizer.json").is_file() else None
-        own = cls(DistAttnConfig.of(model.config, end_token=end), model)
-        own.config.name_or_path = str(folder)
-        if (folder / "generation_config.json").is_file():
+        own = cls(_config_of(config, model, folder), model)
+        if own.can_generate() and (folder / "generation_config.json").is_file():
             own.generation_config = GenerationConfig.from_pretrained(folder)
-        if dtype not in (None, "auto"):
-            own = own.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        if dtype is not None:
+            own = own.to(dtype)
         if device is not None:
             own = own.to(device)
         own.eval()
         return own
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
-        """Write what `save_model` writes, and generation_config.json; other files there stay, such as a tokeniser."""
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write what `save_model` writes, and generation_config.json; other files there stay, such as a tokeniser.
+
+        `state_dict` stands for the model's own weights, where those are sharded. Other options are ignored: weights are
+        one file of safetensors. Raises: InputError for `push_to_hub`.
+        """
+        if push_to_hub:
+            raise InputError("save_pretrained was given push_to_hub; a folder is saved here, upload it yourself")
+        if not is_main_process:
+            return
+        weights = None if state_dict is None else {k.removeprefix("model."): t for k, t in state_dict.items()}
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f".{os.getpid()}.model"
-        save_model(self.model, beside)
+        save_model(self.model, beside, weights=weights, token_ids=self.config.token_ids)
         for path in sorted(beside.iterdir()):
             path.replace(folder / path.name)
         beside.rmdir()
-        self.generation_config.save_pretrained(folder)
+        if self.can_generate():
+            self.generation_config.save_pretrained(folder)
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        *,
         past_key_values: StateCache | None = None,
-        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **unused: Any,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
     ) -> Any:
-        """Logits [B, L, vocabulary], the cache with the state after these tokens, and the loss where labels are given.
+        """Hidden states after the final norm [B, L, D], and the cache with the state after these tokens.
 
-        Labels are the tokens themselves, -100 where none counts; the loss is that of each next token. The mask
-        [B, tokens before and L] is 0 where a row is padded. Padding before a text is not read: it changes no state,
-        its logits are 0, and no loss is taken from it. Padding behind a text is read, after everything that counts.
+        The mask [B, tokens before and L] is 0 where a row is padded. Padding before a text is not read: it changes no
+        state, and its hidden states are 0. Padding behind a text is read, after everything that counts. No
+        `token_type_ids` are looked at, as a text has one segment.
 
-        Raises: ShapeError for a mask that hides all of a row, or tokens between others.
+        Raises: ShapeError for a mask that hides all of a row, or tokens between others; InputError for what a model of
+            ours does not have: vectors in the place of tokens, other positions, another cache, other outputs.
         """
+        if input_ids is None or inputs_embeds is not None:
+            raise InputError("a model of dist-attn reads tokens: give input_ids, and no inputs_embeds")
+        if output_hidden_states or output_attentions:
+            raise InputError(
+                "output_hidden_states and output_attentions are not offered by a model of dist-attn; AutoModel gives "
+                "its last_hidden_state"
+            )
+        if past_key_values is not None and not isinstance(past_key_values, StateCache):
+            raise InputError(
+                f"past_key_values is a {type(past_key_values).__name__}; needed is dist_attn.hf.StateCache, or none"
+            )
         cache = StateCache() if past_key_values is None else past_key_values
         padding_B = _padding(attention_mask, cache.columns, input_ids)
-        logits_BLV = self._read(input_ids, padding_B, cache)
+        if position_ids is not None:
+            _check_positions(position_ids, padding_B, cache.states, input_ids)
+        h_BLD = self._read(input_ids, padding_B, cache)
         cache.columns += input_ids.shape[1]
-        loss = None
-        if labels is not None:
-            columns_L = torch.arange(input_ids.shape[1], device=labels.device)
-            labels = labels.masked_fill(columns_L <= padding_B.to(labels.device)[:, None], -100)
-            loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BLV, past_key_values=cache if use_cache is not False else None
-        )
+        return self._output(BaseModelOutputWithPast, return_dict, use_cache, cache, last_hidden_state=h_BLD)
+
+    def _output(
+        self, kind: type, return_dict: bool | None, use_cache: bool | None, cache: StateCache, **values: Any
+    ) -> Any:
+        out = kind(**values, past_key_values=cache if use_cache is not False else None)
+        return out if return_dict or (return_dict is None and self.config.return_dict) else out.to_tuple()
 
     def _read(self, input_ids: torch.Tensor, padding_B: torch.Tensor, cache: StateCache) -> torch.Tensor:
-        """Logits [B, L, vocabulary]; the states in the cache go on. Rows that differ in length are read one by one."""
+        """Hidden states [B, L, D]; the states in the cache go on. Rows that differ in length are read one by one."""
         if len(cache.states) < 2 and not bool(padding_B.any()):
-            logits_BLV, state = self.model(input_ids, None, cache.states[0] if cache.states else None)
+            h_BLD, state = self.model.hidden(input_ids, None, cache.states[0] if cache.states else None)
             cache.states = [state]
-            return logits_BLV  # type: ignore[no-any-return]
+            return h_BLD
         rows = len(input_ids)
         before = cache.states if len(cache.states) == rows else [s.select(r) for s in cache.states for r in range(rows)]
-        logits, cache.states = [], []
+        hidden, cache.states = [], []
         for row, padding in enumerate(padding_B.tolist()):
-            logits_1LV, state = self.model(input_ids[row : row + 1, padding:], None, before[row] if before else None)
-            logits.append(F.pad(logits_1LV, (0, 0, padding, 0)))
+            h_1LD, state = self.model.hidden(input_ids[row : row + 1, padding:], None, before[row] if before else None)
+            hidden.append(F.pad(h_1LD, (0, 0, padding, 0)))
             cache.states.append(state)
         if len({tuple(t.shape for layer in state.layers for t in layer.tensors()) for state in cache.states}) == 1:
             cache.states = [ModelState.stack(cache.states)]
-        return torch.cat(logits)
+        return torch.cat(hidden)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The table of token vectors."""
+        return self.model.embedding
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+        """Our own recomputation of every layer, whose gradients are bitwise those without; it takes no options."""
+        recompute_layers(self.model, enable)
+        self.gradient_checkpointing = enable
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Parameters are as the model made or loaded them."""
+
+    def init_weights(self) -> None:
+        """Nothing: see `_init_weights`."""
+
+
+class DistAttnForCausalLM(DistAttnModel, GenerationMixin):  # type: ignore[misc]
+    """`DistAttnModel` with the logits of the next token, a loss, and transformers' `generate`."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        past_key_values: StateCache | None = None,
+        position_ids: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> Any:
+        """Logits [B, L, vocabulary], the cache with the state after these tokens, and the loss where labels are given.
+
+        Labels are the tokens themselves, -100 where none counts; the loss is that of each next token, and none is taken
+        from padding before a text, whose logits are 0. `logits_to_keep`: only those of the last so many columns, or
+        of these columns; 0 keeps all. The rest is as in `DistAttnModel`.
+
+        Raises: as `DistAttnModel`, and InputError for labels with `logits_to_keep`.
+        """
+        seen = past_key_values.columns if isinstance(past_key_values, StateCache) else 0
+        inner = super().forward(
+            input_ids, attention_mask, past_key_values=past_key_values, position_ids=position_ids,
+            inputs_embeds=inputs_embeds, output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions, return_dict=True,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BLV = self.model.readout(inner.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            if logits_BLV.shape[1] != labels.shape[1]:
+                raise InputError("labels need the logits of all tokens; leave logits_to_keep at 0")
+            columns_L = torch.arange(labels.shape[1], device=labels.device)
+            padding_B = _padding(attention_mask, seen, labels).to(labels.device)
+            labels = labels.masked_fill(columns_L <= padding_B[:, None], -100)
+            loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        cache = inner.past_key_values
+        return self._output(CausalLMOutputWithPast, return_dict, use_cache, cache, loss=loss, logits=logits_BLV)
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, past_key_values: StateCache | None = None, **kwargs: Any
@@ -215,22 +350,60 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             )
         cache = StateCache() if past_key_values is None and use_cache else past_key_values
         seen = 0 if cache is None else cache.get_seq_length()
-        inputs = {"input_ids": input_ids[:, seen:], "attention_mask": mask}
+        passed_on = ("inputs_embeds", "logits_to_keep", "output_attentions", "output_hidden_states")
+        inputs = {name: kwargs[name] for name in passed_on if name in kwargs}
+        inputs |= {"input_ids": input_ids[:, seen:], "attention_mask": mask}
         return inputs | {"past_key_values": cache, "use_cache": use_cache}
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        """The table of token vectors."""
-        return self.model.embedding
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the state is made by the first call
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        """Parameters are as the model made or loaded them."""
 
-    def init_weights(self) -> None:
-        """Nothing: see `_init_weights`."""
+def _config_of(given: DistAttnConfig | None, model: LanguageModel, folder: Path) -> DistAttnConfig:
+    """The configuration of a folder's model, with the given one's attributes for transformers.
+
+    Raises: InputError where the given one is of another model.
+    """
+    if given is not None and given.language_model != model.config:
+        raise InputError(
+            f"the configuration that was given is of another model than that in {folder}; needed is its own config.json"
+        )
+    ids = load_tokeniser(folder).token_ids if (folder / "tokenizer.json").is_file() else {}
+    values = {} if given is None else given.to_dict()
+    own = DistAttnConfig(**values | model.config.model_dump(mode="json"))
+    for name, token in ids.items():
+        if getattr(own, name) is None:
+            setattr(own, name, token)
+    own.name_or_path = str(folder)
+    return own
+
+
+def _dtype_of(dtype: Any) -> torch.dtype | None:
+    """The precision that is asked for, None for the folder's own. Raises: InputError for one that there is not."""
+    if dtype in (None, "auto"):
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InputError(f"from_pretrained was given dtype {dtype!r}; needed is one such as float32 or bfloat16")
+    return found
+
+
+def _check_positions(
+    given: torch.Tensor, padding_B: torch.Tensor, states: list[ModelState], input_ids: torch.Tensor
+) -> None:
+    """Raises: InputError for positions of tokens that are not those behind the tokens before them."""
+    rows, length = input_ids.shape
+    before = [state.position_B.to(given.device) for state in states]
+    first_B = torch.cat(before) if before else given.new_zeros(rows)
+    padding_B = padding_B.to(given.device)
+    wanted_BL = (first_B - padding_B)[:, None] + torch.arange(length, device=given.device)
+    text_BL = torch.arange(length, device=given.device) >= padding_B[:, None]
+    if not bool(((given == wanted_BL) | ~text_BL).all()):
+        raise InputError(
+            "position_ids are not those of one text for each row, token after token; needed are these, or none: give "
+            "texts that were packed into one row as rows of their own"
+        )
 
 
 def _padding(mask: torch.Tensor | None, seen: int, input_ids: torch.Tensor) -> torch.Tensor:
@@ -256,5 +429,6 @@ def _padding(mask: torch.Tensor | None, seen: int, input_ids: torch.Tensor) -> t
 
 
 AutoConfig.register(OUR_MODEL_TYPE, DistAttnConfig, exist_ok=True)
+AutoModel.register(DistAttnConfig, DistAttnModel, exist_ok=True)
 AutoModelForCausalLM.register(DistAttnConfig, DistAttnForCausalLM, exist_ok=True)
 AutoTokenizer.register(DistAttnConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)

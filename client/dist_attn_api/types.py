@@ -416,8 +416,8 @@ class JobList(Answer):
 class Model(Answer):
     """One model: the routes of /v1 that it answers, the numbers in a vector of it, and how much it reads at once.
 
-    `max_model_len` counts tokens, those put around a text included; null: any length. `num_layers` is what a softmax
-    model of this size would keep keys and values in.
+    `max_model_len` counts tokens, those put around a text too; null: any length. `num_layers`: how many would keep keys
+    and values in a softmax model. `state_token_bytes`: what a token adds to a state at most; null: no engine said it.
     """
 
     id: str
@@ -428,6 +428,7 @@ class Model(Answer):
     embedding_size: int
     max_model_len: int | None = None
     num_layers: int | None = None
+    state_token_bytes: int | None = None
 
 
 class ModelList(Answer):

@@ -1,4 +1,4 @@
-"""`python -m dist_attn.commands.calibrate`: ranks that time every exchange of carries, for `doctor --calibrate`."""
+"""`python -m dist_attn.commands.calibrate`: ranks that time every exchange of carries, for `doctor --measure`."""
 
 import itertools
 import os

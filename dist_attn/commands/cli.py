@@ -28,6 +28,7 @@ from dist_attn.commands.options import (
     EngineDevice,
     EngineDtype,
     GenerateOptions,
+    LogitsOptions,
     Model,
     ServeOptions,
     Weights,
@@ -70,6 +71,14 @@ states = typer.Typer(
     name="state", help="The file of a state, or a folder of them.", cls=inspect.ShowByDefault, no_args_is_help=True
 )
 app.add_typer(states)
+
+models = typer.Typer(
+    name="models",
+    help="Models that --model takes by name.",
+    cls=inspect.ShowByDefault,
+    no_args_is_help=False,
+)
+app.add_typer(models)
 
 
 def _say_version(asked: bool) -> None:
@@ -187,6 +196,21 @@ def encode(options: EncodeOptions) -> None:
                 report = encode_remotely(options.url, options) if is_first_rank(os.environ) else None
     except KeyboardInterrupt:
         raise typer.Exit(_complain(f"stopped by Ctrl-C; {options.out} was not written", 130)) from None
+    if report is not None:
+        print(json.dumps(report))
+
+
+@app.command()
+@taking(LogitsOptions)
+def logits(options: LogitsOptions) -> None:
+    """Score every token that could follow each token of a text; here, or over the processes of torchrun or mpiexec.
+
+    Example: dist-attn logits --model FOLDER --tokens tokens.npy --out logits.npy
+    """
+    from dist_attn.commands.logits import logits_here
+
+    with ended_in_order():
+        report = logits_here(options)
     if report is not None:
         print(json.dumps(report))
 
@@ -395,7 +419,9 @@ def state_repair(
 
 configuration.command("show")(inspect.config_show)
 states.command("show")(inspect.state_show)
-for command in (inspect.plan, inspect.top, inspect.mixers, inspect.doctor, inspect.models):
+models.command("show")(inspect.models_show)
+models.command("add")(inspect.models_add)
+for command in (inspect.plan, inspect.top, inspect.mixers, inspect.doctor):
     app.command()(command)
 app.command("help")(inspect.help_search)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(inspect.bench)

@@ -4,8 +4,10 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,19 @@ from dist_attn.commands.machine import Finding, broken, unknown
 from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.commands.tables import stdout_console
 from dist_attn.commands.trial_ranks import last_line, started, trial_command
+from dist_attn.control.preflight import CHECK_S
 from dist_attn.costs import estimate, read_model_costs
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.settings import EngineSettings, Settings, read_settings
-from dist_attn.shipped import resolve_model_folder
+from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["doctor", "examine", "probe", "probe_mpi"]
 
 PROBE = "dist_attn.commands.probe"
 PROBE_DEADLINE_S = 60.0  # torch alone takes 20 s to load beside other work
+TELL_S = 10.0  # between two words on what is waited for
 QUIETER = "the machine is slow or busy: run it again when it is quieter"
 USUAL_MESSAGE_BYTES = 1 << 17
 STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "unknown": "yellow"}
@@ -75,7 +79,9 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
         machine.check_disk(settings.data_dir),
         machine.check_port(settings.http.host, settings.http.port),
     ]
-    tried = probe(folder, message_bytes, deadline_s)
+    # transformers looks at a downloaded folder, which has a deadline of its own.
+    more_s = CHECK_S if folder is not None and origin(folder) == "downloaded" else 0.0
+    tried = probe(folder, message_bytes, deadline_s + more_s)
     findings = [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
     needed = _needed_by(settings.engine)
     return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
@@ -104,7 +110,12 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
             )
             for rank in (0, 1)
         ]
-        ended, late = _run([trial_command(PROBE, settings) for settings in reversed(ranks)], Path(private), deadline_s)
+        ended, late = _run(
+            [trial_command(PROBE, settings) for settings in reversed(ranks)],
+            Path(private),
+            deadline_s,
+            tell=lambda: _tell_what_is_waited_for(ranks[0]),
+        )
         findings = findings_in(ranks[0])
     known = {finding.name for finding in findings}
     waiting = [name for name in ranks[0].checks if name not in known]
@@ -132,14 +143,31 @@ def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
     return failed("mpi", f"{finding.detail}: {ended}", advice, needed=False)
 
 
-def _run(commands: list[list[str]], private: Path, deadline_s: float) -> tuple[str, bool]:
-    """Run these until the last of them has ended or the time is over: how it ended in words, whether it was late."""
+def _tell_what_is_waited_for(settings: ProbeSettings) -> None:
+    known = {finding.name for finding in findings_in(settings)}
+    for name in [name for name in settings.checks if name not in known][:1]:
+        print(f"doctor: still trying {name}", file=sys.stderr, flush=True)
+
+
+def _run(
+    commands: list[list[str]], private: Path, deadline_s: float, tell: Callable[[], None] = lambda: None
+) -> tuple[str, bool]:
+    """Run these until the last of them has ended or the time is over: how it ended in words, whether it was late.
+
+    While that lasts `tell` is called now and then.
+    """
     words = private / "stderr"
+    end = time.monotonic() + deadline_s
     with started(commands, words) as processes:
-        try:
-            code = processes[-1].wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            return f"no answer within {deadline_s:g} s", True
+        while True:
+            left = end - time.monotonic()
+            try:
+                code = processes[-1].wait(max(0.0, min(TELL_S, left)))
+                break
+            except subprocess.TimeoutExpired:
+                if left <= TELL_S:
+                    return f"no answer within {deadline_s:g} s", True
+                tell()
     said = last_line(words)
     return f"the process that tried it ended with code {code}" + (f": {said}" if said else ""), False
 

@@ -13,7 +13,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import LanguageModel, MillionModel, TextEncoder
+from dist_attn.models import CausalModel, MillionModel, TextEncoder
 from dist_attn.rank.row_pieces import reduce_to_pieces
 from dist_attn.rank.sequence_executor import read_sequences
 from dist_attn.rank_link.rows import GRAIN, sequence_length
@@ -48,14 +48,14 @@ class StreamReader(BlockReader):
     def __init__(
         self,
         comm: Communicator,
-        model: LanguageModel,
+        model: CausalModel,
         spec: RowSpec,
         *,
         exchange: Algorithm = "auto",
         deterministic: bool = False,
     ) -> None:
-        self.dim = model.config.hidden_size
-        self.device = model.embedding.weight.device
+        self.dim = model.hidden_size
+        self.device = model.device
         self._comm, self._model, self._spec = comm, model, spec
         self._exchange, self._deterministic = exchange, deterministic
         self._state = model.initial_state(1)

@@ -29,7 +29,7 @@ from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
 from dist_attn.commands.options import EncodeOptions
 from dist_attn.devices import Compute, choose_compute
 from dist_attn.errors import InputError
-from dist_attn.models import LanguageModel, MillionModel, TextEncoder
+from dist_attn.models import CausalModel, MillionModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.rank_link.rows import GRAIN, RowAssembler, RowBatch
@@ -127,7 +127,7 @@ def _compute(options: EncodeOptions) -> Compute:
 @torch.inference_mode()
 def encode_file(
     comm: Communicator,
-    model: LanguageModel | TextEncoder | MillionModel,
+    model: CausalModel | TextEncoder | MillionModel,
     tokeniser: Tokeniser,
     encoding: Encoding,
     on_progress: Callable[[int], None] = lambda _: None,

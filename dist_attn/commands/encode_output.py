@@ -34,14 +34,18 @@ class RowFile:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._dim: int | None = None
+        self._start = 0  # of the first row
         self.rows = 0
         self.finished = False
 
-    def write(self, rows_ND: npt.NDArray[Any]) -> None:
-        """Append rows; all have as many numbers as the first ones."""
+    def write(self, rows_ND: npt.NDArray[Any], at: int | None = None) -> None:
+        """Append rows, or put them where row `at` is to be; all have as many numbers as the first ones."""
         if self._dim is None:
             self._dim = rows_ND.shape[1]
             self._header()
+            self._start = self._file.tell()
+        if at is not None:
+            self._file.seek(self._start + 4 * self._dim * at)
         self._file.write(np.ascontiguousarray(rows_ND, dtype="<f4").tobytes())
         self.rows += len(rows_ND)
 

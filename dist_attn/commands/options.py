@@ -79,6 +79,19 @@ class EncodeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogitsOptions:
+    """Options of `logits`."""
+
+    tokens: Annotated[Path, typer.Option(help="A NumPy file (.npy) with the ids of one text, integers [tokens].")]
+    out: Annotated[Path, typer.Option(help="Where they go: a NumPy file (.npy), float32 [tokens, vocabulary].")]
+    block: Annotated[int | None, typer.Option(help="Tokens that are read at a time (default: 8,192).", min=1)] = None
+    model: Model = None
+    weights: Weights = "float32"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """Options of `generate`."""
 

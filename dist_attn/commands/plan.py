@@ -22,10 +22,12 @@ from dist_attn.costs import (
     read_model_costs,
     usual_exchange,
 )
+from dist_attn.costs.estimate import PROCESS_BYTES
 from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
+from dist_attn.model_config.figures import FLOAT_BYTES
 from dist_attn.rank_link.rows import GRAIN
-from dist_attn.shipped import resolve_model_folder
+from dist_attn.shipped import origin, resolve_model_folder
 
 __all__ = ["BLOCK_TOKENS", "plan"]
 
@@ -56,6 +58,13 @@ def plan(options: PlanOptions) -> None:
                 "its weights in float32, and its costs are those expected by formula: leave them out"
             )
         return _plan_million(folder, count, ranks=ranks, rates=rates, as_json=options.as_json)
+    if origin(folder) == "downloaded":
+        if options.measure or options.exchange != "auto":
+            raise InputError(
+                "--measure or --exchange was given; of a model as it was downloaded times are not measured, and how "
+                "its states travel is not chosen: leave them out"
+            )
+        return _plan_downloaded(folder, count, options=options, rates=rates)
     costs = read_model_costs(folder, options.weights)
     if options.measure:
         if options.weights != "float32":
@@ -173,6 +182,66 @@ def _notes(result: Estimate, source: str) -> list[str]:
         f"to run here, on {os.cpu_count()} cores."
     )
     return notes
+
+
+def _plan_downloaded(folder: Path, tokens: int, *, options: PlanOptions, rates: Rates) -> None:
+    """Print what a model of transformers takes, as it was downloaded; its states are those of float32.
+
+    Raises: InputError for counts below 1 and for weights in 8 bits; as `check_downloaded` for the folder.
+    """
+    ranks = options.ranks
+    if tokens < 1 or ranks < 1:
+        raise InputError(f"tokens is {tokens}, ranks is {ranks}; both must be 1 or more")
+    if options.weights == "int8":
+        raise InputError(
+            "--weights int8 was given; which weights of a downloaded model are held in 8 bits is known once it is "
+            "loaded: plan with bfloat16, which takes more"
+        )
+    from dist_attn.control.preflight import check_downloaded  # it starts a process
+
+    sizes = check_downloaded(folder)
+    memory = {
+        "process": PROCESS_BYTES,
+        "weights": sizes.parameters * (FLOAT_BYTES if options.weights == "float32" else FLOAT_BYTES // 2),
+        "state": sizes.state_bytes_at(tokens),
+        "state_of_encoding": sizes.state_bytes_at(-(-tokens // ranks)),
+    }
+    states = {"before_any_token": sizes.state_bytes, "per_token": sizes.token_bytes}
+    flops = 2.0 * sizes.parameters * tokens / ranks
+    seconds = flops / (rates.matmul_flops_per_s * rates.prefill_efficiency)
+    name = folder.resolve().name
+    if options.as_json:
+        about = {"model": name, "kind": "downloaded", "tokens": tokens, "ranks": ranks, "parameters": sizes.parameters}
+        work = {"state_bytes": states, "memory_bytes_per_rank": memory, "compute_seconds": seconds}
+        print(json.dumps({"object": "plan", **about, **work, "weights": options.weights}))
+        return
+    print_tables(
+        f"{tokens:,} tokens on {ranks:,} rank{'s' * (ranks > 1)} with {name} ({sizes.parameters:,} parameters)",
+        [
+            Table(
+                "Memory per rank",
+                [
+                    ("Python and libraries", byte_size(memory["process"])),
+                    (f"weights, {options.weights}", byte_size(memory["weights"])),
+                    ("state of a text that is drawn from", byte_size(memory["state"])),
+                    ("or of an encoding, spread over ranks", byte_size(memory["state_of_encoding"])),
+                ],
+            ),
+            Table(
+                "State of one text",
+                [
+                    ("before any token", byte_size(sizes.state_bytes)),
+                    ("each token, at most", byte_size(sizes.token_bytes)),
+                ],
+            ),
+            Table("Time", [("computing, at most", duration(seconds))]),
+        ],
+        [
+            f"Assumed for each rank: {rates.matmul_flops_per_s / 1e9:.3g} GFLOP/s in matrix products, of which reading "
+            f"reaches {rates.prefill_efficiency:.0%}; every parameter counts, also of experts that are not asked.",
+            "Temporary tensors of a block and what ranks exchange are not counted.",
+        ],
+    )
 
 
 def _plan_million(folder: Path, tokens: int, *, ranks: int, rates: Rates, as_json: bool) -> None:

@@ -147,9 +147,14 @@ def check_kernels(_: ProbeSettings) -> Finding:
 def check_model(settings: ProbeSettings) -> Finding:
     """That the model and its tokeniser load, and that its manifest lists exactly these files."""
     from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
+    from dist_attn.control.preflight import check_downloaded
+    from dist_attn.shipped import origin
     from dist_attn.text import load_tokeniser
 
     folder = Path(settings.model)
+    if origin(folder) == "downloaded":
+        parameters = check_downloaded(folder).parameters
+        return ok("model", f"{folder.name} fits its configuration, {parameters:,} parameters", parameters=parameters)
     model = load_text_encoder(folder) if kind_of_model(folder) == "text_encoder" else load_model(folder)
     tokeniser = load_tokeniser(folder)
     parameters = sum(p.numel() for p in model.parameters())

@@ -75,7 +75,7 @@ def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None
             f"{source.path}: model_type is {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
         )
     read_config, read_weights = ARCHITECTURES[architecture]
-    values, tokeniser = read_config(source), read_foreign(inner)
+    values, tokeniser = read_config(source), read_foreign(inner, streams=True)
     if architecture == "bert":
         values |= {"kind": "text_encoder", **read_sentence_encoder(folder, source), **_frame(inner, tokeniser)}
     else:

@@ -1,6 +1,6 @@
 """Which exchange of the scan over ranks is fastest here: measured times in a file of the user's cache, else a rule.
 
-`dist-attn doctor --calibrate` measures and writes them.
+`dist-attn doctor --measure` measures and writes them.
 """
 
 import math
@@ -22,7 +22,7 @@ EXSCAN_BYTES = 1 << 20
 
 
 def timed_exchanges(ranks: int, backend: str) -> list[StateExchange]:
-    """What `doctor --calibrate` measures on one host: two ranks may also swap, and MPI combines by itself."""
+    """What `doctor --measure` measures on one host: two ranks may also swap, and MPI combines by itself."""
     names: list[StateExchange] = ["gather", "log_step", "pipelined_ring"]
     if ranks == 2:
         names.append("pair")

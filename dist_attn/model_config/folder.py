@@ -17,6 +17,7 @@ from dist_attn.model_config.encoders import (
 from dist_attn.model_config.language_model import LanguageModelConfig
 from dist_attn.model_config.million import MillionConfig
 from dist_attn.model_config.refusal import refusal
+from dist_attn.shipped import refuse_downloaded
 
 ModelConfig = Annotated[
     LanguageModelConfig
@@ -69,6 +70,7 @@ def read_any_config(folder: Path) -> ModelConfig:
 def _read(folder: Path, kind: TypeAdapter[Config]) -> Config:
     path = folder / "config.json"
     contents = _contents(path)
+    refuse_downloaded(folder)
     try:
         return kind.validate_json(contents)
     except ValidationError as error:

@@ -92,8 +92,25 @@ def pattern_of(mixer: MixerConfig | HybridConfig) -> tuple[MixerConfig, ...]:
 MAX_LAYERS = 10_000
 """More are a mistake: they would be built one by one until memory ends."""
 
-NAMES_FOR_OTHERS = {"model_type": OUR_MODEL_TYPE, "architectures": ["DistAttnForCausalLM"]}
+CODE_NAME = "modeling_dist_attn"
+"""The module in a model folder from which transformers takes the classes of `dist_attn.hf`, where it is told to."""
+
+_CLASSES = {"Config": "DistAttnConfig", "Model": "DistAttnModel", "ModelForCausalLM": "DistAttnForCausalLM"}
+NAMES_FOR_OTHERS = {
+    "model_type": OUR_MODEL_TYPE,
+    "architectures": ["DistAttnForCausalLM"],
+    "auto_map": {f"Auto{kind}": f"{CODE_NAME}.{name}" for kind, name in _CLASSES.items()},
+}
 """What config.json says to transformers, where it is that of a language model."""
+
+_KEYS_OF_OTHERS = frozenset({
+    "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version",
+})  # fmt: skip
+
+CODE_FOR_OTHERS = f'''"""What transformers loads with trust_remote_code=True, where dist-attn is installed."""
+
+from dist_attn.hf import {", ".join(sorted(_CLASSES.values()))}
+'''
 
 
 class NormConfig(FrozenConfig):
@@ -158,10 +175,11 @@ class LanguageModelConfig(FrozenConfig):
     @model_validator(mode="before")
     @classmethod
     def _names_for_others(cls, values: Any) -> Any:
-        """Without the keys that say to transformers which classes read this file (`dist_attn.hf`)."""
+        """Without the keys that are for transformers: its classes (`dist_attn.hf`) and tokens, and what it adds."""
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if (key, value) not in NAMES_FOR_OTHERS.items()}
+        ours = {key: value for key, value in values.items() if key not in _KEYS_OF_OTHERS}
+        return {key: value for key, value in ours.items() if (key, value) not in NAMES_FOR_OTHERS.items()}
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> "LanguageModelConfig":

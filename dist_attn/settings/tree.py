@@ -194,6 +194,10 @@ class RankTerms(Section):
     check_finite: bool = Field(
         default=False, description="for debugging: ranks name the operation and token of the first NaN or infinity"
     )
+    state_bytes: Bytes = Field(
+        default=8 * GIB,
+        description="of states in a rank at once, where they grow with the text (softmax); what takes more is refused",
+    )
     chunk_tokens: Number = Field(default=512, description="every text is cut into blocks of so many, always the same")
     start_deadline_s: Seconds = Field(default=180.0, description="for all ranks to start and load the model")
     heartbeat_s: Seconds = Field(default=0.5, description="between two signs of life of a rank")

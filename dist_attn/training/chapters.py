@@ -23,7 +23,7 @@ from torch import Tensor
 from dist_attn.checkpoints import save_model
 from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
-from dist_attn.models import LanguageModel
+from dist_attn.models import CausalModel, LanguageModel
 from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import ContrastConfig, TrainingConfig
@@ -73,14 +73,14 @@ _BLOCK_TOKENS = 4096
 
 
 @torch.inference_mode()
-def window_rows(model: LanguageModel, tokens: NDArray[np.int32], window: int, *, carried: bool) -> NDArray[np.float32]:
+def window_rows(model: CausalModel, tokens: NDArray[np.int32], window: int, *, carried: bool) -> NDArray[np.float32]:
     """A window's mean hidden state: of one stream, as `dist-attn encode` gives it, or with every window read alone.
 
     Shapes: tokens [T] -> [T // window, D]; what follows the last whole window is left out.
     """
     count = len(tokens) // window
     windows_WL = torch.from_numpy(tokens[: count * window].astype(np.int64)).reshape(count, window)
-    parts, state = [torch.empty(0, model.config.hidden_size, device="cpu")], model.initial_state(1)
+    parts, state = [torch.empty(0, model.hidden_size, device="cpu")], model.initial_state(1)
     for block_BL in windows_WL.split(max(1, _BLOCK_TOKENS // window)):
         if carried:
             h_BLD, state = model.hidden(block_BL.reshape(1, -1), state=state)

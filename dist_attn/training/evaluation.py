@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
-from dist_attn.models import LanguageModel, weight_precision_of
+from dist_attn.models import CausalModel, weight_precision_of
 from dist_attn.ops.device import send
 from dist_attn.training.task import Share, Whole
 from dist_attn.wire.choices import WeightPrecision
@@ -66,7 +66,7 @@ class Score:
 
 @torch.inference_mode()
 def score_tokens(
-    model: LanguageModel, tokens: np.ndarray, num_bytes: int, context: int | None = None, share: Share | None = None
+    model: CausalModel, tokens: np.ndarray, num_bytes: int, context: int | None = None, share: Share | None = None
 ) -> Score:
     """Score `tokens`, which spell `num_bytes` bytes, each given all the tokens before it, or those of one window.
 
@@ -87,7 +87,7 @@ def score_tokens(
     share = (Whole() if share is None else share).lengthwise()
     nats = _carried_nats(model, stream, share) if context is None else _windowed_nats(model, stream, context, share)
     total = float(share.sum(torch.tensor(nats, dtype=torch.float64, device="cpu")))
-    total += math.log(model.config.vocab_size)  # the first token
+    total += math.log(model.vocab_size)  # the first token
     return Score(bits=total / math.log(2), num_tokens=len(tokens), num_bytes=num_bytes)
 
 
@@ -96,7 +96,7 @@ def _check_context(context: int | None) -> None:
         raise InputError(f"a context of {context} tokens was given; windows that overlap by half need at least 2")
 
 
-def _carried_nats(model: LanguageModel, stream: torch.Tensor, share: Share) -> float:
+def _carried_nats(model: CausalModel, stream: torch.Tensor, share: Share) -> float:
     """What this share of all tokens but the first costs in one pass, the state carried from block to block."""
     nats, state = 0.0, model.initial_state(1)
     for start in range(0, len(stream) - 1, _BLOCK_TOKENS):
@@ -108,7 +108,7 @@ def _carried_nats(model: LanguageModel, stream: torch.Tensor, share: Share) -> f
     return nats
 
 
-def _windowed_nats(model: LanguageModel, stream: torch.Tensor, context: int, share: Share) -> float:
+def _windowed_nats(model: CausalModel, stream: torch.Tensor, context: int, share: Share) -> float:
     """What this share of all tokens but the first costs, given the window of `context` inputs that scores them."""
     total, stride = len(stream) - 1, context // 2
     first = min(context, total)
@@ -137,7 +137,7 @@ def _windowed_nats(model: LanguageModel, stream: torch.Tensor, context: int, sha
     return nats
 
 
-def _nats(model: LanguageModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> float:
+def _nats(model: CausalModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> float:
     targets_L = send(targets_L, h_LD.device)
     pieces = zip(h_LD.split(_BLOCK_TOKENS), targets_L.split(_BLOCK_TOKENS), strict=True)  # logits of all would be large
     # As slices of one sequence: [B, D] would be a step of as many sequences.

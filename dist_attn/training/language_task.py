@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.devices import compute_on
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.language_model import LearnedPositions
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
 from dist_attn.ops.device import send
-from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.text import Tokeniser, fitted, load_tokeniser
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import TextDataConfig
 from dist_attn.training.datasets.text_sources import beginning, documents, expand, is_jsonl
@@ -103,12 +103,11 @@ class LanguageTask(Task):
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data, model = cast(TextDataConfig, config.data), cast(LanguageModelConfig, config.model)
         self._config, self._data, self._share = config, data, share
-        self._tokeniser: Tokeniser = load_tokeniser(data.tokeniser)
-        if self._tokeniser.vocab_size != model.vocab_size:
-            raise ConfigError(
-                f"the tokeniser in {data.tokeniser} has {self._tokeniser.vocab_size} tokens, "
-                f"model.vocab_size is {model.vocab_size}; they must be equal"
-            )
+        tokeniser = load_tokeniser(data.tokeniser)
+        try:
+            self._tokeniser: Tokeniser = fitted(tokeniser, data.tokeniser, model.vocab_size)
+        except ModelFolderError as error:
+            raise ConfigError(f"model.vocab_size is {model.vocab_size}: {error}") from None
         _check_positions(model, data)
         tokens = tokenise_files(
             data.train_files,

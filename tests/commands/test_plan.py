@@ -15,6 +15,7 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.costs import Calibration, ScanTime, calibration_file, default_exchange, estimate, read_model_costs
 from dist_attn.errors import ConfigError, InputError, ModelFolderError
 from tests.support.model_cases import write_config
+from tests.support.tokenisers import foreign_contents
 
 
 @pytest.fixture
@@ -40,6 +41,22 @@ def test_json_holds_the_estimate(folder: str, capsys: pytest.CaptureFixture[str]
     assert found["exchange"] == "gather"
     parts = ("compute_seconds", "exchange_seconds", "text_seconds", "handing_seconds")
     assert found["prefill_seconds"] == pytest.approx(sum(found[part] for part in parts))
+
+
+def test_states_of_a_downloaded_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a text's state takes is told of a folder of transformers, which keeps keys and values of every token."""
+    pytest.importorskip("transformers")
+    from tests.support.downloaded import qwen3_next, save  # it needs transformers itself
+
+    save(qwen3_next(384), tmp_path)
+    (tmp_path / "tokenizer.json").write_text(foreign_contents())
+    plan(PlanOptions(tokens="1k", ranks=4, model=str(tmp_path), as_json=True))
+    found = json.loads(capsys.readouterr().out)
+    # In each of two layers keys and values of 8 numbers for each of two heads.
+    assert found["state_bytes"]["per_token"] == 2 * 2 * 2 * 8 * 4
+    memory, first = found["memory_bytes_per_rank"], found["state_bytes"]["before_any_token"]
+    assert (memory["state"], memory["state_of_encoding"]) == (first + 256 * 1000, first + 256 * 250)
+    assert memory["weights"] == 4 * found["parameters"]
 
 
 def test_weights_of_fewer_bits_are_planned_with(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,6 +126,10 @@ def test_kernel_attention_has_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(tensor, states["rfa"][name]) and torch.equal(tensor, states["elu"][name])
 
 
+ROBERTA = {"sep": ["[SEP]", 3], "cls": ["[CLS]", 2], "trim_offsets": True, "add_prefix_space": False}
+ROBERTA |= {"type": "RobertaProcessing"}
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
@@ -141,7 +145,7 @@ def test_kernel_attention_has_the_same_weights(tmp_path: Path) -> None:
         ("sentence_bert_config.json", {"max_seq_length": 2}, "leaves no room for text beside prefix and suffix"),
         ("sentence_bert_config.json", {"max_seq_length": "all"}, "max_seq_length is 'all'"),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "puts a prompt before every text"),
-        ("tokenizer.json", {"post_processor": {"type": "RobertaProcessing"}}, "its post_processor is not supported"),
+        ("tokenizer.json", {"post_processor": ROBERTA}, "its post_processor is not supported"),
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace in place of a BertPreTokenizer"),
     ],
 )

@@ -157,8 +157,8 @@ def test_second_pass_of_several_ranks() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "the whole file"),
-        ("[]", "the whole file"),
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
         ('{"kind": "language_model"}', "vocab_size"),
         ('{"kind": "classifier", SIZES, "mixer": MIXER}', "'classifier'"),
         ('{"kind": "language_model", SIZES, "mixer": {"kind": "abacus"}}', "no mixer of kind 'abacus'"),
