@@ -13,7 +13,7 @@ from dist_attn import __version__
 from dist_attn.errors import DistAttnError
 from dist_attn.store import StateStore
 from dist_attn.store.private import make_private
-from dist_attn.text import load_tokeniser
+from dist_attn.text import fitted, load_tokeniser
 from dist_attn.wire.curve import ClientKeys
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.logs import Log, make_log
@@ -21,7 +21,8 @@ from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
 from dist_attn_service.base.tracing import Tracing
-from dist_attn_service.completions.chat import ChatService, ChatTemplate
+from dist_attn_service.completions.chat import ChatService
+from dist_attn_service.completions.chat_template import ChatTemplate
 from dist_attn_service.completions.prefixes import PrefixCache
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.completions.run import CompletionService
@@ -184,7 +185,7 @@ def _context(
     Raises: ModelFolderError when the folder cannot be used.
     """
     model = ServedModel.read(settings.model, settings.served_model_name)
-    tokeniser = ThreadTokeniser(load_tokeniser(settings.model), threads)
+    tokeniser = ThreadTokeniser(fitted(load_tokeniser(settings.model), settings.model, model.vocab_size), threads)
     watch = EngineWatch(engine, model, settings)
     return ServiceContext(settings, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
 
@@ -202,7 +203,7 @@ def _services(context: ServiceContext, stores: Stores, disk: Executor, open_requ
         **vars(context),
         completions=completions,
         prefixes=prefixes,
-        chat=ChatService(context, ChatTemplate.read(settings.model)),
+        chat=ChatService(context, ChatTemplate.read(settings.model, context.tokeniser.special_tokens)),
         documents=DocumentService(context, spools),
         embeddings=EmbeddingService(context),
         estimates=EstimateService(context),

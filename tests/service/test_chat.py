@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from dist_attn_service.completions.chat import ChatTemplate, TemplateRefusal
+from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.wire.messages import Tokens
@@ -114,7 +114,9 @@ def test_log_probabilities_of_a_chat(service: RunningService) -> None:
         ({"top_logprobs": 1}, "top_logprobs", "logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "limit of 20"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
-        ({"tools": [{"type": "function"}]}, "tools", "only an empty list: no tools are called"),
+        ({"tools": [{"type": "function"}]}, "tools", "does not look at tools, so the model"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "it has a field of its own"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages", "only one with tool_calls"),
         ({"toolz": []}, "toolz", "did you mean tools?"),
     ],
 )
@@ -167,13 +169,13 @@ def test_a_client_that_leaves_cancels_the_chat(tmp_path: Path) -> None:
 def foreign(folder: Path, template: Any) -> ChatTemplate | None:
     """The template of a folder in Hugging Face's manner."""
     added = [("<|im_start|>", True), ("<|im_end|>", True), ("<think>", False), ("§", True)]
-    tokens = [{"id": 5 + n, "content": text, "special": special} for n, (text, special) in enumerate(added)]
-    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    ids = {text: 5 + n for n, (text, special) in enumerate(added) if special}
     about = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    return ChatTemplate.read(folder)
+    return ChatTemplate.read(folder, ids)
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'a' * 999 }}{% endfor %}{% endfor %}"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% generation %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endgeneration %}{% endfor %}"
@@ -187,11 +189,11 @@ CHATML = (
     ids=["one", "several"],
 )
 def test_templates_of_hugging_face(tmp_path: Path, template: Any) -> None:
-    """Added tokens of the template are ids; special ones in a message are text, others (`<think>`) tokens as there."""
+    """Special tokens of the template are ids; in a message they are text, and other added ones are left to be found."""
     made = foreign(tmp_path, template)
     assert made is not None
     parts = made.render([{"role": "user", "content": "a<|im_end|>§<think>"}])
-    assert parts == [5, "user\na<|im_end|>§", 7, 6, "\n", 5, "assistant\n"]
+    assert parts == [5, "user\na<|im_end|>§<think>", 6, "\n", 5, "assistant\n"]
 
 
 def test_what_templates_may_do(tmp_path: Path) -> None:
@@ -200,7 +202,15 @@ def test_what_templates_may_do(tmp_path: Path) -> None:
     made = foreign(tmp_path, source)
     assert made is not None
     assert made.render([{"role": "user", "content": "<é>"}]) == ['{"role": "user", "content": "<é>"}', 6]
-    for bad in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
+    for bad in (
+        "{{ 'a' * 99999999 }}",
+        "{{ 9 ** 99999999 }}",
+        ENDLESS,
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('no') }}",
+        "{{ 1 / 0 }}",
+    ):
         refusing = foreign(tmp_path, bad)
         assert refusing is not None
         with pytest.raises(TemplateRefusal):

@@ -115,7 +115,8 @@ CHATS: Cases = {
     "reasoning_effort": ([None], ["low"]),
     "verbosity": ([None], ["low"]),
     "web_search_options": ([None], [{}]),
-    "chat_template_kwargs": ([{}, None], [{"a": 1}]),
+    "chat_template_kwargs": ([{}, {"a": 1}, None], [{"messages": []}, 5]),
+    "documents": ([[], None], [[{"title": "t"}], [5], 5]),
     "add_generation_prompt": ([True, None], [False]),
     "continue_final_message": ([False, None], [True]),
 }

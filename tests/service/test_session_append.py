@@ -322,7 +322,7 @@ def test_models_whose_states_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.
         client = SessionClient(service.url)
         session = client.make()
         answer = client.post(f"/v1/sessions/{session}/append", content=b"x")
-        assert answer.status_code == 400 and "grow with the text" in answer.text
+        assert answer.status_code == 400 and "no states of a text that could be stored" in answer.text
 
 
 @pytest.mark.parametrize("place", ["folder", "redis"])

@@ -134,6 +134,7 @@ class FakeEngine:
     stingy: bool = False
     draw_seconds: float = 0.0
     hidden_size: int = HIDDEN
+    vocab_size: int = VOCAB
     told_by_token: bool = False
     cancelled: list[str] = field(default_factory=list)
     received: list[AnyMessage] = field(default_factory=list)
@@ -197,7 +198,7 @@ class FakeEngine:
             reason=self.reason,
             model="fake",
             hidden_size=self.hidden_size,
-            vocab_size=VOCAB,
+            vocab_size=self.vocab_size,
             backend="fake",
             epoch=1,
             step=1,
@@ -277,7 +278,7 @@ class FakeEngine:
         cuts = [drawn[i : i + step] for i in range(0, len(drawn), step)] or [[]]
         last = Generated(name, cuts[-1], reason, told_of(cuts[-1], sampling, self.told_by_token))
         if reason == "stop" and asked is not None:
-            end = Generated(name, [], "stop", told_of([VOCAB - 1], sampling))
+            end = Generated(name, [], "stop", told_of([VOCAB - 1], sampling), VOCAB - 1)
             return [*scores_of(name, work.tokens.tolist(), asked), *self._draws(name, cuts, sampling), end]
         scores = [] if asked is None else scores_of(name, work.tokens.tolist(), asked)
         return [*scores, *self._draws(name, cuts[:-1], sampling), last]

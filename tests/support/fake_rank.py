@@ -70,8 +70,9 @@ def fake_snapshot(position, last, described=None):
 class FakeExecutor:
     """Remembers which tokens each request should be given next, and refuses a gap."""
 
-    model, hidden_size, vocab_size, end_token, text_tokens = "fake", DIM, VOCAB, END, None
+    model, hidden_size, vocab_size, end_tokens, text_tokens = "fake", DIM, VOCAB, (END,), None
     state_bytes = 24
+    token_bytes = 0
     pauses = 4
     backend = ""
     device = "cpu"

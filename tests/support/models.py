@@ -14,12 +14,17 @@ SIZE = 16
 
 
 def small_config(kind: str = "rfa_gate", **changes: Any) -> LanguageModelConfig:
-    """Two layers over the given mixer, bytes as tokens."""
+    """Two layers over the given mixer, bytes as tokens; "hybrid" is one of kernel and one of exact attention."""
+    mixer = {"kind": kind, "pattern": [_mixer("rfa_gate"), _mixer("softmax")]} if kind == "hybrid" else _mixer(kind)
+    values = {"vocab_size": ByteTokeniser().vocab_size, "hidden_size": SIZE, "num_layers": 2, "mlp_size": 32}
+    return LanguageModelConfig.model_validate({**values, "mixer": mixer, **changes})
+
+
+def _mixer(kind: str) -> dict[str, Any]:
     mixer: dict[str, Any] = {"kind": kind, "hidden_size": SIZE, "num_heads": 2}
     if "num_random" in mixer_config_class(kind).model_fields:
         mixer["num_random"] = 8
-    values = {"vocab_size": ByteTokeniser().vocab_size, "hidden_size": SIZE, "num_layers": 2, "mlp_size": 32}
-    return LanguageModelConfig.model_validate({**values, "mixer": mixer, **changes})
+    return mixer
 
 
 def small_model(config: LanguageModelConfig | None = None, *, seed: int = 0) -> LanguageModel:

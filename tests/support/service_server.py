@@ -15,10 +15,11 @@ from dist_attn_service.app import create_app, stream_limits
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tracing import Tracing
+from dist_attn_service.engine.served_model import ServedModel
 
 from dist_attn.settings import StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser
-from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine, FakeEnginePort
+from tests.support.fake_engine import HIDDEN, FakeEngine, FakeEnginePort
 from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 
@@ -26,8 +27,10 @@ def model_folder(folder: Path, tokeniser: Tokeniser | None = None) -> Path:
     """A model folder as far as the service reads it."""
     model = folder / "tiny"
     model.mkdir(parents=True, exist_ok=True)
-    (tokeniser or ByteTokeniser()).save(model)
-    (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "hidden_size": HIDDEN, "kind": "tiny"}))
+    tokeniser = tokeniser or ByteTokeniser()
+    tokeniser.save(model)
+    sizes = {"vocab_size": tokeniser.vocab_size, "hidden_size": HIDDEN}
+    (model / "config.json").write_text(json.dumps({**sizes, "kind": "tiny"}))
     return model
 
 
@@ -79,6 +82,7 @@ def running_service(
     values.setdefault("shutdown_seconds", 2)
     values.setdefault("store", StoreSettings(address="memory:"))
     settings = Settings(api_address="ipc:///nowhere", data_dir=folder / "data", **values)
+    engine.vocab_size = ServedModel.read(settings.model).vocab_size
     log = StringIO()
     port = FakeEnginePort(engine, stream_limits(settings))
     app = create_app(settings, port, make_log(log, "debug"), tracing)

@@ -103,7 +103,9 @@ class Engine:
         self.outboxes = {rank: deque() for rank in range(self.settings.ranks)}
         self.ranks = {rank: self.make_rank(epoch, rank) for rank in range(self.settings.ranks)}
         self.coming = {
-            rank: ReceivedStates(largest_snapshot(made.state_bytes, made.vocab_size))
+            rank: ReceivedStates(
+                largest_snapshot(self.settings.state_bytes if made.token_bytes else made.state_bytes, made.vocab_size)
+            )
             for rank, made in self.ranks.items()
         }
         self.hello = True
@@ -138,8 +140,10 @@ class Engine:
     def hello_of(self, rank):
         """What the rank says first."""
         made, size = self.ranks[rank], len(self.ranks)
-        sizes = (made.hidden_size, made.vocab_size, made.end_token, None, made.state_bytes, made.manifest)
-        return RankHello(PROTOCOL_VERSION, self.epoch, rank, size, 70 + rank, "h", "m", *sizes, pauses=self.pauses)
+        sizes = (made.hidden_size, made.vocab_size, made.end_tokens, None, made.state_bytes, made.manifest)
+        return RankHello(
+            PROTOCOL_VERSION, self.epoch, rank, size, 70 + rank, "h", "m", *sizes, made.token_bytes, self.pauses
+        )
 
     def work(self, rank, heard=1000):
         """The rank takes what it was sent first, and so many of its messages are heard; false when there is nothing."""

@@ -95,6 +95,50 @@ def sentence_piece(kind: str, metaspace: bool) -> SentencePieceTokeniser:
     return SentencePieceTokeniser(json.loads(sentence_piece_contents(kind, metaspace)), "</s>")
 
 
+def _split_by(text: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"String": text}, "behavior": "MergedWithPrevious", "invert": False}
+
+
+@cache
+def downloaded_contents(kind: str) -> str:
+    """The tokenizer.json of a folder as it is downloaded, of `llama3`, `llama2`, `gemma`, `deepseek` or `t5` in small.
+
+    All but the last have a token that is added and not special, `<tool>`; `<|bos|>` or `<s>` frames texts.
+    """
+    if kind in ("llama3", "deepseek"):
+        contents = json.loads(foreign_contents(LLAMA_PATTERN))
+        if kind == "deepseek":
+            steps = contents["pre_tokenizer"]["pretokenizers"]
+            digits = {"type": "Digits", "individual_digits": True}
+            contents["pre_tokenizer"]["pretokenizers"] = [digits, *steps]
+        begin = {"content": "<|bos|>", "special": True}
+    else:
+        contents = json.loads(sentence_piece_contents("Unigram" if kind == "t5" else "BPE", kind == "t5"))
+        begin = {"content": "<s>", "special": True}
+    if kind == "llama2":
+        contents["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    if kind == "gemma":
+        contents |= {"normalizer": contents["normalizer"]["normalizers"][1], "pre_tokenizer": _split_by(" ")}
+    if kind == "t5":
+        contents["normalizer"] = {"type": "NFKC"}
+        contents["decoder"] = contents["pre_tokenizer"]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for token in (begin, {"content": "<tool>", "special": False}):
+        if token["content"] not in [one["content"] for one in contents["added_tokens"]]:
+            number = len(contents["model"]["vocab"]) + (token["content"] == "<tool>" and begin["content"] == "<|bos|>")
+            contents["added_tokens"].append(flags | token | {"id": number})
+    number = next(one["id"] for one in contents["added_tokens"] if one["content"] == begin["content"])
+    text, first = begin["content"], {"SpecialToken": {"id": begin["content"], "type_id": 0}}
+    parts = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+    contents["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
+    }
+    return json.dumps(contents)
+
+
 def sentence_piece_bpe() -> SentencePieceTokeniser:
     """BPE in the manner of Llama 2."""
     return sentence_piece("BPE", False)

@@ -19,8 +19,8 @@ GRID = 1024
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model."""
-    return write_small_folder(tmp_path_factory.mktemp("model") / "tiny")
+    """A small random model with states of one size in a layer, and keys of all tokens in the other."""
+    return write_small_folder(tmp_path_factory.mktemp("model") / "tiny", kind="hybrid")
 
 
 def test_an_append_survives_the_process_that_does_it(model: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dist_attn.wire.messages import SamplingSpec
 from tests.support.closeness import assert_close
 from tests.support.models import write_small_folder
 from tests.support.served import ROOT, served
+from tests.support.sessions import SessionClient
 from tests.support.tokenisers import PROSE
 
 RANKS, WINDOW, SECONDS = 4, 300, 60.0
@@ -65,3 +66,23 @@ def test_http(model: Path, rows: torch.Tensor, tmp_path: Path) -> None:
     with torch.inference_mode():
         drawn = generate(load_model(model), ByteTokeniser().encode(prompt.encode()), SamplingSpec(8, temperature=0.0))
     assert answer["choices"][0]["text"] == ByteTokeniser().decode(drawn).decode(errors="replace")
+
+
+def test_sessions_outlive_a_rank(tmp_path: Path) -> None:
+    """What a session and its fork over two ranks draw after one was killed is what a completion of the whole draws."""
+    mixed = write_small_folder(tmp_path / "mixed", kind="hybrid")
+    text = TEXT[:5000]
+    body = {"prompt": text.decode(), "max_tokens": 12, "temperature": 0, "logit_bias": {"256": -100}}
+    with served(tmp_path, ranks=2, model=mixed) as running:
+        client = SessionClient(running.url, seconds=SECONDS)
+        whole, again = (client.post("/v1/completions", json=body).json() for _ in range(2))
+        session = client.make()
+        assert client.append(session, text[:3000]).position == 3000
+        running.parts()["rank 1"].kill()
+        last = client.append(session, text[3000:])
+        fork = client.post(f"/v1/sessions/{session}/fork").json()["id"]
+        drawn = {key: body[key] for key in ("max_tokens", "temperature", "logit_bias")}
+        said = [client.post(f"/v1/sessions/{one}/generate", json=drawn).json() for one in (session, fork)]
+    assert (last.recomputed_tokens, last.bit_exact, last.position) == (0, True, len(text))
+    assert [answer["choices"][0]["text"] for answer in (again, *said)] == [whole["choices"][0]["text"]] * 3
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 4096

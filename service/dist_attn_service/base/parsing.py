@@ -3,6 +3,7 @@
 import math
 import reprlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
@@ -170,9 +171,15 @@ def _biases(value: dict[str, float] | None, vocab_size: int) -> dict[int, float]
 
 
 def parse_drawing(
-    options: DrawingOptions, limits: Settings, vocab_size: int, *, max_tokens: int | None, logprobs: int | None
+    options: DrawingOptions,
+    limits: Settings,
+    vocab_size: int,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    defaults: Mapping[str, float | int],
 ) -> tuple[SamplingSpec, tuple[str, ...]]:
-    """How tokens are drawn, and the strings that end a text.
+    """How tokens are drawn, by the model's `defaults` where nothing is said, and the strings that end a text.
 
     Raises: BadRequest naming the option that is over a limit of this service, or does not fit its model.
     """
@@ -183,7 +190,7 @@ def parse_drawing(
     ):
         if value > limit:
             raise BadRequest(f"{name}={value} is over this service's limit of {limit}", param=name)
-    spec = options.spec(most, _biases(options.logit_bias, vocab_size), logprobs)
+    spec = options.spec(most, _biases(options.logit_bias, vocab_size), logprobs, defaults)
     if spec.min_tokens > most:
         raise BadRequest(f"min_tokens={spec.min_tokens} is more than max_tokens={most}", param="min_tokens")
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())

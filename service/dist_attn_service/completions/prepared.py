@@ -15,7 +15,6 @@ from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.schemas.completions import (
     CompletionRequest,
 )
-from dist_attn_service.text.tokenising import tokens_of
 
 MOST_SCORES = 1 << 17  # log-probabilities of prompts in one answer, which is in memory as a whole
 
@@ -71,7 +70,12 @@ async def prepare(
     limits = context.settings
     vocab_size = context.tokeniser.vocab_size
     sampling, stops = parse_drawing(
-        request, limits, vocab_size, max_tokens=request.max_tokens, logprobs=request.logprobs
+        request,
+        limits,
+        vocab_size,
+        max_tokens=request.max_tokens,
+        logprobs=request.logprobs,
+        defaults=context.model.drawing,
     )
     if not sampling.max_tokens and not request.echo:
         raise BadRequest("max_tokens=0 draws nothing; send echo=true with it, or at least 1", param="max_tokens")
@@ -86,7 +90,8 @@ async def prepare(
         sampling = msgspec.structs.replace(sampling, logprobs=0)
     if request.echo:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
-    prompts = [await _prompt(context, text, echo=bool(request.echo)) for text in texts]
+    framed = request.add_special_tokens is not False
+    prompts = [await _prompt(context, text, echo=bool(request.echo), framed=framed) for text in texts]
     if sampling.prompt_logprobs is not None:
         _check_scores(drawn * sum(len(prompt.tokens) for prompt in prompts), sampling.prompt_logprobs)
     choices = [
@@ -116,9 +121,9 @@ def _drawn_per_prompt(request: CompletionRequest, n: int, prompts: int, limit: i
     return drawn
 
 
-async def _prompt(context: ServiceContext, text: bytes | TokenArray, *, echo: bool) -> Prompt:
+async def _prompt(context: ServiceContext, text: bytes | TokenArray, *, echo: bool, framed: bool) -> Prompt:
     if isinstance(text, bytes):
-        tokens = await tokens_of(context.tokeniser, text, context.settings.piece_bytes)
+        tokens = await context.tokeniser.whole(text, context.settings.piece_bytes, framed=framed)
         return Prompt(tokens, text.decode() if echo else "")
     return Prompt(text, await context.tokeniser.text(text) if echo else "")
 

@@ -131,8 +131,8 @@ class ChoiceRun:
         if reason is not None and self._prompt is not None and not self._prompt.whole:
             raise EngineFailure("the engine ended a completion before it had sent the scores of its prompt")
         if reason is not None and not self._text.stopped:
-            if end is not None and self._tokeniser.end_token is not None:
-                self._text.end(self._tokeniser.end_token, end)
+            if end is not None and event.end_token is not None:
+                self._text.end(event.end_token, end)
             text += self._text.finish()
         if self._text.stopped:
             reason = "stop"

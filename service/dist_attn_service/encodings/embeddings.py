@@ -93,9 +93,16 @@ class EmbeddingService:
 
         Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
         """
-        limit = None if self._context.model.reading is None else self._context.model.reading.text_tokens
-        if isinstance(text, bytes):
-            text = await tokens_of(self._context.tokeniser, text, self._context.settings.piece_bytes, limit)
+        reading, tokeniser, size = (
+            self._context.model.reading,
+            self._context.tokeniser,
+            self._context.settings.piece_bytes,
+        )
+        limit = None if reading is None else reading.text_tokens
+        if isinstance(text, bytes) and limit is None:
+            text = await tokeniser.whole(text, size)
+        elif isinstance(text, bytes):  # the model frames what it reads
+            text = await tokens_of(tokeniser, text, size, limit)
         if not len(text):
             raise BadRequest(
                 f"input[{place}] has no tokens: the tokeniser drops blanks; send a word",

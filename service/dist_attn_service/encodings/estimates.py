@@ -58,6 +58,9 @@ class EstimateService:
         queue = self.queue_seconds(tokens, seconds)
         rows = 0 if max_tokens is not None else count_rows(spec, count)
         memory = None if plan is None else _memory(plan)
+        if plan is None and status is not None and status.state_bytes is not None:
+            state = status.state_bytes + status.token_bytes * (count + (max_tokens or 0))
+            notes.append(f"the state of this text will take up to {state:,} bytes in a rank that draws from it")
         if ranks is None:
             notes.append("the engine is not reached, so figures are for one rank")
         dim = self._context.model.hidden_size

@@ -1,13 +1,16 @@
 """What the API knows of the model it serves, read from the model folder; never its weights."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped import origin
+from dist_attn.shipped.downloaded import read_downloaded
 from dist_attn.wire.specs import SequenceReading
 
 __all__ = ["ServedModel"]
@@ -56,6 +59,8 @@ class ServedModel:
     num_layers: int | None = None
     names: tuple[str, ...] = ()
     """What it answers to; nothing: the folder's name."""
+    drawing: Mapping[str, float | int] = field(default_factory=dict)
+    """How tokens are drawn where a request does not say so, by the names of `SamplingSpec`."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -99,6 +104,18 @@ class ServedModel:
                 raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
             name = folder.resolve().name
             digest = hashlib.sha256(hashlib.sha256(data).digest() + tokeniser.read_bytes()).hexdigest()[:16]
+            if origin(folder) == "downloaded":
+                model = read_downloaded(folder)
+                return cls(
+                    name,
+                    model.vocab_size,
+                    model.hidden_size,
+                    created,
+                    digest=digest,
+                    num_layers=model.num_layers,
+                    names=names,
+                    drawing=model.generation.sampling,
+                )
             if kind != "text_encoder":
                 sizes = msgspec.json.decode(data, type=_Sizes)
                 layers = sizes.num_layers

@@ -59,8 +59,8 @@ class EngineWatch:
         manifest = self.ready_status().manifest
         if manifest is None:
             raise BadRequest(
-                f"the states of {self._model.id!r} grow with the text and are not stored, so it has no sessions; send "
-                "the whole text to /v1/completions or /v1/encodings",
+                f"{self._model.id!r} has no states of a text that could be stored, so it has no sessions; send the "
+                "whole text to /v1/encodings",
                 code=Code.UNSUPPORTED_PARAMETER,
                 param="model",
             )

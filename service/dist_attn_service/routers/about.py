@@ -36,7 +36,7 @@ async def get_model(request: Request, model_id: str) -> Model:
 
 
 def _card(services: Services, name: str) -> Model:
-    model = services.model
+    model, status = services.model, services.watch.health().status
     chat = ["chat/completions"] if services.chat.offered and "completions" in model.capabilities else []
     return Model(
         id=name,
@@ -45,6 +45,7 @@ def _card(services: Services, name: str) -> Model:
         embedding_size=model.hidden_size,
         max_model_len=model.max_tokens,
         num_layers=model.num_layers,
+        state_token_bytes=None if status is None or status.state_bytes is None else status.token_bytes,
     )
 
 

@@ -83,6 +83,7 @@ async def generate(request: Request, session_id: str) -> Response:
         services.tokeniser.vocab_size,
         max_tokens=wanted.max_tokens,
         logprobs=wanted.logprobs,
+        defaults=services.model.drawing,
     )
     key, terms = idempotency_key(request.headers), terms_of(request, wanted)
     work = GenerateWork(key, wanted.expected_position, spec, stops, _digest(wanted), terms)

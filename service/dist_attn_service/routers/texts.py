@@ -25,7 +25,6 @@ from dist_attn_service.schemas.documents import (
     TokenizeRequest,
 )
 from dist_attn_service.text.text_check import TextCheck
-from dist_attn_service.text.tokenising import tokens_of
 from dist_attn_service.uploads.ledger import FileRecord
 
 router = APIRouter()
@@ -79,7 +78,8 @@ async def tokenize(request: Request) -> Response:
     wanted = await asked.json(TokenizeRequest)
     services.check_model(wanted.model)
     text = utf8(wanted.prompt, "prompt", "prompt")
-    tokens = await tokens_of(services.tokeniser, text, services.settings.piece_bytes)
+    framed = wanted.add_special_tokens is not False and services.model.reading is None
+    tokens = await services.tokeniser.whole(text, services.settings.piece_bytes, framed=framed)
     strings = await services.tokeniser.texts(tokens) if wanted.return_token_strs else None
     # A text may have any length; clients want a number, and MOST is the largest that all of them keep exact.
     longest = services.model.max_tokens or MOST

@@ -1,8 +1,9 @@
 """The JSON of completions and chats, and the options of how tokens are drawn, which generations of sessions share."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_api.types import Answer, CompletionUsage, FinishReason
@@ -51,12 +52,14 @@ class DrawingOptions(HowSoon):
     stream: bool | None = None
     user: str | None = None
 
-    def spec(self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None) -> SamplingSpec:
-        """What the engine is told: an option that is null has its default, and -1 switches `top_k` off like 0."""
+    def spec(
+        self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None, defaults: Mapping[str, float | int]
+    ) -> SamplingSpec:
+        """What the engine is told: a null option has the model's default, and -1 switches `top_k` off like 0."""
         options: dict[str, Any] = {name: getattr(self, name, None) for name in SAID_AS_THEY_ARE}
-        said = {name: value for name, value in options.items() if value is not None}
-        top_k = max(0, self.top_k or 0)
-        return SamplingSpec(max_tokens, top_k=top_k, logit_bias=logit_bias, logprobs=logprobs, **said)
+        options["top_k"] = None if self.top_k is None else max(0, self.top_k)
+        said: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        return SamplingSpec(max_tokens, logit_bias=logit_bias, logprobs=logprobs, **{**defaults, **said})
 
 
 class StreamOptions(NeutralStream, Input):
@@ -132,18 +135,56 @@ class TextPart(Input):
     text: str
 
 
-class ChatMessage(NeutralMessage, Input):
-    """Something that somebody said; parts are joined by line ends."""
+_CALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["function"],
+}
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+def _call(value: dict[str, Any]) -> dict[str, Any]:
+    function = value.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a call needs a function with its name and arguments")
+    return value
+
+
+Call = Annotated[dict[str, Any], AfterValidator(_call), WithJsonSchema(_CALL_SCHEMA)]
+_SAYS_SOMETHING: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+        {"properties": {"tool_calls": {"type": "array", "minItems": 1}}, "required": ["tool_calls"]},
+    ]
+}
+
+
+class ChatMessage(NeutralMessage, Input):
+    """Something that somebody said; parts are joined by line ends. A tool's answer says which call it answers."""
+
+    model_config = ConfigDict(json_schema_extra=_SAYS_SOMETHING)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content; only one with tool_calls may have none")
+        return self
 
 
 class ChatRequest(NeutralChat, AnswerOptions, Input):
     """OpenAI's chat completion request, with what completions take besides."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None

@@ -31,7 +31,7 @@ class EmbeddingRequest(NeutralEmbedding, Input):
 
 
 class TokenizeRequest(Input):
-    """A text to be cut into tokens; a text never becomes a special token, so there are none to add."""
+    """A text to be cut into tokens, with those that frame every text unless `add_special_tokens` is false."""
 
     model: str | None = None
     prompt: str

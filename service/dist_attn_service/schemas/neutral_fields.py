@@ -16,7 +16,6 @@ def _bool(value: Any) -> Any:
 
 
 EmptyList = Annotated[list[Any], Field(max_length=0)]
-EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 TextAlone = Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)]
 Yes = Annotated[Literal[True], BeforeValidator(_bool)]
 No = Annotated[Literal[False], BeforeValidator(_bool)]
@@ -51,7 +50,7 @@ class NeutralDrawing(BaseModel):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    add_special_tokens: bool | None = None  # a text never becomes a special token, so there are none to add
+    add_special_tokens: bool | None = None
     store: No | None = only("false: answers are not kept; a job keeps its result")
     service_tier: Literal["auto", "default"] | None = only('"auto" or "default"; use priority for how soon it is done')
     response_format: PlainText | None = only('{"type": "text"}: what is drawn is not held to a form')
@@ -68,8 +67,7 @@ class NeutralChat(NeutralDrawing):
     """Of chats."""
 
     parallel_tool_calls: bool | None = None
-    tools: EmptyList | None = only("an empty list: no tools are called")
-    tool_choice: Literal["none", "auto"] | None = only('"none" or "auto": no tools are called')
+    tool_choice: Literal["none", "auto"] | None = only('"none" or "auto": a model is not held to calling tools')
     functions: EmptyList | None = only("an empty list: no functions are called")
     function_call: Literal["none", "auto"] | None = only('"none" or "auto": no functions are called')
     modalities: TextAlone | None = only('["text"]: answers are texts')
@@ -78,7 +76,6 @@ class NeutralChat(NeutralDrawing):
     reasoning_effort: None = only("null: what the template makes of the messages is all that the model is told")
     verbosity: None = only("null: what the template makes of the messages is all that the model is told")
     web_search_options: None = only("null: nothing is searched")
-    chat_template_kwargs: EmptyObject | None = only("an empty object: the template is told the messages alone")
     add_generation_prompt: Yes | None = only("true: the assistant speaks next")
     continue_final_message: No | None = only("false: the assistant speaks next")
 
@@ -87,7 +84,6 @@ class NeutralMessage(BaseModel):
     """Of a message, as it stands in an answer that is sent back."""
 
     refusal: None = only("null: refusals are texts like others")
-    tool_calls: EmptyList | None = only("an empty list: no tools are called")
     function_call: None = only("null: no functions are called")
     audio: None = only("null: messages are texts")
     annotations: EmptyList | None = only("an empty list: messages are texts")

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,8 +12,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dist_attn.text import IncrementalDecoder, Tokeniser
+from dist_attn.errors import TokenError
+from dist_attn.text import ForeignTokeniser, IncrementalDecoder, Tokeniser
 from dist_attn.text.base import TokenArray
+from dist_attn.text.library import MOST_BYTES
+from dist_attn_service.base.errors import TooLarge
 from dist_attn_service.base.tasks import beside
 
 __all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "TokeniserPort", "tokens_of"]
@@ -83,6 +86,20 @@ class TokeniserPort(Protocol):
 
     def token_text(self, token: int) -> str:
         """One token by itself; the bytes of one that is no whole character, as `bytes:\\xe2\\x82`."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The id of each special token, by its text."""
+
+    async def whole(self, text: bytes, piece_bytes: int, *, framed: bool = True) -> TokenArray:
+        """The tokens of a text that is in memory and read as a whole, such as a prompt: those of transformers.
+
+        `framed`: with the tokens that the model's files put around every text. A text that is too long for that is read
+        in pieces of `piece_bytes`, as a stream is.
+        """
+
+    async def parts(self, parts: Sequence[str | int]) -> TokenArray:
+        """The tokens of texts, which never become special tokens, and of special tokens between them."""
 
     async def texts(self, tokens: TokenArray) -> list[str]:
         """`token_text` of each of these."""
@@ -158,6 +175,26 @@ class ThreadTokeniser:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The id of each special token, by its text."""
+        return self._tokeniser.special_tokens
+
+    async def whole(self, text: bytes, piece_bytes: int, *, framed: bool = True) -> TokenArray:
+        """The tokens of a text that is in memory and read as a whole."""
+        tokeniser = self._tokeniser
+        if not isinstance(tokeniser, ForeignTokeniser):
+            return await tokens_of(self, text, piece_bytes)
+        if len(text) <= MOST_BYTES:
+            return await beside(self._threads, lambda: tokeniser.encode_whole(text, framed=framed))
+        before, behind = tokeniser.frame() if framed else ([], [])
+        middle = await tokens_of(self, text, piece_bytes)
+        return np.concatenate([np.array(before, np.int32), middle, np.array(behind, np.int32)])
+
+    async def parts(self, parts: Sequence[str | int]) -> TokenArray:
+        """The tokens of texts, which never become special tokens, and of special tokens between them."""
+        return await beside(self._threads, self._tokeniser.encode_parts, parts)
+
     async def texts(self, tokens: TokenArray) -> list[str]:
         """`token_text` of each of these."""
         return await beside(self._threads, lambda: [self.token_text(token) for token in tokens.tolist()])
@@ -166,7 +203,7 @@ class ThreadTokeniser:
         """Where each of these begins in the text that they make together, in characters."""
 
         def work() -> list[int]:
-            decoder = self.decoder()
+            decoder = IncrementalDecoder(self._tokeniser, begins=True)
             lengths = (len(decoder.push(token)) for token in tokens.tolist())
             return list(accumulate(lengths, initial=0))[:-1]
 
@@ -174,11 +211,19 @@ class ThreadTokeniser:
 
     async def text(self, tokens: TokenArray) -> str:
         """The text that the tokens make together."""
-        return await beside(self._threads, lambda: self._tokeniser.decode(tokens).decode("utf-8", errors="replace"))
+
+        def work() -> str:
+            decoder = IncrementalDecoder(self._tokeniser, begins=True)
+            return "".join(map(decoder.push, tokens.tolist())) + decoder.finish()
+
+        return await beside(self._threads, work)
 
     def _encode(self, data: bytes, mark: TextMark, *, final: bool) -> tuple[Piece, bytes]:
         """The tokens of the bytes from a mark on, as far as they can be told, and the bytes behind them."""
-        tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
+        try:
+            tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
+        except TokenError as error:  # a kind of tokeniser that reads whole texts alone
+            raise TooLarge(str(error)) from None
         gap = consumed - int(ends[-1]) if len(ends) else mark.gap + consumed
         after = TextMark(mark.tokens + len(tokens), mark.byte + consumed, gap)
         return Piece(tokens, np.diff(ends, prepend=-mark.gap), after), data[consumed:]

@@ -1,4 +1,4 @@
-/** The gauge: the state's size, which no text makes larger, beside the cache of keys and values of a softmax model. */
+/** The gauge: the state's size, which most models' texts do not make larger, beside the cache of keys and values of a softmax model. */
 
 import { byId, h, show } from "../view/dom.js";
 import { bytes, count } from "../view/figures.js";
@@ -23,7 +23,7 @@ export function showGauge(model, tokens, state) {
   byId("gauge-bars").replaceChildren(bar("This state", state, most, "state"), bar("KV cache of a softmax model", cache, most, "cache"));
   const ratio = cache / state;
   const times = ratio >= 1 ? `${ratio < 10 ? ratio.toFixed(1) : count(ratio)} times the state` : `still less than the state; it passes it at ${count(state / cacheBytes(model, 1))} tokens`;
-  byId("gauge-words").textContent = `After ${count(tokens)} tokens, a softmax model of the same ${model.num_layers} layers and width would keep ${bytes(cache)} in float32: ${times}. The state stays as it is.`;
+  byId("gauge-words").textContent = `After ${count(tokens)} tokens, a softmax model of the same ${model.num_layers} layers and width would keep ${bytes(cache)} in float32: ${times}. ${model.state_token_bytes ? `Each token adds up to ${bytes(model.state_token_bytes)} to the state.` : "The state stays as it is."}`;
 }
 
 /** @param {string} name @param {number} value @param {number} most @param {string} kind */
