@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cached_decoder import CachedDecoder
 from dist_attn.generation.decode import prefill
-from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
+from dist_attn.models import CausalModel, LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
 
 __all__ = ["PRECISIONS", "CachedForm", "Form", "Gpt2Form", "Sizes", "StateForm", "language_model"]
 
@@ -95,10 +95,10 @@ class StateForm(Form):
     The first sequence reads `read` random tokens and all go on from its state.
     """
 
-    def __init__(self, model: LanguageModel, batch: int, read: int, *, compiled: bool = False) -> None:
+    def __init__(self, model: CausalModel, batch: int, read: int, *, compiled: bool = False) -> None:
         super().__init__(batch)
         generator = torch.Generator().manual_seed(0)
-        tokens_L = torch.randint(model.config.vocab_size, (read,), generator=generator)
+        tokens_L = torch.randint(model.vocab_size, (read,), generator=generator)
         with torch.inference_mode():
             self.state = ModelState.stack([prefill(model, tokens_L)] * batch)
         self._step: Callable[[torch.Tensor, ModelState], tuple[torch.Tensor, ModelState]] = model.step

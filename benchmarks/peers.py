@@ -19,6 +19,8 @@ INSTALL = "it is not installed; `pip install -e .[bench]` adds it"
 MODULES: Mapping[str, str] = {
     "performer-pytorch": "performer_pytorch.performer_pytorch",
     "flash-linear-attention": "fla.ops.simple_gla.naive",
+    "llama.cpp": "xllamacpp",
+    "gguf": "gguf.quants",
     "transformers": "transformers.models.qwen3_next.modeling_qwen3_next",
 }
 

@@ -17,7 +17,7 @@ from dist_attn import __version__
 
 __all__ = ["Setting", "look_around", "own_cores", "pin_to"]
 
-PEERS = ("transformers", "performer-pytorch", "flash-linear-attention")
+PEERS = ("transformers", "performer-pytorch", "flash-linear-attention", "xllamacpp")
 # What a run writes by itself must not make the next one's commit look changed.
 WRITTEN = ("benchmarks/results", "docs/measurements/performance.md", "dist_attn/ops/gpu_record.json")
 

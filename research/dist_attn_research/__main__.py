@@ -15,6 +15,8 @@ from dist_attn_research.studies import STUDIES
 # Modules with a `main` of their own, and what each asks.
 PROGRAMS = {
     "filed": ("filed", "What was measured last? Prints the tables of all that is filed."),
+    "long-encoder": ("long_encoder.train", "Train the encoder of any length: a recurrent student of MiniLM."),
+    "retrieval": ("retrieval.program", "Do words, MiniLM and our models find chapters, speeches, words and verses?"),
     "service-promises": ("service.promises", "Does the service keep what it promises? All of it, by its measurements."),
     "service-kills": ("service.kills", "Are answers the same when ranks are killed under open streams?"),
     "service-stops": ("service.stops", "How soon is a stopped rank named, and are there false alarms?"),

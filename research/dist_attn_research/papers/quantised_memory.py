@@ -16,10 +16,11 @@ from torch import Tensor
 
 from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
-from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn.checkpoints import load_model
 from dist_attn.ops import LegsState
 from dist_attn.ops.legs import absorb_signal, reconstruct
 from dist_attn.shipped import resolve_model_folder
+from dist_attn.text import load_tokeniser
 from dist_attn_research.papers.books import FOLDER
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report
@@ -91,7 +92,8 @@ def _by_prototypes(x_LD: Tensor, prototypes_SCK: Tensor, order: int) -> Tensor:
 
 def _vectors(book: str, tokens: int) -> Tensor:
     """The embeddings of a book's first tokens in the model that ships, [L, D]."""
-    model, tokeniser = load_model_and_tokeniser(resolve_model_folder(MODEL))
+    folder = resolve_model_folder(MODEL)
+    model, tokeniser = load_model(folder), load_tokeniser(folder)
     numbers = tokeniser.encode((Path(FOLDER) / book).read_bytes()[: 8 * tokens])[:tokens]
     with torch.inference_mode():
         found: Tensor = model.embedding(torch.from_numpy(numbers).long())

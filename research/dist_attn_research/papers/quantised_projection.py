@@ -13,7 +13,7 @@ from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.mixers.state_space import Readout
-from dist_attn.models import LanguageModel
+from dist_attn.models import CausalModel
 from dist_attn.text import Tokeniser
 from dist_attn_research.papers.books import BLOCK, DEVELOPMENT, FOLDER, WIDTH, BookModel
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
@@ -111,7 +111,7 @@ def _inputs(model: nn.Module, tokens_L: Tensor) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in given.items()}
 
 
-def _bits_per_byte(model: LanguageModel, tokeniser: Tokeniser, tokens: Any) -> float:
+def _bits_per_byte(model: CausalModel, tokeniser: Tokeniser, tokens: Any) -> float:
     nats = token_nats(model, tokens, BLOCK)
     return float(nats.sum() / torch.log(torch.tensor(2.0))) / int(tokeniser.byte_lengths(tokens[1:]).sum())
 

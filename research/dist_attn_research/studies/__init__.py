@@ -5,6 +5,7 @@ from dist_attn_research.service import fairness
 from dist_attn_research.studies import (
     chapter_retrieval,
     longest_softmax,
+    peers_cpu,
     perplexity_by_position,
     scaling,
     weight_precision,
@@ -25,6 +26,7 @@ STUDIES = {
             longest_softmax.TESTS,
             longest_softmax.measure,
         ),
+        Study(peers_cpu.NAME, peers_cpu.QUESTION, peers_cpu.TESTS, peers_cpu.measure),
         Study(
             "perplexity-by-position",
             "Does a model predict better the more it has read?",

@@ -20,7 +20,7 @@ from benchmarks.setting import Setting, look_around
 from benchmarks.verify import ROOT
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError
-from dist_attn.models import LanguageModel
+from dist_attn.models import CausalModel
 
 __all__ = ["TESTS", "Bin", "PerplexityByPosition", "Trend", "measure", "token_nats"]
 
@@ -156,7 +156,7 @@ class PerplexityByPosition:
 
 
 @torch.inference_mode()
-def token_nats(model: LanguageModel, tokens: NDArray[np.int32], reset: int | None) -> NDArray[np.float64]:
+def token_nats(model: CausalModel, tokens: NDArray[np.int32], reset: int | None) -> NDArray[np.float64]:
     """What each token but the first costs, given all before it, or those since the last multiple of `reset`.
 
     Shapes: tokens [T] -> [T - 1], nats.

@@ -17,7 +17,7 @@ from benchmarks.timing import interleaved
 from benchmarks.verify import ROOT
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.errors import ConfigError
-from dist_attn.models import LanguageModel, hold_weights_as, weight_bytes
+from dist_attn.models import CausalModel, hold_weights_as, weight_bytes
 from dist_attn.rank.decode_slots import SLOTS
 from dist_attn.text import Tokeniser
 from dist_attn.training.evaluation import score_tokens
@@ -45,7 +45,7 @@ FORMS = (FLOAT32, "bfloat16", "int8", WHOLLY)
 """The last one is the model with activations, features and gates in bfloat16 too, which no option of ours makes."""
 
 
-def form(name: str) -> tuple[LanguageModel, Tokeniser]:
+def form(name: str) -> tuple[CausalModel, Tokeniser]:
     """The model with its weights held so."""
     model, tokeniser = load_model_and_tokeniser(MODEL)
     if name == WHOLLY:
@@ -107,7 +107,7 @@ def scores(num_bytes: int, step_tokens: int) -> dict[str, dict[str, float]]:
 
 
 @torch.inference_mode()
-def bits_of_steps(model: LanguageModel, tokeniser: Tokeniser, tokens: NDArray[np.int32], count: int) -> float:
+def bits_of_steps(model: CausalModel, tokeniser: Tokeniser, tokens: NDArray[np.int32], count: int) -> float:
     """Bits per byte of SLOTS pieces of `count` tokens, each from the empty state, fed side by side as decoding does.
 
     The first token of a piece is fed and not scored. Pieces are spread evenly over the text.

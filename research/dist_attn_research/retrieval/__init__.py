@@ -1,0 +1,1 @@
+"""How well vectors and words find texts: data fetched by name, rankings, and one table."""

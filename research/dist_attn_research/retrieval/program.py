@@ -1,0 +1,120 @@
+"""`dist-attn bench retrieval`: words, a sentence encoder, models of this project and both fused, over all cases.
+
+Data are fetched by name into the cache; `--books` is a folder of novels. A case whose data cannot be had is left out
+and says why. `--model` names models beside MiniLM, which `dist-attn models add minilm` adds.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dist_attn.checkpoints import load_reader_and_tokeniser, resolve_model_folder
+from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.models import CausalModel, TextEncoder
+from dist_attn.text import Tokeniser
+from dist_attn_research.retrieval.cases import CASES, Case
+from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, fused, hits, interval, tf_idf
+
+__all__ = ["main"]
+
+TEACHER = "minilm"
+Rows = NDArray[np.float32]
+
+
+def rows_of(model: CausalModel | TextEncoder, tokeniser: Tokeniser, texts: Sequence[str]) -> Rows:
+    """A vector of each text read alone, [N, D]: of an encoder the mean of those of parts that it can read."""
+    rows = []
+    for text in texts:
+        tokens_1L = torch.from_numpy(tokeniser.encode(text.encode()).astype(np.int64))[None]
+        if isinstance(model, TextEncoder):
+            parts = tokens_1L.chunk(-(-tokens_1L.shape[1] // model.config.text_tokens), dim=1)
+            rows.append(torch.cat([model.encode(part) for part in parts]).mean(0))
+        else:
+            rows.append(model.encode(tokens_1L)[0].mean(0))
+    return torch.stack(rows).numpy()
+
+
+def rows_of_streams(model: CausalModel, tokeniser: Tokeniser, case: Case) -> Rows:
+    """A vector of each candidate, [N, D], with the state that the candidates before it in its text leave."""
+    rows = []
+    for stream in case.streams:
+        state = model.initial_state(1)
+        for text in case.candidates[stream]:
+            tokens_1L = torch.from_numpy(tokeniser.encode(text.encode()).astype(np.int64))[None]
+            h_1LD, state = model.hidden(tokens_1L, state=state)
+            rows.append(h_1LD[0].mean(0))
+    return torch.stack(rows).numpy()
+
+
+@torch.inference_mode()
+def scores_of(case: Case, models: dict[str, tuple[CausalModel | TextEncoder, Tokeniser]]) -> dict[str, Floats]:
+    """Every way to rank the candidates of a case, [Q, N] each; -inf where there is no candidate."""
+
+    def among(scores_QN: Floats) -> Floats:
+        return np.where(case.out_QN, -np.inf, scores_QN)
+
+    words = among(bm25(case.queries, case.candidates))
+    scores = {"tf-idf": among(tf_idf(case.queries, case.candidates)), "BM25": words}
+    for name, (model, tokeniser) in models.items():
+        candidates = rows_of(model, tokeniser, case.candidates)
+        queries = candidates if case.queries == case.candidates else rows_of(model, tokeniser, case.queries)
+        scores[name] = among(cosines(queries, candidates))
+        scores[f"{name}, mean off"] = among(cosines(queries, candidates, centred=True))
+        scores[f"{name}, mean off + BM25"] = fused(scores[f"{name}, mean off"], words)
+        if case.streams and not isinstance(model, TextEncoder):
+            stream = rows_of_streams(model, tokeniser, case)
+            scores[f"{name}, one stream"] = among(cosines(stream, stream, centred=True))
+            scores[f"{name}, one stream + BM25"] = fused(scores[f"{name}, one stream"], words)
+    return scores
+
+
+def _judged(case: Case, models: dict[str, tuple[CausalModel | TextEncoder, Tokeniser]]) -> dict[str, dict[str, float]]:
+    """Of each way the share of queries that are answered, and its interval."""
+    right_QN = (case.query_label_Q[:, None] == case.label_N) & ~case.out_QN
+    asked_Q = right_QN.any(1) & case.asks_Q
+    judged = {}
+    for way, scores_QN in scores_of(case, models).items():
+        hit_Q = hits(scores_QN, right_QN, case.most)[asked_Q]
+        low, high = interval(hit_Q, case.group_Q[asked_Q])
+        judged[way] = {"share": float(hit_Q.mean()), "low": low, "high": high, "queries": len(hit_Q)}
+    return judged
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Judge, print the table, and write it as JSON where that is wanted."""
+    parser = argparse.ArgumentParser(prog="retrieval", description=__doc__)
+    parser.add_argument("--books", type=Path, default=Path("data/books"))
+    parser.add_argument("--model", action="append", default=[], help="a model folder or name; repeatable")
+    parser.add_argument("--most", type=int, default=1000, help="texts of a case, about")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="only these; repeatable")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args(arguments)
+    models = {}
+    for name in [TEACHER, *chosen.model]:
+        try:
+            model, tokeniser = load_reader_and_tokeniser(resolve_model_folder(name))
+        except ModelFolderError as error:
+            print(f"{name} was left out: {error}")
+            continue
+        assert isinstance(model, CausalModel | TextEncoder)
+        models[name if name not in models else f"{name} again"] = (model, tokeniser)
+    results = {}
+    for name in chosen.case or CASES:
+        what, make = CASES[name]
+        try:
+            case = make(chosen.books, chosen.most)
+        except ConfigError as error:
+            print(f"\n{name} was left out: {error}")
+            continue
+        judged = results[name] = _judged(case, models)
+        print(f"\n{name}: {what}; {judged['BM25']['queries']} queries\n\n| way | share | 95 % |\n|---|---|---|")
+        for way, one in judged.items():
+            print(f"| {way} | {one['share']:.1%} | {one['low']:.1%} to {one['high']:.1%} |", flush=True)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps({"object": "benchmark", "case": "retrieval", "cases": results}, indent=2))
+    return 0

@@ -1,0 +1,96 @@
+"""The judge of retrieval: scores are those of plain loops, fusion, intervals, and rows alone and in a stream."""
+
+import math
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn_research.retrieval.cases import Case
+from dist_attn_research.retrieval.program import rows_of, rows_of_streams
+from dist_attn_research.retrieval.ranking import K1, B, bm25, cosines, fused, hits, interval, tf_idf
+
+TEXTS = ("the white whale", "a whale of a time, a whale", "the captain's leg", "chowder at the inn")
+QUERIES = ("white whale whale", "inn", "nothing of these")
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def test_bm25_is_its_formula() -> None:
+    """Every score is the sum over the query's words, and a text without any of them has none."""
+    lists = [_words(text) for text in TEXTS]
+    mean = sum(map(len, lists)) / len(lists)
+    scores = bm25(QUERIES, TEXTS)
+    for q, query in enumerate(QUERIES):
+        for n, words in enumerate(lists):
+            want = 0.0
+            for word in _words(query):
+                having = sum(word in other for other in lists)
+                rarity = math.log(1 + (len(lists) - having + 0.5) / (having + 0.5))
+                count = words.count(word)
+                want += rarity * count * (K1 + 1) / (count + K1 * (1 - B + B * len(words) / mean))
+            assert scores[q, n] == pytest.approx(want) if want else np.isneginf(scores[q, n])
+
+
+def test_tf_idf_is_its_formula() -> None:
+    """Every score is the cosine of logarithmic counts times rarity."""
+    lists = [Counter(_words(text)) for text in TEXTS]
+
+    def weights(counts: Counter[str]) -> dict[str, float]:
+        rarity = {word: math.log((1 + len(lists)) / (1 + sum(word in other for other in lists))) for word in counts}
+        known = {word for other in lists for word in other}
+        return {word: math.log1p(count) * rarity[word] for word, count in counts.items() if word in known}
+
+    scores = tf_idf(QUERIES[:2], TEXTS)
+    for q, query in enumerate(QUERIES[:2]):
+        own = weights(Counter(_words(query)))
+        for n, counts in enumerate(lists):
+            other = weights(counts)
+            product = sum(value * other.get(word, 0.0) for word, value in own.items())
+            lengths = math.hypot(*own.values()) * math.hypot(*other.values())
+            assert scores[q, n] == pytest.approx(product / lengths)
+
+
+def test_fusion_adds_reciprocal_ranks_of_those_that_have_the_candidate() -> None:
+    """A candidate that a ranking lacks gets nothing from it, and one that all lack is none and never a hit."""
+    no = -np.inf
+    scores = fused(np.array([[3.0, 1.0, 2.0, no]]), np.array([[no, 5.0, no, no]]))
+    np.testing.assert_allclose(scores, [[1 / 61, 1 / 63 + 1 / 61, 1 / 62, no]])
+    assert hits(scores, np.array([[False, False, False, True]]), 4).tolist() == [0.0]
+    assert hits(scores, np.array([[True, False, False, False]]), 1).tolist() == [0.0]
+    assert hits(scores, np.array([[True, False, False, False]]), 2).tolist() == [1.0]
+
+
+def test_cosines_may_leave_out_the_mean() -> None:
+    """Centred, both sides lack the candidates' mean."""
+    draw = np.random.default_rng(0)
+    q, n = draw.standard_normal((2, 5)), draw.standard_normal((3, 5))
+    a, b = q[1] - n.mean(0), n[2] - n.mean(0)
+    assert cosines(q, n, centred=True)[1, 2] == pytest.approx(a @ b / math.hypot(*a) / math.hypot(*b))
+
+
+def test_an_interval_draws_whole_groups() -> None:
+    """Queries of one group are drawn together: with one group the interval is the mean, with more it holds it."""
+    hit = np.array([1.0, 0.0, 1.0, 1.0])
+    assert interval(hit, np.zeros(4, dtype=np.int64)) == (0.75, 0.75)
+    low, high = interval(hit, np.array([0, 1, 2, 3]))
+    assert low <= 0.5 < 0.75 < high
+
+
+def test_rows_are_means_alone_and_in_a_stream() -> None:
+    """The first text of a stream has the row that it has alone; later ones have read those before."""
+    model, tokeniser = load_model_and_tokeniser("books-6m")
+    none = np.zeros(3, dtype=np.int64)
+    case = Case((), TEXTS[:3], none, none, np.eye(3, dtype=bool), none, none == 0, streams=(slice(0, 2), slice(2, 3)))
+    with torch.inference_mode():
+        alone, stream = rows_of(model, tokeniser, case.candidates), rows_of_streams(model, tokeniser, case)
+    np.testing.assert_allclose(alone[[0, 2]], stream[[0, 2]], atol=1e-5)
+    assert np.abs(alone[1] - stream[1]).max() > 1e-2
+    tokens = torch.from_numpy(tokeniser.encode(TEXTS[0].encode()).astype(np.int64))[None]
+    with torch.inference_mode():
+        np.testing.assert_allclose(alone[0], model.encode(tokens)[0].mean(0).numpy(), atol=1e-6)
