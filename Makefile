@@ -83,6 +83,7 @@ docs-blocks: setup  ## list the code blocks of the pages, and which test runs ea
 docs-refresh: setup  ## write the pages and figures of docs/ that come from the code
 	$(BIN)/python -m docs.making.reference
 	$(BIN)/python -m docs.making.figures
+	$(BIN)/python -m tests.adapters.supported
 
 bench: setup  ## run the benchmarks once their tests are green, and file the results
 	PYTHONPATH=research $(BIN)/python -m dist_attn_research $(ARGS)

@@ -27,13 +27,14 @@ TORCH_FREE = (
     "dist_attn.launchers",
     "dist_attn.model_config",
     "dist_attn.settings",
+    "dist_attn.shipped.downloaded",
     "dist_attn.store",
     "dist_attn.text",
     "dist_attn.wire.messages",
     "dist_attn.wire.snapshot",
     "dist_attn.wire.sockets",
 )
-SERVICE_MAY_IMPORT = {"wire", "text", "store", "costs", "settings", "log_lines", "errors", "__version__"}
+SERVICE_MAY_IMPORT = {"wire", "text", "store", "shipped", "costs", "settings", "log_lines", "errors", "__version__"}
 UNTRUSTED_LOADERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 # What torch.distributed sends as pickles.
 OBJECT_COLLECTIVES = {

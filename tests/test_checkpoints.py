@@ -64,7 +64,7 @@ def test_the_manifest_names_every_file_and_the_facts(tmp_path):
     model = small_model()
     save_model(model, tmp_path / "m", tokeniser=ByteTokeniser(), facts={"bits_per_byte": 2.0})
     manifest = json.loads((tmp_path / "m" / "manifest.json").read_text())
-    for_transformers = {"generation_config.json", "tokenizer_config.json"}
+    for_transformers = {"generation_config.json", "modeling_dist_attn.py", "tokenizer_config.json"}
     assert set(manifest["sha256"]) == {"config.json", "model.safetensors", "tokenizer.json"} | for_transformers
     assert manifest["parameters"] == sum(p.numel() for p in model.parameters())
     assert manifest["bits_per_byte"] == 2.0
@@ -103,8 +103,8 @@ def _other_tokeniser(folder: Path) -> None:
 
 BROKEN = {
     "no config": (_remove("config.json"), "no model at .* needed is a folder with config.json"),
-    "config is not JSON": (_write("config.json", b"{"), "config.json: the whole file: Invalid JSON"),
-    "config is a list": (_write("config.json", b"[]"), "config.json: the whole file: "),
+    "config is not JSON": (_write("config.json", b"{"), "config.json is not JSON"),
+    "config is a list": (_write("config.json", b"[]"), "config.json holds no JSON object"),
     "unknown key": (_config(colour="red"), "config.json: colour: there is no such key; leave it out"),
     "wrong type": (_config(num_layers="two"), "config.json: num_layers: "),
     "unknown mixer": (_config(mixer={"kind": "magic"}), "config.json: mixer: .*'magic'"),
@@ -173,6 +173,7 @@ def test_a_save_replaces_the_folder_whole(folder):
     """Saving over a folder leaves exactly the new model, also where the old one had more files."""
     (folder / "notes.txt").write_text("old")
     save_model(small_model(seed=1), folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
+    names = ["config.json", "manifest.json", "model.safetensors", "modeling_dist_attn.py"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert torch.equal(load_model(folder).norm.bias, small_model(seed=1).norm.bias)

@@ -345,8 +345,9 @@ def test_the_version_is_told(run):
     assert run("--version") == (0, f"dist-attn {__version__}\n", "")
 
 
-def test_models_are_listed_with_what_they_are_for(run):
+def test_models_are_listed_with_what_they_are_for(run, tmp_path, monkeypatch):
     """`models` tells name, kind, size and purpose of what ships, the default first, or of folders."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # nobody has added a model there
     code, out, err = run("models", "--json")
     shipped = json.loads(out)["data"]
     assert (code, err) == (0, "")

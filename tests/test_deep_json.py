@@ -35,7 +35,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "manifest": ("manifest.json", check_manifest),
     "costs": ("config.json", read_model_costs),
     "what is served": ("config.json", ServedModel.read),
-    "chat template": ("tokenizer_config.json", ChatTemplate.read),
+    "chat template": ("tokenizer_config.json", lambda folder: ChatTemplate.read(folder, {})),
     "config to convert": ("config.json", read_source_config),
     "weights to convert": ("model.safetensors.index.json", read_source_weights),
 }

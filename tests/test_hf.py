@@ -1,5 +1,8 @@
 """Our folders in transformers: loaded by its Auto classes, run, generated with, trained a step, saved again."""
 
+import copy
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +17,10 @@ from dist_attn.checkpoints import load_model, save_model  # noqa: E402
 from dist_attn.errors import InputError, ModelFolderError, ShapeError  # noqa: E402
 from dist_attn.generation import generate  # noqa: E402
 from dist_attn.shipped import resolve_model_folder  # noqa: E402
-from dist_attn.text import load_tokeniser  # noqa: E402
+from dist_attn.text import SentencePieceTokeniser, load_tokeniser  # noqa: E402
 from dist_attn.wire.messages import SamplingSpec  # noqa: E402
 from tests.support.models import small_config, small_model, write_small_folder  # noqa: E402
-from tests.support.tokenisers import PROSE, small_bpe  # noqa: E402
+from tests.support.tokenisers import PROSE, downloaded_contents, small_bpe  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +68,13 @@ def test_greedy_text_is_ours(tmp_path, kind):
 def test_the_state_is_the_cache(tmp_path):
     """Every token is read once: the prompt in one call, then one token at a time from a state that does not grow."""
     model, lengths = _load(write_small_folder(tmp_path / "m")), []
-    forward = model.model.forward
+    hidden = model.model.hidden
 
     def counting(tokens, *rest):
         lengths.append(tokens.shape[1])
-        return forward(tokens, *rest)
+        return hidden(tokens, *rest)
 
-    model.model.forward = counting
+    model.model.hidden = counting
     out = model.generate(_prompt(), max_new_tokens=5, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
     assert lengths == [9, 1, 1, 1, 1]
     assert out.past_key_values.get_seq_length() == 13
@@ -120,8 +123,8 @@ def test_a_model_is_trained_and_saved(tmp_path):
     model.save_pretrained(tmp_path / "saved")
     for again in (load_model(tmp_path / "saved"), _load(tmp_path / "saved").model):
         assert all(torch.equal(t, model.model.state_dict()[name]) for name, t in again.state_dict().items())
-    names = ["config.json", "generation_config.json", "manifest.json", "mine.txt", "model.safetensors"]
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == names
+    kept = {"generation_config.json", "manifest.json", "mine.txt", "model.safetensors", "modeling_dist_attn.py"}
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"config.json", *kept}
 
 
 def _text_folder(folder: Path, kind: str = "rfa_gate") -> Path:
@@ -170,8 +173,8 @@ def test_logits_and_losses_of_padded_texts_are_those_of_texts_alone(tmp_path, ki
     mask[1, :4] = 0
     out = model(tokens, attention_mask=mask, labels=tokens)
     whole, short = model(tokens[:1], labels=tokens[:1]), model(tokens[1:, 4:], labels=tokens[1:, 4:])
-    torch.testing.assert_close(out.logits[0], whole.logits[0])
-    torch.testing.assert_close(out.logits[1, 4:], short.logits[0])
+    torch.testing.assert_close(out.logits[0], whole.logits[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.logits[1, 4:], short.logits[0], rtol=0, atol=1e-5)
     assert not out.logits[1, :4].any()
     torch.testing.assert_close(out.loss, (8 * whole.loss + 4 * short.loss) / 12)
 
@@ -194,7 +197,9 @@ def test_the_options_of_evaluation_harnesses_are_taken(tmp_path):
     options = {"revision": "main", "dtype": "auto", "gguf_file": None, "quantization_config": None, "subfolder": ""}
     model = _load(folder, **options, device_map={"": "cpu"})
     assert model.device.type == "cpu"
-    inner = _load(tmp_path, subfolder="m", load_in_8bit=False)
+    inner = _load(
+        tmp_path, subfolder="m", load_in_8bit=False, attn_implementation="sdpa", token="t", cache_dir=tmp_path
+    )
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in inner.state_dict().items())
 
 
@@ -213,10 +218,142 @@ def test_options_and_masks_that_cannot_be_honoured_are_refused(tmp_path):
         model(_prompt(), attention_mask=torch.ones(1, 8))
     with pytest.raises(ShapeError, match="padding_side = 'left'"):
         model.generate(_prompt(), attention_mask=(torch.arange(9) < 7).long()[None], max_new_tokens=1)
-    with pytest.raises(InputError, match="was given attn_implementation; a model of dist-attn takes dtype, device_map"):
-        hf.DistAttnForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with pytest.raises(InputError, match="was given load_in_8bit; a model of dist-attn takes dtype, device_map"):
+        _load(folder, load_in_8bit=True)
+    with pytest.raises(InputError, match="dtype 'int8'; needed is one such as float32"):
+        hf.DistAttnForCausalLM.from_pretrained(folder, dtype="int8")
+    with pytest.raises(InputError, match="is of another model than that in"):
+        _load(folder, num_layers=1)
+    with pytest.raises(InputError, match="push_to_hub"):
+        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
     with pytest.raises(ModelFolderError, match="no model at"):
         hf.DistAttnForCausalLM.from_pretrained(tmp_path / "nowhere")
+
+
+def test_what_a_model_does_not_have_is_refused_in_words(tmp_path):
+    """Vectors for tokens, states of layers, a cache of transformers', and packed positions raise errors that say so."""
+    model, tokens = _load(write_small_folder(tmp_path / "m")), _prompt(2)
+    with pytest.raises(InputError, match="reads tokens: give input_ids"):
+        model(inputs_embeds=torch.zeros(1, 2, 16))
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model.generate(inputs_embeds=torch.zeros(1, 2, 16), max_new_tokens=1)
+    with pytest.raises(InputError, match="output_hidden_states and output_attentions are not offered"):
+        model.generate(tokens, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=1)
+    with pytest.raises(InputError, match=r"is a DynamicCache; needed is dist_attn\.hf\.StateCache"):
+        model.generate(tokens, past_key_values=transformers.DynamicCache(), max_new_tokens=1)
+    with pytest.raises(InputError, match="labels need the logits of all tokens"):
+        model(tokens, labels=tokens, logits_to_keep=1)
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    with pytest.raises(InputError, match="position_ids are not those of one text"):
+        model(tokens[:1], position_ids=packed)
+    cache = model(tokens[:, :5]).past_key_values
+    model(tokens[:, 5:], past_key_values=cache, position_ids=torch.arange(5, 9)[None])
+    with pytest.raises(InputError, match="cannot be cropped"):
+        cache.crop(1)
+
+
+def test_automodel_gives_hidden_states(tmp_path):
+    """AutoModel gives what our `encode` gives, behind padding too, and what it saves is a language model."""
+    folder, tokens = write_small_folder(tmp_path / "m"), _prompt(2)
+    model, own = transformers.AutoModel.from_pretrained(folder), load_model(folder)
+    assert torch.equal(model(tokens).last_hidden_state, own.encode(tokens))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    hidden = model(tokens, attention_mask=mask, return_dict=False)[0]
+    torch.testing.assert_close(hidden[:1, 3:], own.encode(tokens[:1, 3:]), rtol=0, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(_load(tmp_path / "saved")(tokens).logits, own.logits(tokens))
+
+
+def test_tokens_of_several_texts_and_streams(tmp_path, capsys):
+    """Segments of a tokenizer change nothing, a text is continued in several ways, and a streamer says what comes."""
+    folder = _text_folder(tmp_path / "m")
+    model, tokenizer = _load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("a b c", return_tensors="pt", return_token_type_ids=True)
+    options = {"do_sample": False, "eos_token_id": None}
+    want = model.generate(inputs["input_ids"], max_new_tokens=6, **options)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, **options), want)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=1, **options), want[:, :-5])
+    beams = model.generate(**inputs, num_beams=4, num_return_sequences=3, max_new_tokens=3, **options)
+    drawn = model.generate(**inputs, do_sample=True, num_return_sequences=3, max_new_tokens=3, eos_token_id=None)
+    assert beams.shape == drawn.shape == (3, want.shape[1] - 3)
+    model.generate(**inputs, max_new_tokens=6, streamer=transformers.TextStreamer(tokenizer), **options)
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(want[0]).rstrip("\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_goes_on_and_is_kept(tmp_path, kind):
+    """A copy of the cache of one prompt is continued as the whole text is, once and with several rows."""
+    model, tokens = _load(write_small_folder(tmp_path / "m", kind=kind)), _prompt(2)
+    prompt = torch.cat([tokens[:1, :6]] * 2)
+    with torch.no_grad():
+        cache = model(prompt[:1]).past_key_values
+    texts = torch.cat([prompt, tokens[:, :3]], 1)
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    want = model.generate(texts, **options)
+    one = model.generate(texts[:1], past_key_values=copy.deepcopy(cache), **options)
+    assert torch.equal(one, want[:1])
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(model.generate(texts, past_key_values=cache, **options), want)
+
+
+def test_only_the_logits_that_are_asked_for(tmp_path):
+    """`logits_to_keep` gives the logits of the last columns, and `generate` asks for one."""
+    model, tokens = _load(write_small_folder(tmp_path / "m")), _prompt(2)
+    whole = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:])
+    torch.testing.assert_close(model(tokens, logits_to_keep=torch.tensor([0, 4])).logits, whole[:, [0, 4]])
+    seen, readout = [], model.model.readout
+    model.model.readout = lambda h: (seen.append(h.shape[1]), readout(h))[1]
+    model.generate(tokens, max_new_tokens=2, do_sample=False, eos_token_id=None)
+    assert seen == [1, 1]
+
+
+def test_activations_are_recomputed_where_it_is_asked(tmp_path):
+    """With transformers' flag the gradients are bitwise those without, and every layer recomputes."""
+    model, tokens = _load(write_small_folder(tmp_path / "m")).train(), _prompt(2)
+    grads = []
+    for enabled in (False, True):
+        if enabled:
+            model.activation_checkpointing_enable()
+        assert model.is_activation_checkpointing == enabled
+        assert {block.recomputes for block in model.model.blocks} == {enabled}
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_converted_folder_tells_its_tokens(tmp_path):
+    """AutoConfig and the generation configuration have the ids with which a tokenizer begins, ends and pads texts."""
+    about = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>"}
+    tokens = SentencePieceTokeniser(json.loads(downloaded_contents("llama2")), "</s>", about=about)
+    save_model(small_model(small_config(vocab_size=tokens.vocab_size)), tmp_path / "m", tokeniser=tokens)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(tmp_path / "m"), _load(tmp_path / "m")
+    want = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert want == (1, 2, 0)
+    for said in (transformers.AutoConfig.from_pretrained(tmp_path / "m"), model.config, model.generation_config):
+        assert (said.bos_token_id, said.eos_token_id, said.pad_token_id) == want
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert load_tokeniser(tmp_path / "saved").digest == tokens.digest
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "saved").pad_token_id == 0
+
+
+def test_a_saved_folder_brings_its_classes(tmp_path):
+    """With trust_remote_code the Auto classes load a saved folder in a process that never imported `dist_attn.hf`."""
+    write_small_folder(tmp_path / "m")
+    code = (
+        "import sys, transformers as t\n"
+        "assert not any(name.startswith('dist_attn') for name in sys.modules)\n"
+        "options = {'trust_remote_code': True, 'revision': 'main', 'local_files_only': True}\n"
+        "for auto in (t.AutoTokenizer, t.AutoConfig, t.AutoModelForCausalLM, t.AutoModel):\n"
+        "    print(type(auto.from_pretrained(sys.argv[1], **options)).__name__)\n"
+    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    run = [sys.executable, "-c", code, str(tmp_path / "m")]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    assert done.stdout.split()[1:] == ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel"]
 
 
 @pytest.mark.parametrize("name", ["books-6m", "books-6m-chapters"])

@@ -91,6 +91,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("section", of="run"),
         Run("shell", before="minilm"),
         Elsewhere("tests/test_hf.py"),
+        Not("lm-evaluation-harness is no dependency and its tasks are downloaded; tests/test_hf.py loads as it does"),
     ),
     "docs/decisions/README.md": (Not("a form to be copied"),),
     "docs/how-to/compose.md": (
@@ -148,6 +149,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         ),
     ),
     "docs/how-to/two-nodes.md": (Not(SEVERAL_HOSTS),),
+    "docs/how-to/your-model.md": (Elsewhere("tests/system/test_your_model.py"),),
     "docs/explanation/million.md": (DRAWING,),
     "docs/reference/model-kinds.md": (
         Run("mixer"),
