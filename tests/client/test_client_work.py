@@ -6,7 +6,6 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -23,7 +22,6 @@ from dist_attn_client import (
     Conflict,
     KeyRefused,
     Missing,
-    Reached,
     Retry,
     Unusable,
 )
@@ -31,6 +29,7 @@ from tests.support.cutting_proxy import Cut, CuttingProxy, cutting_proxy
 from tests.support.fake_engine import FakeEngine, row_vector
 from tests.support.fake_sessions import after, drawn_from, stored
 from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 BOOK = "".join(f"Line {n} of a book that is long enough. " for n in range(130)).encode()
 QUICK = Retry(first_s=0.01, longest_s=0.05)
@@ -165,19 +164,31 @@ def test_another_text_after_a_break_is_not_passed_off_as_the_same(tmp_path: Path
         assert proxy.made == 1
 
 
-def test_an_upload_goes_on_at_the_byte_that_is_safe(client: Client, proxy: CuttingProxy) -> None:
+def test_an_upload_goes_on_at_the_byte_that_is_safe(
+    client: Client, proxy: CuttingProxy, service: RunningService
+) -> None:
     """Cut twice, a file arrives whole; what had arrived is not sent again, and it comes back whole."""
     data = hashlib.shake_256(b"seed").digest(3_000_000)
     client.close()
     proxy.cuts.extend((Cut(), Cut(sent=800_000), Cut(), Cut(sent=900_000)))
-    told: list[Reached] = []
-    retry = Retry(first_s=0.6, longest_s=0.6)  # the service writes what it has at the latest after half a second
-    lone = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
-    with lone, Client(proxy.url, retry=retry, http=lone) as fresh:
-        file = fresh.files.upload(io.BytesIO(data), filename="data.bin", on_sent=told.append)
+    starts: list[int] = []
+
+    def note(request: httpx.Request) -> None:
+        if request.method == "PATCH":
+            starts.append(int(request.headers["upload-offset"]))
+        if request.method == "HEAD":  # which is answered with what the service has written by then
+            there = f"{service.url}{request.url.path}"
+            safe = starts[-1] + 200_000
+            eventually(
+                lambda: int(httpx.head(there, headers=request.headers).headers["upload-offset"]) > safe,
+                "the first part",
+            )
+
+    lone = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), event_hooks={"request": [note]})
+    with lone, Client(proxy.url, retry=QUICK, http=lone) as fresh:
+        file = fresh.files.upload(io.BytesIO(data), filename="data.bin")
         assert proxy.made == 2
-        starts = [after.sent for before, after in pairwise(told) if after.sent < before.sent]
-        assert len(starts) == 2 and all(start > 200_000 for start in starts)
+        assert len(starts) == 3 and starts[0] == 0
         assert (file.bytes, file.filename) == (len(data), "data.bin")
         proxy.cuts.append(Cut(answered=1_000_000))
         stream = fresh.files.content(file.id)

@@ -1,13 +1,19 @@
 """A proxy between a client and a service that cuts connections after so many bytes, as networks do."""
 
+import array
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from tests.support.waiting import PATIENCE_SECONDS
 
 __all__ = ["Cut", "CuttingProxy", "cutting_proxy"]
 
@@ -84,6 +90,7 @@ def _pass_on(
         while data := source.recv(1 << 16 if limit is None else max(1, min(1 << 16, limit - passed))):
             if limit is not None and passed + len(data) >= limit:
                 sink.sendall(data[: limit - passed])
+                _arrived(sink)
                 proxy.made += 1
                 for one in both:
                     _end(one)
@@ -91,6 +98,17 @@ def _pass_on(
             sink.sendall(data)
             passed += len(data)
         sink.shutdown(socket.SHUT_WR)
+
+
+def _arrived(sink: socket.socket) -> None:
+    """Wait until the other side's system has what was sent: a reset discards the rest, more of it on a busy machine."""
+    waiting = array.array("i", [0])
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        fcntl.ioctl(sink, termios.TIOCOUTQ, waiting)
+        if not waiting[0]:
+            return
+        time.sleep(0.001)
 
 
 def _end(one: socket.socket) -> None:
