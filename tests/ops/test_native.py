@@ -57,6 +57,7 @@ def test_sizes_that_are_no_multiples_of_vectors(sizes, kind):
 def test_heads_of_the_largest_size(kind):
     """A head of 1,024 features and values equals the streaming form's."""
     case = Case(70, kind=kind, state=True, sizes=(1024, 1024, 512), batch=1, heads=1)
+    case.sequence["k"] /= 8  # of a million sums of large terms one is always small
     assert_like_the_oracle(case, oracle=by_streaming)
 
 
