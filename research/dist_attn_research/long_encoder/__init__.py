@@ -1,1 +1,1 @@
-"""The long encoder: a recurrent student of a sentence encoder that reads a stream of any length."""
+"""The encoder that ships: MiniLM over blocks, and one layer behind it that learns what the text before says."""

@@ -1,5 +1,6 @@
 """What is looked for in which texts; each case is made of texts that no training of this project saw."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from dist_attn.shipped import default_model_folder
 from dist_attn.text import load_tokeniser
+from dist_attn_research.retrieval.questions import QUESTIONS
 from dist_attn_research.retrieval.texts import brown_documents, glosses, speeches, verses
 from dist_attn_research.studies.chapter_retrieval import BOOKS, MOST_TOKENS, WINDOW, read_books
 
@@ -17,19 +19,17 @@ __all__ = ["CASES", "Case"]
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and candidates; a candidate is right where it has the query's label, and is none where `out` says so.
+    """Queries, candidates, and which of these are right; a candidate is none where `out` says so.
 
-    `asks` says which queries count, `group` which are drawn together for intervals, and `streams` which candidates
-    follow each other in one text. Shapes: labels [Q] and [N], out [Q, N], group and asks [Q].
+    `group` says which queries are drawn together for intervals, and `streams` which candidates follow each other in one
+    text. A query without a right candidate is not asked. Shapes: right and out [Q, N], group [Q].
     """
 
     queries: tuple[str, ...]
     candidates: tuple[str, ...]
-    query_label_Q: NDArray[np.int64]
-    label_N: NDArray[np.int64]
+    right_QN: NDArray[np.bool_]
     out_QN: NDArray[np.bool_]
     group_Q: NDArray[np.int64]
-    asks_Q: NDArray[np.bool_]
     most: int = 1
     streams: tuple[slice, ...] = ()
 
@@ -40,15 +40,15 @@ def _neighbours(
     """Every text looks for the others: itself alone is no candidate."""
     label_N, group_N = (np.unique([str(one) for one in each], return_inverse=True)[1] for each in (labels, groups))
     out_QN = np.eye(len(texts), dtype=np.bool_)
-    return Case(tuple(texts), tuple(texts), label_N, label_N, out_QN, group_N, label_N >= 0, streams=streams)
+    return Case(tuple(texts), tuple(texts), (label_N[:, None] == label_N) & ~out_QN, out_QN, group_N, streams=streams)
 
 
 def _pairs(queries: Sequence[str], candidates: Sequence[str]) -> Case:
     """The candidate of the same number is right, and so are those with the same text."""
     label_N = np.unique(candidates, return_inverse=True)[1]
-    number_Q = np.arange(len(queries))
     out_QN = np.zeros((len(queries), len(candidates)), dtype=np.bool_)
-    return Case(tuple(queries), tuple(candidates), label_N, label_N, out_QN, number_Q, label_N >= 0, most=10)
+    right_QN = label_N[:, None] == label_N
+    return Case(tuple(queries), tuple(candidates), right_QN, out_QN, np.arange(len(queries)), most=10)
 
 
 def _windows(text: str) -> list[str]:
@@ -71,7 +71,8 @@ def chapters(books: Path, most: int) -> Case:
         streams.append(slice(first, len(texts)))
     case = _neighbours(texts, labels, labels, tuple(streams))
     none_N = np.array([not label for label in labels])
-    return replace(case, out_QN=case.out_QN | none_N, asks_Q=~none_N)
+    none_NN = none_N | none_N[:, None]
+    return replace(case, right_QN=case.right_QN & ~none_NN, out_QN=case.out_QN | none_N)
 
 
 def _speeches(label: Callable[[str], str]) -> Callable[[Path, int], Case]:
@@ -110,11 +111,34 @@ def translations(_: Path, most: int) -> Case:
     return _drawn(list(verses()), most)
 
 
+def questions(books: Path, most: int) -> Case:
+    """Questions of a reader look for passages of the two novels, the book of the question alone."""
+    asked, passages, streams, books_of = list[str](), list[str](), list[slice](), list[int]()
+    patterns = list[str]()
+    for name, of_book in QUESTIONS.items():
+        windows = _windows((books / f"{name}.txt").read_text("utf-8"))
+        streams.append(slice(len(passages), len(passages) + len(windows)))
+        passages += windows
+        for question, pattern in of_book[: max(1, most)]:
+            asked.append(question)
+            patterns.append(pattern)
+            books_of.append(len(streams) - 1)
+    out_QN = np.ones((len(asked), len(passages)), dtype=np.bool_)
+    for number, book in enumerate(books_of):
+        out_QN[number, streams[book]] = False
+    found = [
+        [re.search(pattern, text, re.IGNORECASE | re.DOTALL) is not None for text in passages] for pattern in patterns
+    ]
+    right_QN = np.array(found, dtype=np.bool_) & ~out_QN
+    return Case(tuple(asked), tuple(passages), right_QN, out_QN, np.arange(len(asked)), most=3, streams=tuple(streams))
+
+
 CASES: dict[str, tuple[str, Callable[[Path, int], Case]]] = {
     "chapters": ("nearest other window is of the same chapter", chapters),
     "speeches": ("nearest other window is of the same speech", _speeches(lambda name: name)),
     "presidents": ("nearest other window is of the same president", _speeches(lambda name: name[5:])),
     "genres": ("nearest other document is of the same genre", genres),
     "definitions": ("the word is among the ten nearest to its definition", definitions),
+    "questions": ("a passage that answers is among the first three", questions),
     "verses": ("the verse is among the ten nearest in the other Bible", translations),
 }

@@ -49,6 +49,15 @@ PACKAGES = {
     "kjv": Package(
         "debian", "sword-text-kjv", "14.3-1", "9f463f28ce665f6f528fc723179722bced880a4c5485f7a41bf742838315de57"
     ),
+    "anarchism": Package(
+        "debian", "anarchism", "15.3-3", "cf21c10948b00e923c62eb31c39a3390413fa26c5ee0e3b925feb0ec7fe42948"
+    ),
+    "handbook": Package(
+        "debian",
+        "debian-handbook",
+        "11.20220922",
+        "3d5dbeac1f1afc9c094eab9d0f701f6ecff99c4927d5a4794cf6c85678134faa",
+    ),
     "web": Package(
         "debian", "sword-text-web", "426.0-1", "930b23670b352f0829a306501de4bebb5e654a2df02cde2cbe86b802177868e1"
     ),

@@ -18,7 +18,7 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.models import CausalModel, TextEncoder
 from dist_attn.text import Tokeniser
 from dist_attn_research.retrieval.cases import CASES, Case
-from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, fused, hits, interval, tf_idf
+from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, fused, hits, interval, reciprocal_ranks, tf_idf
 
 __all__ = ["main"]
 
@@ -75,13 +75,13 @@ def scores_of(case: Case, models: dict[str, tuple[CausalModel | TextEncoder, Tok
 
 def _judged(case: Case, models: dict[str, tuple[CausalModel | TextEncoder, Tokeniser]]) -> dict[str, dict[str, float]]:
     """Of each way the share of queries that are answered, and its interval."""
-    right_QN = (case.query_label_Q[:, None] == case.label_N) & ~case.out_QN
-    asked_Q = right_QN.any(1) & case.asks_Q
+    asked_Q = case.right_QN.any(1)
     judged = {}
     for way, scores_QN in scores_of(case, models).items():
-        hit_Q = hits(scores_QN, right_QN, case.most)[asked_Q]
+        hit_Q = hits(scores_QN, case.right_QN, case.most)[asked_Q]
         low, high = interval(hit_Q, case.group_Q[asked_Q])
-        judged[way] = {"share": float(hit_Q.mean()), "low": low, "high": high, "queries": len(hit_Q)}
+        mrr = float(reciprocal_ranks(scores_QN, case.right_QN)[asked_Q].mean())
+        judged[way] = {"share": float(hit_Q.mean()), "low": low, "high": high, "mrr": mrr, "queries": len(hit_Q)}
     return judged
 
 
@@ -112,9 +112,13 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\n{name} was left out: {error}")
             continue
         judged = results[name] = _judged(case, models)
-        print(f"\n{name}: {what}; {judged['BM25']['queries']} queries\n\n| way | share | 95 % |\n|---|---|---|")
+        print(
+            f"\n{name}: {what}; {judged['BM25']['queries']} queries\n\n| way | share | 95 % | MRR |\n|---|---|---|---|"
+        )
         for way, one in judged.items():
-            print(f"| {way} | {one['share']:.1%} | {one['low']:.1%} to {one['high']:.1%} |", flush=True)
+            print(
+                f"| {way} | {one['share']:.1%} | {one['low']:.1%} to {one['high']:.1%} | {one['mrr']:.2f} |", flush=True
+            )
         if chosen.json is not None:
             chosen.json.write_text(json.dumps({"object": "benchmark", "case": "retrieval", "cases": results}, indent=2))
     return 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "bm25", "cosines", "fused", "hits", "interval", "tf_idf"]
+__all__ = ["Floats", "bm25", "cosines", "fused", "hits", "interval", "reciprocal_ranks", "tf_idf"]
 
 Floats = NDArray[np.float64]
 _WORD = re.compile(r"[^\W_]+")
@@ -86,6 +86,13 @@ def hits(scores_QN: Floats, right_QN: NDArray[np.bool_], most: int) -> Floats:
     best_QM = (-scores_QN).argsort(1, kind="stable")[:, :most]
     found_QN = right_QN & ~np.isneginf(scores_QN)
     return np.asarray(np.take_along_axis(found_QN, best_QM, axis=1).any(1), dtype=np.float64)
+
+
+def reciprocal_ranks(scores_QN: Floats, right_QN: NDArray[np.bool_]) -> Floats:
+    """1 / the rank of each query's first right candidate, 0 where it has none: [Q]."""
+    order_QN = (-scores_QN).argsort(1, kind="stable")
+    found_QN = np.take_along_axis(right_QN & ~np.isneginf(scores_QN), order_QN, axis=1)
+    return np.where(found_QN.any(1), 1.0 / (1 + found_QN.argmax(1)), 0.0)
 
 
 def interval(hit_Q: Floats, group_Q: NDArray[np.int64]) -> tuple[float, float]:
