@@ -129,6 +129,11 @@ class StreamEncoderConfig(FrozenConfig):
         """Numbers of a hidden state."""
         return self.sentence.encoder.hidden_size
 
+    @property
+    def vocab_size(self) -> int:
+        """The tokens that there are."""
+        return self.sentence.vocab_size
+
 
 class TextClassifierConfig(FrozenConfig):
     """One of `num_classes` for a text, or for a pair of texts."""

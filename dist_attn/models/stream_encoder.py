@@ -32,7 +32,7 @@ class StreamEncoder(StreamingModel):
     def __init__(self, config: StreamEncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.hidden_size, self.vocab_size = config.hidden_size, config.sentence.vocab_size
+        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.grain = config.block
         self.sentence = TextEncoder(config.sentence)
         context = config.context
@@ -105,7 +105,7 @@ class StreamEncoder(StreamingModel):
     def _read(self, text_NC: torch.Tensor) -> torch.Tensor:
         """Texts that stand alone, without what the sentence encoder makes of their frame."""
         if not text_NC.shape[1] and not torch.is_grad_enabled():
-            return self.sentence.embedding(text_NC)
+            return cast(torch.Tensor, self.sentence.embedding(text_NC))
         # Every rank has a gradient of every weight, one without tokens the zeros of a frame around nothing.
         before = len(self.config.sentence.prefix)
         h_NLD = self.sentence.hidden(self.sentence.frame(text_NC))
