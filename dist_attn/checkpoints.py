@@ -20,6 +20,8 @@ from dist_attn.models import (
     LanguageModel,
     MillionModel,
     Model,
+    StreamEncoder,
+    StreamingModel,
     TextEncoder,
     build_model,
     check_precision,
@@ -38,13 +40,14 @@ __all__ = [
     "load_model",
     "load_model_and_tokeniser",
     "load_reader_and_tokeniser",
+    "load_stream_encoder",
     "load_text_encoder",
     "load_weights",
     "resolve_model_folder",
     "save_model",
 ]
 
-READERS = ("text_encoder", "million")  # what encodes texts beside language models
+READERS = ("text_encoder", "stream_encoder", "million")  # what encodes texts beside language models
 
 
 def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32") -> LanguageModel:
@@ -103,6 +106,14 @@ def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
     return model
 
 
+def load_stream_encoder(path_or_name: str | Path | None = None) -> StreamEncoder:
+    """`load_text_encoder` for a stream encoder."""
+    model = load_any_model(path_or_name)
+    if not isinstance(model, StreamEncoder):
+        raise ModelFolderError(f"{path_or_name} holds a {model.config.kind}; needed is a stream_encoder")
+    return model
+
+
 def load_model_and_tokeniser(
     path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32"
 ) -> tuple[CausalModel, Tokeniser]:
@@ -118,7 +129,7 @@ def load_model_and_tokeniser(
 
 def load_reader_and_tokeniser(
     path_or_name: str | Path | None = None,
-) -> tuple[CausalModel | TextEncoder | MillionModel, Tokeniser]:
+) -> tuple[StreamingModel | TextEncoder | MillionModel, Tokeniser]:
     """`load_model_and_tokeniser` for whatever makes vectors of texts: a language, encoder or million-scale model.
 
     Raises: ModelFolderError as `load_model_and_tokeniser`.
@@ -128,11 +139,12 @@ def load_reader_and_tokeniser(
     if kind not in READERS:
         if kind in OTHER_KINDS:
             raise ModelFolderError(
-                f"{folder} holds a {kind}; needed to encode is a language model, a text_encoder or a million"
+                f"{folder} holds a {kind}; needed to encode is a language model, a text_encoder, a stream_encoder or a "
+                "million"
             )
         return load_model_and_tokeniser(folder)
     tokeniser, model = load_tokeniser(folder), load_any_model(folder)
-    assert isinstance(model, TextEncoder | MillionModel)
+    assert isinstance(model, TextEncoder | StreamEncoder | MillionModel)
     return model, fitted(tokeniser, folder, model.config.vocab_size)
 
 

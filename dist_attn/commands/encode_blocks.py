@@ -13,10 +13,11 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import CausalModel, MillionModel, TextEncoder
+from dist_attn.model_config.figures import GRAIN
+from dist_attn.models import MillionModel, StreamingModel, TextEncoder
 from dist_attn.rank.row_pieces import reduce_to_pieces
 from dist_attn.rank.sequence_executor import read_sequences
-from dist_attn.rank_link.rows import GRAIN, sequence_length
+from dist_attn.rank_link.rows import sequence_length
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
@@ -41,14 +42,14 @@ class BlockReader(ABC):
 
 @final
 class StreamReader(BlockReader):
-    """One stream through a language model: the state goes on from block to block."""
+    """One stream through a language model or a stream encoder: the state goes on from block to block."""
 
     grain = GRAIN
 
     def __init__(
         self,
         comm: Communicator,
-        model: CausalModel,
+        model: StreamingModel,
         spec: RowSpec,
         *,
         exchange: Algorithm = "auto",

@@ -29,10 +29,11 @@ from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
 from dist_attn.commands.options import EncodeOptions
 from dist_attn.devices import Compute, choose_compute
 from dist_attn.errors import InputError
-from dist_attn.models import CausalModel, MillionModel, TextEncoder
+from dist_attn.model_config.figures import GRAIN
+from dist_attn.models import MillionModel, StreamingModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
-from dist_attn.rank_link.rows import GRAIN, RowAssembler, RowBatch
+from dist_attn.rank_link.rows import RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import Tokeniser
@@ -127,7 +128,7 @@ def _compute(options: EncodeOptions) -> Compute:
 @torch.inference_mode()
 def encode_file(
     comm: Communicator,
-    model: CausalModel | TextEncoder | MillionModel,
+    model: StreamingModel | TextEncoder | MillionModel,
     tokeniser: Tokeniser,
     encoding: Encoding,
     on_progress: Callable[[int], None] = lambda _: None,

@@ -25,8 +25,7 @@ from dist_attn.costs import (
 from dist_attn.costs.estimate import PROCESS_BYTES
 from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
-from dist_attn.model_config.figures import FLOAT_BYTES
-from dist_attn.rank_link.rows import GRAIN
+from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN
 from dist_attn.shipped import origin, resolve_model_folder
 
 __all__ = ["BLOCK_TOKENS", "plan"]

@@ -146,8 +146,9 @@ def check_kernels(_: ProbeSettings) -> Finding:
 
 def check_model(settings: ProbeSettings) -> Finding:
     """That the model and its tokeniser load, and that its manifest lists exactly these files."""
-    from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
+    from dist_attn.checkpoints import kind_of_model, load_model, load_stream_encoder, load_text_encoder
     from dist_attn.control.preflight import check_downloaded
+    from dist_attn.models import LanguageModel, StreamEncoder, TextEncoder
     from dist_attn.shipped import origin
     from dist_attn.text import load_tokeniser
 
@@ -155,7 +156,11 @@ def check_model(settings: ProbeSettings) -> Finding:
     if origin(folder) == "downloaded":
         parameters = check_downloaded(folder).parameters
         return ok("model", f"{folder.name} fits its configuration, {parameters:,} parameters", parameters=parameters)
-    model = load_text_encoder(folder) if kind_of_model(folder) == "text_encoder" else load_model(folder)
+    kind = kind_of_model(folder)
+    if kind == "text_encoder":
+        model: LanguageModel | TextEncoder | StreamEncoder = load_text_encoder(folder)
+    else:
+        model = load_stream_encoder(folder) if kind == "stream_encoder" else load_model(folder)
     tokeniser = load_tokeniser(folder)
     parameters = sum(p.numel() for p in model.parameters())
     if tokeniser.vocab_size > model.config.vocab_size:

@@ -210,6 +210,7 @@ class Controller:
             patience_s=self._settings.patience_s,
             hidden_size=model.hidden_size if model else 0,
             text_tokens=model.text_tokens if model else None,
+            grain=model.grain if model else 1,
             stay_tokens=self._states.save_tokens if model and model.state_bytes is not None else None,
         )
         views = (

@@ -19,8 +19,6 @@ from dist_attn.wire.messages import (
     Failed,
     FinishDrawing,
     OpenWork,
-    RowSpec,
-    SamplingSpec,
     StateCredit,
     StatePiece,
     Tokens,
@@ -112,7 +110,7 @@ class Intake:
         model = self._requests.model
         if model is None:
             return True
-        text = misfit(model, request.work.rows, request.work.draw, request.reading.received)
+        text = misfit(model, request.work, request.reading.received)
         outside = request.reading.queue.first_outside(model.vocab_size)
         if outside is not None:
             text = f"token {outside} is not in the vocabulary of {model.vocab_size} tokens"
@@ -181,17 +179,18 @@ def contradiction_in(work: OpenWork) -> str:
     return ""
 
 
-def misfit(model: RankHello, rows: RowSpec | None, sampling: SamplingSpec | None, received: int) -> str:
+def misfit(model: RankHello, work: OpenWork, received: int) -> str:
     """Why the model cannot do this work, of which `received` tokens have come; empty when it can."""
+    rows, sampling = work.rows, work.draw
     unknown = [] if sampling is None else [token for token in sampling.logit_bias if token >= model.vocab_size]
     if unknown:
         return f"logit_bias names token {unknown[0]}; the vocabulary has {model.vocab_size} tokens"
+    if not model.writes and work.kind != "encoding":
+        return "this model makes vectors of texts and cannot write any"
     longest = model.text_tokens
-    if longest is None:
+    if longest is None or rows is None:
         asks = rows is not None and rows.pooling == MODEL_POOLING
         return "this model has no pooling of its own; pool by mean or last" if asks else ""
-    if sampling is not None or rows is None:
-        return "this model makes vectors of texts and cannot write any"
     if rows.granularity != "token" and rows.pooling != MODEL_POOLING:
         return f"this model pools in a way of its own; pooling must be {MODEL_POOLING!r}"
     if rows.granularity == "window" and rows.window > longest:

@@ -1,6 +1,7 @@
 """One open request: what is asked, and how far it is in four records, and what the scheduler sees of it."""
 
 import dataclasses
+import math
 import secrets
 from dataclasses import dataclass, field
 
@@ -10,7 +11,8 @@ from dist_attn.control.drawing import Drawing
 from dist_attn.control.keeping import Keeping
 from dist_attn.control.reading import Reading
 from dist_attn.control.scheduler import RequestView
-from dist_attn.rank_link.rows import GRAIN, SCORE_ROWS, row_length, score_width, sequence_length
+from dist_attn.model_config.figures import GRAIN
+from dist_attn.rank_link.rows import SCORE_ROWS, row_length, score_width, sequence_length
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn.wire.rank_messages import SavedState
 from dist_attn.wire.specs import Terms
@@ -226,14 +228,16 @@ class Request:
 class Cutting:
     """How texts are cut into blocks. Units: tokens of all ranks together, seconds.
 
-    `text_tokens` is how much the model reads at once, None any length. A text that has read `stay_tokens` in its place
-    may be put aside; None: never. After `patience_s` a block is cut from the tokens that have come.
+    `text_tokens` is how much the model reads at once, None any length, cut at multiples of `grain`. A text that has
+    read `stay_tokens` in its place may be put aside; None: never. After `patience_s` a block is cut from the tokens
+    that have come.
     """
 
     chunk: int
     patience_s: float
     hidden_size: int = 0
     text_tokens: int | None = None
+    grain: int = 1
     stay_tokens: int | None = None
 
 
@@ -282,6 +286,7 @@ def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView
     limit = (ROW_BYTES_PER_BLOCK // (4 * max(1, cutting.hidden_size))) * (length or ROW_BYTES_PER_BLOCK)
     chunk = max(1, min(view.chunk, limit) // grid) * grid
     if cutting.text_tokens is None:
-        return dataclasses.replace(view, grid=grid, chunk=chunk, row_length=length)
+        edges = None if length is None else math.lcm(length, cutting.grain)
+        return dataclasses.replace(view, grid=grid, chunk=chunk, row_length=edges)
     # Sequences need no other rank, so short texts go around.
     return dataclasses.replace(view, grid=grid, chunk=chunk, home=view.number)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dist_attn.rank_link.rows import GRAIN
+from dist_attn.model_config.figures import GRAIN
 
 WEIGHTS = (1, 4, 16)
 """What a token counts for in each class, the most urgent first."""

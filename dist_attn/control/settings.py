@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.log_lines import LogFormat
-from dist_attn.rank_link.rows import GRAIN
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.settings import EngineSettings, FlagSettings, Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.choices import LogLevel

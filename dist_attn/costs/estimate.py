@@ -15,7 +15,7 @@ from dist_attn.costs.exchanges import (
 )
 from dist_attn.costs.models import LanguageModelCosts
 from dist_attn.errors import ConfigError, InputError
-from dist_attn.model_config.figures import FLOAT_BYTES, Traffic
+from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN, Traffic
 from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.wire.choices import WeightPrecision
 
@@ -42,7 +42,6 @@ def output_bytes(rows: int, hidden_size: int, file_format: OutputFormat) -> int:
     return round(rows * (TEXT_BYTES_PER_ROW + TEXT_BYTES_PER_NUMBER * hidden_size))
 
 
-GRAIN = 512  # tokens; ranks are cut on this grid
 # Python, torch and the libraries beside it, on a CPU, and what the allocator keeps between blocks: measured, a process
 # whose tensors come to 52 MiB takes 351 MiB after 5 blocks of 2048 tokens and 374 to 393 after 60.
 PROCESS_BYTES = 320 << 20

@@ -7,7 +7,7 @@ import torch
 
 from dist_attn.errors import InputError, StateMismatchError
 from dist_attn.mixers import GrowingState, MixerState
-from dist_attn.models import CausalModel, ModelState
+from dist_attn.models import ModelState, StreamingModel
 
 __all__ = ["StateShapes"]
 
@@ -26,7 +26,7 @@ class StateShapes:
 
     @staticmethod
     @torch.inference_mode()
-    def of(model: CausalModel) -> "StateShapes":
+    def of(model: StreamingModel) -> "StateShapes":
         """Those of a model, on its device. Cost: two tokens."""
         empty = model.initial_state(1)
         tokens_BL = torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=empty.position_B.device)

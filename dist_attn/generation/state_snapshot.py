@@ -1,4 +1,4 @@
-"""A state of a language model and the snapshot of it: into a file, and back where the model is the same one."""
+"""A state of a model that streams and the snapshot of it: into a file, and back where the model is the same one."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ from dist_attn.devices import present_compute
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.generation.state_shapes import StateShapes
 from dist_attn.mixers import GrowingState
-from dist_attn.models import CausalModel, ModelState, weight_precision_of
+from dist_attn.models import ModelState, StreamingModel, weight_precision_of
 from dist_attn.ops.processor import flushes_denormals
 from dist_attn.shipped import sha256
 from dist_attn.text import load_tokeniser
@@ -41,7 +41,7 @@ class Restored:
     report: RestoreReport
 
 
-def identity_of(model: CausalModel, folder: Path) -> ModelIdentity:
+def identity_of(model: StreamingModel, folder: Path) -> ModelIdentity:
     """What decides the meaning of this model's states: its files, its tokens, its random matrices, its sizes.
 
     Cost: reads the weights' file once. Raises: ModelFolderError for a tokeniser that cannot be read.
@@ -60,7 +60,7 @@ def identity_of(model: CausalModel, folder: Path) -> ModelIdentity:
     )
 
 
-def computation_of(model: CausalModel, *, chunk_tokens: int, decode_slots: int, ranks: int) -> Computation:
+def computation_of(model: StreamingModel, *, chunk_tokens: int, decode_slots: int, ranks: int) -> Computation:
     """How this process computes, as far as it decides the last bits."""
     device = model.device
     if device.type == "cuda":
@@ -103,7 +103,7 @@ def pack_state(
 
 
 def restore_state(
-    snapshot: Snapshot, model: CausalModel, manifest: Manifest, *, position: int | None = None
+    snapshot: Snapshot, model: StreamingModel, manifest: Manifest, *, position: int | None = None
 ) -> Restored:
     """The state of a snapshot, in the model that `manifest` describes, where the model lies.
 
@@ -127,7 +127,7 @@ def restore_state(
     return Restored(state, logits_V, report)
 
 
-def _state(snapshot: Snapshot, model: CausalModel) -> ModelState:
+def _state(snapshot: Snapshot, model: StreamingModel) -> ModelState:
     """The tensors of a snapshot as a state; each is held against those of the model's states."""
     shapes, position = StateShapes.of(model), snapshot.header.position
     device = model.device
@@ -182,7 +182,7 @@ def _digest_of_weights(folder: Path) -> str:
     return hashlib.sha256(digests.encode()).hexdigest()
 
 
-def _digest_of_buffers(model: CausalModel) -> str | None:
+def _digest_of_buffers(model: StreamingModel) -> str | None:
     """SHA-256 of all fixed arrays by name, such as random matrices; None where there are none."""
     digest, any_read = hashlib.sha256(), False
     for name, buffer in sorted(model.named_buffers()):

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.model_config.language_model import (
     MAX_LAYERS,
     BlockConfig,
@@ -79,6 +80,59 @@ class TextEncoderConfig(FrozenConfig):
     def text_tokens(self) -> int:
         """Tokens of text in a sequence at most."""
         return self.max_tokens - len(self.prefix) - len(self.suffix)
+
+
+class ContextConfig(FrozenConfig):
+    """Blocks that carry context along a text; every mixer goes on from a state."""
+
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    mlp_size: int = Field(ge=1)
+    mixer: StackMixer
+    block: BlockConfig = BlockConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ContextConfig":
+        check_uses_all(self.mixer, self.num_layers)
+        check_streams(self.mixer, "stream encoder")
+        if self.block.norm_placement != "pre":
+            raise ValueError("context is added to hidden states as they are: norm_placement = pre")
+        return self
+
+
+class StreamEncoderConfig(FrozenConfig):
+    """Vectors along a text of any length: a sentence encoder reads block after block, and context goes on behind it."""
+
+    kind: Literal["stream_encoder"] = "stream_encoder"
+    sentence: TextEncoderConfig
+    # Tokens of text that the sentence encoder reads together.
+    block: int = Field(ge=1)
+    # None: every block stands alone.
+    context: ContextConfig | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "StreamEncoderConfig":
+        if self.block > self.sentence.text_tokens:
+            raise ValueError(f"block is {self.block}; the sentence encoder reads {self.sentence.text_tokens} at once")
+        if GRAIN % self.block:
+            raise ValueError(f"block is {self.block}; ranks are cut at multiples of {GRAIN}, which it must divide")
+        if self.sentence.pooling != "mean":
+            raise ValueError("rows are means over hidden states; take a sentence encoder whose pooling is mean")
+        if self.context is not None and self.context.mixer.hidden_size != self.hidden_size:
+            raise ValueError(
+                f"the context's hidden_size {self.context.mixer.hidden_size} must equal the sentence encoder's "
+                f"{self.hidden_size}"
+            )
+        return self
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state."""
+        return self.sentence.encoder.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokens that there are."""
+        return self.sentence.vocab_size
 
 
 class TextClassifierConfig(FrozenConfig):

@@ -10,6 +10,7 @@ from dist_attn.errors import ModelFolderError
 from dist_attn.model_config.encoders import (
     EncoderDecoderConfig,
     MaskedAutoencoderConfig,
+    StreamEncoderConfig,
     TextClassifierConfig,
     TextEncoderConfig,
     VisionClassifierConfig,
@@ -22,6 +23,7 @@ from dist_attn.shipped import refuse_downloaded
 ModelConfig = Annotated[
     LanguageModelConfig
     | TextEncoderConfig
+    | StreamEncoderConfig
     | TextClassifierConfig
     | VisionClassifierConfig
     | MaskedAutoencoderConfig
@@ -32,6 +34,7 @@ ModelConfig = Annotated[
 
 OTHER_KINDS = (
     "text_encoder",
+    "stream_encoder",
     "text_classifier",
     "vision_classifier",
     "masked_autoencoder",

@@ -3,11 +3,13 @@
 from typing import Any, overload
 
 from dist_attn.model_config.encoders import (
+    ContextConfig,
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
     ImageConfig,
     MaskedAutoencoderConfig,
+    StreamEncoderConfig,
     TextClassifierConfig,
     TextEncoderConfig,
     VisionClassifierConfig,
@@ -22,12 +24,13 @@ from dist_attn.model_config.language_model import (
     NormConfig,
 )
 from dist_attn.model_config.million import MillionConfig
-from dist_attn.models.causal_model import CausalModel, ModelState
+from dist_attn.models.causal_model import CausalModel, ModelState, StreamingModel
 from dist_attn.models.classifier import TextClassifier
 from dist_attn.models.encoder import Encoder
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel
 from dist_attn.models.million import MillionModel
+from dist_attn.models.stream_encoder import StreamEncoder
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 from dist_attn.models.weight_precision import (
@@ -41,6 +44,7 @@ from dist_attn.models.weight_precision import (
 __all__ = [
     "BlockConfig",
     "CausalModel",
+    "ContextConfig",
     "DecoderConfig",
     "DecoderState",
     "Encoder",
@@ -61,6 +65,9 @@ __all__ = [
     "ModelConfig",
     "ModelState",
     "NormConfig",
+    "StreamEncoder",
+    "StreamEncoderConfig",
+    "StreamingModel",
     "TextClassifier",
     "TextClassifierConfig",
     "TextEncoder",
@@ -76,12 +83,20 @@ __all__ = [
 ]
 
 Model = (
-    LanguageModel | TextEncoder | TextClassifier | VisionClassifier | MaskedAutoencoder | EncoderDecoder | MillionModel
+    LanguageModel
+    | TextEncoder
+    | StreamEncoder
+    | TextClassifier
+    | VisionClassifier
+    | MaskedAutoencoder
+    | EncoderDecoder
+    | MillionModel
 )
 
 _MODELS: dict[type, Any] = {
     LanguageModelConfig: LanguageModel,
     TextEncoderConfig: TextEncoder,
+    StreamEncoderConfig: StreamEncoder,
     TextClassifierConfig: TextClassifier,
     VisionClassifierConfig: VisionClassifier,
     MaskedAutoencoderConfig: MaskedAutoencoder,
@@ -96,6 +111,10 @@ def build_model(config: LanguageModelConfig) -> LanguageModel: ...
 
 @overload
 def build_model(config: TextEncoderConfig) -> TextEncoder: ...
+
+
+@overload
+def build_model(config: StreamEncoderConfig) -> StreamEncoder: ...
 
 
 @overload

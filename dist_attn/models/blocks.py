@@ -6,7 +6,7 @@ can do without its activations (activation checkpointing): `recompute_layers`.
 Letters: B batch, L tokens on this rank, D model width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, TypeVarTuple, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_attn.mixers import MixerConfig, MixerState, build_mixer
+from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.language_model import BlockConfig, NormConfig
 from dist_attn.ops import SequenceOps, current_watch, watching
 
@@ -140,10 +141,32 @@ class Block(Recomputable):
                 return F.relu(x)
 
 
-def watched(blocks: nn.ModuleList) -> Iterator[Block]:
-    """The blocks in order; the current watch, if any, has the number of the one that runs."""
+def watched(blocks: nn.ModuleList, before: int = 0) -> Iterator[Block]:
+    """The blocks in order; the current watch, if any, has the number of the one that runs, behind `before` others."""
     watch = current_watch()
     for layer, block in enumerate(cast(list[Block], list(blocks))):
         if watch is not None:
-            watch.layer = layer
+            watch.layer = before + layer
         yield block
+
+
+def stream_through(
+    blocks: nn.ModuleList, x_BLD: torch.Tensor, ops: SequenceOps, states: Sequence[MixerState], before: int = 0
+) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
+    """The tokens after all blocks, and each mixer's state after the last global one; `before` as in `watched`."""
+    layers = []
+    for block, state in zip(watched(blocks, before), states, strict=True):
+        x_BLD, after = block(x_BLD, ops, state)
+        layers.append(contiguous_state(after))
+    return x_BLD, tuple(layers)
+
+
+def contiguous_state(state: MixerState) -> MixerState:
+    """The same values, each tensor in order in memory.
+
+    How a product is summed up may depend on how its factors lie, and a restored state must go on with the same bits.
+    Keys and values with room behind them lie as their number says, wherever they come from.
+    """
+    if isinstance(state, SoftmaxState) and state.cache.room is not None:
+        return state
+    return state.replace(tuple(t.contiguous() for t in state.tensors()))

@@ -1,4 +1,4 @@
-"""What reads tokens and scores the next one, whoever built it: the interface that generation and ranks know.
+"""What reads tokens along a stream, and what scores the next one: the interfaces that ranks and generation know.
 
 Shape letters: B batch, L tokens on this rank, D model width, V vocabulary.
 """
@@ -63,11 +63,15 @@ class ModelState:
         return sum(t.numel() * t.element_size() for s in self.layers for t in s.tensors())
 
 
-class CausalModel(nn.Module, ABC):
-    """A causal language model over `SequenceOps`: parallel, streamed and stepwise it gives the same numbers."""
+class StreamingModel(nn.Module, ABC):
+    """Reads texts of any length over `SequenceOps`: whole, streamed and over ranks it gives the same numbers.
+
+    `grain`: passes and slices begin at its multiples, counted from the text's first token; other cuts are refused.
+    """
 
     hidden_size: int
     vocab_size: int
+    grain: int = 1
 
     @property
     @abstractmethod
@@ -93,7 +97,7 @@ class CausalModel(nn.Module, ABC):
     def hidden(
         self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
     ) -> tuple[torch.Tensor, ModelState]:
-        """Hidden states after the final norm and the state after the last global token.
+        """Hidden states after the last layer and its norm, if any, and the state after the last global token.
 
         Shapes: tokens [B, L] int64 (this process's slice), on the CPU or where the model is -> [B, L, D].
         Raises: ShapeError for tokens that are not [B, L] integers or a state of another batch; TokenError for ids
@@ -102,12 +106,32 @@ class CausalModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def readout(self, h: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token, [..., D] -> [..., V]; [B, D] are those of a decode step."""
-
-    @abstractmethod
     def initial_state(self, batch: int) -> ModelState:
         """The state before any token."""
+
+    def encode(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """Hidden states as `hidden` gives them, [B, L] -> [B, L, D]."""
+        return self.hidden(tokens_BL)[0]
+
+    def check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> torch.Tensor:
+        """The tokens where the model is.
+
+        Raises: as `hidden`.
+        """
+        known = check_tokens(tokens, dims, self.vocab_size, self.device)
+        if state is not None and state.batch != tokens.shape[0]:
+            raise ShapeError(
+                f"tokens of {tokens.shape[0]} sequences came with a state of {state.batch}; they must be equally many"
+            )
+        return known
+
+
+class CausalModel(StreamingModel):
+    """A causal language model, which scores the next token too; stepwise it gives the same numbers as well."""
+
+    @abstractmethod
+    def readout(self, h: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token, [..., D] -> [..., V]; [B, D] are those of a decode step."""
 
     @abstractmethod
     def embed_step(self, token_B: torch.Tensor, state: ModelState) -> torch.Tensor:
@@ -129,10 +153,6 @@ class CausalModel(nn.Module, ABC):
         logits_BV, layers = self.step_layers(self.embed_step(token_B, state), state)
         return logits_BV, ModelState(layers, state.position_B + 1)
 
-    def encode(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the final norm, [B, L] -> [B, L, D]."""
-        return self.hidden(tokens_BL)[0]
-
     def logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """Logits of the token after each position, [B, L] -> [B, L, V]."""
         return self.readout(self.encode(tokens_BL))
@@ -143,15 +163,3 @@ class CausalModel(nn.Module, ABC):
         """Logits [B, L, V] and the state after the last global token."""
         h_BLD, after = self.hidden(tokens_BL, ops, state)
         return self.readout(h_BLD), after
-
-    def check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> torch.Tensor:
-        """The tokens where the model is.
-
-        Raises: as `hidden`.
-        """
-        known = check_tokens(tokens, dims, self.vocab_size, self.device)
-        if state is not None and state.batch != tokens.shape[0]:
-            raise ShapeError(
-                f"tokens of {tokens.shape[0]} sequences came with a state of {state.batch}; they must be equally many"
-            )
-        return known

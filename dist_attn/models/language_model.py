@@ -9,9 +9,8 @@ from torch import nn
 
 from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
-from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.language_model import LanguageModelConfig, mixers_of_layers
-from dist_attn.models.blocks import Block, build_norm, watched
+from dist_attn.models.blocks import Block, build_norm, contiguous_state, stream_through, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.models.encoder import position_layers, with_positions
 from dist_attn.ops import LocalSequenceOps, SequenceOps
@@ -62,11 +61,8 @@ class LanguageModel(CausalModel):
         position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
         positions_L = ops.positions(tokens_BL.shape[1], tokens_BL.device)
         x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L, position_B)
-        layers = []
-        for block, before in zip(watched(self.blocks), state.layers, strict=True):
-            x_BLD, after = block(x_BLD, ops, before)
-            layers.append(_contiguous(after))
-        return self.norm(x_BLD), ModelState(tuple(layers), position_B)
+        x_BLD, layers = stream_through(self.blocks, x_BLD, ops, state.layers)
+        return self.norm(x_BLD), ModelState(layers, position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
         table: nn.Embedding | nn.Linear | NarrowLayer = self.embedding if self.unembedding is None else self.unembedding
@@ -97,7 +93,7 @@ class LanguageModel(CausalModel):
         states = []
         for block, before in zip(watched(self.blocks), state.layers, strict=True):
             x_BD, after = block.step(x_BD, before)
-            states.append(_contiguous(after))
+            states.append(contiguous_state(after))
         return self.readout(self.norm(x_BD)), tuple(states)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
@@ -118,14 +114,3 @@ class LanguageModel(CausalModel):
                 nn.init.normal_(parameter, std=deep)
             elif name.endswith(("qkv.bias", "out.bias", "mlp_in.bias", "position_map.bias")):
                 nn.init.zeros_(parameter)
-
-
-def _contiguous(state: MixerState) -> MixerState:
-    """The same values, each tensor in order in memory.
-
-    How a product is summed up may depend on how its factors lie, and a restored state must go on with the same bits.
-    Keys and values with room behind them lie as their number says, wherever they come from.
-    """
-    if isinstance(state, SoftmaxState) and state.cache.room is not None:
-        return state
-    return state.replace(tuple(t.contiguous() for t in state.tensors()))

@@ -375,6 +375,11 @@ class LocalSequenceOps:
         return length
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """The positions at which the sequence is cut between processes; the same answer on every rank."""
+        return ()
+
+    @property
     def whole(self) -> bool:
         """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return True

@@ -10,14 +10,14 @@ from typing import final
 import numpy as np
 import torch
 
-from dist_attn.checkpoints import kind_of_model, load_causal_model, load_model, load_text_encoder
+from dist_attn.checkpoints import kind_of_model, load_causal_model, load_model, load_stream_encoder, load_text_encoder
 from dist_attn.comm import Communicator, Rendezvous, open_communicator
 from dist_attn.control.preflight import check_weights_fit
 from dist_attn.devices import choose_compute, present_compute
 from dist_attn.errors import EngineError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import CausalModel, ModelState, hold_weights_as
+from dist_attn.models import CausalModel, ModelState, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
@@ -77,7 +77,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         compute.autocast().__enter__()  # as long; weights are rounded once
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
-    if kind_of_model(folder) == "text_encoder":
+    kind = kind_of_model(folder)
+    if kind == "text_encoder":
         encoder = load_text_encoder(folder).to(compute.device)
         for block in encoder.encoder.blocks:
             block.register_forward_hook(lambda *_: pulse.advance())
@@ -88,8 +89,10 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     rendezvous = Rendezvous(place, settings.start_deadline_s, settings.listener) if place else None
     comm = open_communicator(backend, settings.exchange_deadline_s, compute.device, rendezvous)
     _tell(settings, compute.sentence(comm))  # C kernels are compiled for it, and not within the first request
-    model: CausalModel
-    if downloaded:
+    model: StreamingModel
+    if kind == "stream_encoder":
+        model = load_stream_encoder(folder).to(compute.device)
+    elif downloaded:
         model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype).to(compute.device)
     else:
         model = load_model(folder).to(compute.device)
@@ -113,9 +116,9 @@ def _tell(settings: RankSettings, sentence: str) -> None:
         print(f"rank 0: {sentence}", file=sys.stderr, flush=True)
 
 
-def _end_tokens(folder: Path, model: CausalModel) -> tuple[int, ...]:
+def _end_tokens(folder: Path, model: StreamingModel) -> tuple[int, ...]:
     """The tokens that end a text; a folder without a tokeniser has none, and completions end by their length."""
-    if not (folder / "tokenizer.json").is_file():
+    if not isinstance(model, CausalModel) or not (folder / "tokenizer.json").is_file():
         return ()
     return end_tokens(load_tokeniser(folder), folder, model.vocab_size)
 
@@ -126,7 +129,7 @@ class ModelExecutor:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: StreamingModel,
         comm: Communicator,
         *,
         name: str,
@@ -139,13 +142,16 @@ class ModelExecutor:
         self.vocab_size = model.vocab_size
         self.end_tokens = tuple(end_tokens)
         self.text_tokens: int | None = None
-        self._language_model = model
+        self.grain = model.grain
+        self.writes = isinstance(model, CausalModel)
+        self._model = model
         self._device = model.device
         self.device = f"{self._device}, {present_compute(self._device).precision}"
         self.backend = comm.backend
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
-        self._decoding = DecodeSlots(model, end_tokens)
+        # None: the model makes vectors alone.
+        self._decoding = DecodeSlots(model, end_tokens) if isinstance(model, CausalModel) else None
         self._refused: set[int] = set()  # requests whose stored state is none: what follows of them is passed over
         # Decoding goes between the layers of prefill: neither may find where the other one looks.
         self._watch = Watch(finite)
@@ -167,18 +173,22 @@ class ModelExecutor:
 
         A stored state that is none of this model's is a fault of the request: every rank sees the same bytes, and all
         pass over what follows until the request is closed.
+
+        Raises: EngineError for a completion, of a model that makes vectors alone.
         """
-        restored, restore = self._language_model.initial_state(1), op.restore
+        if self._decoding is None and op.rows is None:
+            raise EngineError(f"request {op.request} wants text from {self.model!r}, which makes vectors only")
+        restored, restore = self._model.initial_state(1), op.restore
         logits_V = None
         if restore is not None and restore.snapshot:
             try:
-                restored, logits_V = state_of_snapshot(state, self._language_model, self.manifest)
+                restored, logits_V = state_of_snapshot(state, self._model, self.manifest)
             except (WireError, StateMismatchError) as error:
                 self._refused.add(op.request)
                 return RequestFault(op.request, str(error), Code.INVALID_STATE)
         elif restore is not None:
             restored = read_state(state, self._shapes)
-        if restore is not None and restore.draws and op.sampling is not None:
+        if self._decoding is not None and restore is not None and restore.draws and op.sampling is not None:
             self._decoding.take_in(
                 op.request, restored, op.sampling, draws=restore.draws, counts=op.counts, logits_V=logits_V
             )
@@ -194,7 +204,7 @@ class ModelExecutor:
         """The request's state as it is now; nothing of one that was refused."""
         if request in self._refused:
             return None
-        if request in self._decoding:
+        if self._decoding is not None and request in self._decoding:
             state, draws, logits_V = self._decoding.state_of(request)
         else:
             known = self._known(request)
@@ -204,8 +214,8 @@ class ModelExecutor:
 
     def _logits(self, request: _Prefilling) -> torch.Tensor | None:
         """The logits after the request's last token, where this rank has them."""
-        if request.last_D is not None:
-            request.logits_V = self._language_model.readout(request.last_D[None])[0].float().cpu()
+        if request.last_D is not None and isinstance(self._model, CausalModel):
+            request.logits_V = self._model.readout(request.last_D[None])[0].float().cpu()
             request.last_D = None
         return request.logits_V
 
@@ -240,7 +250,7 @@ class ModelExecutor:
             ops = checked(ops)
         self._pause = pause
         with watching(self._watch):
-            h_BLD, request.state = self._language_model.hidden(tokens_L[None], ops, request.state)
+            h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state)
         self._pause = None
         request.position += sum(op.lengths)
         request.logits_V = None
@@ -252,25 +262,30 @@ class ModelExecutor:
         if request.rows is not None:
             return reduce_to_pieces(h_BLD[0], op.start + start, op.request, request.rows)
         count = None if request.sampling is None else request.sampling.prompt_logprobs
-        if count is None or op.following is None:
+        if count is None or op.following is None or not isinstance(self._model, CausalModel):
             return None
         targets_L = send(torch.cat([tokens_L[1:], torch.tensor([op.following], device="cpu")]), self._device)
-        readout = self._language_model.readout
-        return score_pieces(readout, h_BLD[0], targets_L, op.start + start, op.request, count)
+        return score_pieces(self._model.readout, h_BLD[0], targets_L, op.start + start, op.request, count)
 
     @torch.inference_mode()
     def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]:
-        """Draw one token for each request; those that come for the first time leave prefill for good."""
+        """Draw one token for each request; those that come for the first time leave prefill for good.
+
+        Raises: EngineError for a request that cannot decode, and of a model that makes vectors alone.
+        """
+        slots = self._decoding
+        if slots is None:
+            raise EngineError(f"{self.model!r} makes vectors and draws no tokens")
         entries = [entry for entry in op.entries if entry.request not in self._refused]
         faults: list[Drawn | RequestFault] = []
         for entry in entries:
-            if entry.request not in self._decoding:
-                fault = self._begin_decoding(entry)
+            if entry.request not in slots:
+                fault = self._begin_decoding(entry, slots)
                 faults += [] if fault is None else [fault]
         with watching(self._decode_watch):
-            return faults + self._decoding.draw(entry for entry in entries if entry.request in self._decoding)
+            return faults + slots.draw(entry for entry in entries if entry.request in slots)
 
-    def _begin_decoding(self, entry: DecodeEntry) -> RequestFault | None:
+    def _begin_decoding(self, entry: DecodeEntry, slots: DecodeSlots) -> RequestFault | None:
         request = self._known(entry.request)
         logits_V = self._logits(request)
         if request.sampling is None or (entry.token is None and not request.from_logits):
@@ -281,7 +296,7 @@ class ModelExecutor:
             return RequestFault(entry.request, text, Code.INVALID_VALUE)
         del self._prefilling[entry.request]
         kept_V = logits_V if request.from_logits else None
-        self._decoding.take_in(entry.request, request.state, request.sampling, logits_V=kept_V)
+        slots.take_in(entry.request, request.state, request.sampling, logits_V=kept_V)
         return None
 
     def _let_in(self) -> None:
@@ -296,7 +311,8 @@ class ModelExecutor:
         """Drop the request's state; an unknown request is ignored."""
         self._prefilling.pop(request, None)
         self._refused.discard(request)
-        self._decoding.forget(request)
+        if self._decoding is not None:
+            self._decoding.forget(request)
 
     def finish_step(self) -> None:
         """Wait for what the step's operations have exchanged.
@@ -322,9 +338,10 @@ class ModelExecutor:
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Run a few tokens, so that a model which cannot be sharded is refused before the hello."""
-        lengths = [8] * self._comm.size
+        length = max(8, self._model.grain)
+        lengths = [length] * self._comm.size
         ops: SequenceOps = LocalSequenceOps()
         if self._comm.size > 1:
             ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
-        self._language_model.hidden(torch.zeros(1, 8, dtype=torch.int64, device=self._device), ops)
+        self._model.hidden(torch.zeros(1, length, dtype=torch.int64, device=self._device), ops)
         self.finish_step()

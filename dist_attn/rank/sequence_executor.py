@@ -36,6 +36,7 @@ class SequenceExecutor:
     state_bytes: int | None = 0
     token_bytes = 0
     pauses = 0
+    grain, writes = 1, False
     backend = "local"
     manifest: Manifest | None = None
 

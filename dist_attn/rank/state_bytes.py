@@ -22,7 +22,7 @@ from msgspec import Meta
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, pack_state, restore_state
 from dist_attn.mixers import GrowingState
-from dist_attn.models import CausalModel, ModelState
+from dist_attn.models import ModelState, StreamingModel
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.snapshot import read_snapshot
 from dist_attn.wire.specs import Count
@@ -115,7 +115,7 @@ def snapshot_bytes(state: ModelState, logits_V: torch.Tensor | None, manifest: M
 
 
 def state_of_snapshot(
-    data: bytes, model: CausalModel, manifest: Manifest | None
+    data: bytes, model: StreamingModel, manifest: Manifest | None
 ) -> tuple[ModelState, torch.Tensor | None]:
     """The state of a snapshot and the logits after its last token, where they were stored.
 

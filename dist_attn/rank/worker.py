@@ -137,6 +137,12 @@ class Executor(Protocol):
     def text_tokens(self) -> int | None: ...
 
     @property
+    def grain(self) -> int: ...
+
+    @property
+    def writes(self) -> bool: ...
+
+    @property
     def state_bytes(self) -> int | None: ...
 
     @property
@@ -224,6 +230,8 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             pauses=executor.pauses,
             backend=executor.backend,
             device=executor.device,
+            grain=executor.grain,
+            writes=executor.writes,
         ),
         SEND_S,
     )

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.errors import WireError
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
-
-GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
 
 SCORE_ROWS = RowSpec("token", pooling="last")
 """How the scores of a prompt's tokens travel: a row for each token, about the one that follows it."""

@@ -476,6 +476,11 @@ class ShardedSequenceOps:
         return self._layout.total
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """The positions at which the sequence is cut between processes; the same answer on every rank."""
+        return self._layout.cuts[1:-1]
+
+    @property
     def whole(self) -> bool:
         """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return self._comm.size == 1

@@ -162,6 +162,7 @@ class RankHello(Message, frozen=True):
     """First message of a rank: who it is and what it has loaded.
 
     `text_tokens` is how much of a text the model reads at once, as a sequence that stands alone; None: any length.
+    `grain`: what is read ends at a multiple of so many tokens, or with the text. `writes`: more than vectors.
     `pauses` is how often work on a block can be interrupted for a round of decoding; 0: not at all.
     """
 
@@ -185,6 +186,8 @@ class RankHello(Message, frozen=True):
     # What "auto" came to: the back end between ranks, and the device with its precision.
     backend: str = ""
     device: str = ""
+    grain: Annotated[int, Meta(ge=1)] = 1
+    writes: bool = True
 
     def state_bytes_at(self, position: int) -> int:
         """Bytes of a state after so many tokens at most."""

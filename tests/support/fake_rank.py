@@ -74,6 +74,7 @@ class FakeExecutor:
     state_bytes = 24
     token_bytes = 0
     pauses = 4
+    grain, writes = 1, True
     backend = ""
     device = "cpu"
 

@@ -141,8 +141,9 @@ class Engine:
         """What the rank says first."""
         made, size = self.ranks[rank], len(self.ranks)
         sizes = (made.hidden_size, made.vocab_size, made.end_tokens, None, made.state_bytes, made.manifest)
+        more = {"grain": made.grain, "writes": made.writes}
         return RankHello(
-            PROTOCOL_VERSION, self.epoch, rank, size, 70 + rank, "h", "m", *sizes, made.token_bytes, self.pauses
+            PROTOCOL_VERSION, self.epoch, rank, size, 70 + rank, "h", "m", *sizes, made.token_bytes, self.pauses, **more
         )
 
     def work(self, rank, heard=1000):

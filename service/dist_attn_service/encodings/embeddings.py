@@ -24,6 +24,7 @@ __all__ = ["EmbeddingService", "Vectors"]
 AT_ONCE = 8  # inputs of one request in the engine: the others are not kept waiting for all of them
 DOCUMENT = RowSpec(granularity="document", pooling="mean")
 SEQUENCE = RowSpec(granularity="document", pooling=MODEL_POOLING)
+TINY = 1e-12  # a shorter vector keeps its length, as torch's normalize has it
 
 
 @dataclass
@@ -100,7 +101,7 @@ class EmbeddingService:
         )
         limit = None if reading is None else reading.text_tokens
         if isinstance(text, bytes) and limit is None:
-            text = await tokeniser.whole(text, size)
+            text = await tokeniser.whole(text, size, framed=self._context.model.writes)
         elif isinstance(text, bytes):  # the model frames what it reads
             text = await tokens_of(tokeniser, text, size, limit)
         if not len(text):
@@ -125,4 +126,4 @@ class EmbeddingService:
         row_D = np.frombuffer(rows[0].vectors, dtype="<f4")
         if not np.isfinite(row_D).all():
             raise EngineFailure("the engine computed an embedding with a value that is not finite")
-        return row_D
+        return row_D / max(float(np.linalg.norm(row_D)), TINY) if self._context.model.unit_vectors else row_D

@@ -39,14 +39,19 @@ class _TextEncoder(msgspec.Struct):
     prefix: list[int] = []
     suffix: list[int] = []
     pooling: Literal["mean", "first"] = "mean"
+    normalise: bool = False
+
+
+class _StreamEncoder(msgspec.Struct):
+    sentence: _TextEncoder
 
 
 @dataclass(frozen=True)
 class ServedModel:
     """The one model behind this service; `created` is a unix time in seconds.
 
-    `reading` is how a text encoder reads, and `frame_tokens` how many tokens it puts around each text; a language model
-    has neither, reads texts of any length, and writes.
+    `reading` is how a text encoder reads, and `frame_tokens` how many tokens it puts around each text; models without
+    read texts of any length. `unit_vectors`: those of /v1/embeddings are made to have length 1.
     """
 
     folder: str  # its name
@@ -55,6 +60,8 @@ class ServedModel:
     created: int
     reading: SequenceReading | None = None
     frame_tokens: int = 0
+    writes: bool = True
+    unit_vectors: bool = False
     digest: str = ""
     num_layers: int | None = None
     names: tuple[str, ...] = ()
@@ -80,7 +87,7 @@ class ServedModel:
     @property
     def capabilities(self) -> list[str]:
         """The routes of /v1 that this model answers."""
-        return ["completions", "embeddings", "encodings"] if self.reading is None else ["embeddings", "encodings"]
+        return [*["completions"] * self.writes, "embeddings", "encodings"]
 
     @property
     def max_tokens(self) -> int | None:
@@ -116,6 +123,18 @@ class ServedModel:
                     names=names,
                     drawing=model.generation.sampling,
                 )
+            if kind == "stream_encoder":
+                inner = msgspec.json.decode(data, type=_StreamEncoder).sentence
+                return cls(
+                    name,
+                    inner.vocab_size,
+                    inner.encoder.hidden_size,
+                    created,
+                    writes=False,
+                    unit_vectors=inner.normalise,
+                    digest=digest,
+                    names=names,
+                )
             if kind != "text_encoder":
                 sizes = msgspec.json.decode(data, type=_Sizes)
                 layers = sizes.num_layers
@@ -129,4 +148,5 @@ class ServedModel:
             raise ModelFolderError(f"{path} is not a model's configuration: {error}") from None
         frame = len(encoder.prefix) + len(encoder.suffix)
         reading = SequenceReading(encoder.max_tokens - frame, encoder.pooling)
-        return cls(name, encoder.vocab_size, encoder.encoder.hidden_size, created, reading, frame, digest, names=names)
+        size = encoder.encoder.hidden_size
+        return cls(name, encoder.vocab_size, size, created, reading, frame, writes=False, digest=digest, names=names)

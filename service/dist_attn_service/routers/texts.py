@@ -78,7 +78,7 @@ async def tokenize(request: Request) -> Response:
     wanted = await asked.json(TokenizeRequest)
     services.check_model(wanted.model)
     text = utf8(wanted.prompt, "prompt", "prompt")
-    framed = wanted.add_special_tokens is not False and services.model.reading is None
+    framed = wanted.add_special_tokens is not False and services.model.writes
     tokens = await services.tokeniser.whole(text, services.settings.piece_bytes, framed=framed)
     strings = await services.tokeniser.texts(tokens) if wanted.return_token_strs else None
     # A text may have any length; clients want a number, and MOST is the largest that all of them keep exact.

@@ -1,0 +1,128 @@
+"""The stream encoder: a sentence encoder over blocks of a text of any length, and context that goes on behind it.
+
+Letters: B batch, L tokens on this rank, N blocks, C tokens of a block, D model width.
+"""
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.model_config.encoders import StreamEncoderConfig
+from dist_attn.model_config.figures import GRAIN
+from dist_attn.model_config.language_model import mixers_of_layers
+from dist_attn.models.blocks import Block, stream_through
+from dist_attn.models.causal_model import ModelState, StreamingModel
+from dist_attn.models.encoder import initialise
+from dist_attn.models.text_encoder import TextEncoder
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+
+
+class StreamEncoder(StreamingModel):
+    """Hidden states of texts of any length, for vectors along them.
+
+    A text is cut at the multiples of `block`. The sentence encoder reads each block alone, framed as it frames a text;
+    the layers of `context` then go along the tokens of all blocks and carry a state from one to the next. There is no
+    final norm: what context layers that give zeros leave are the sentence encoder's hidden states.
+
+    What ends inside a block ends the text: read on from there, the block's tokens would have seen other neighbours.
+    """
+
+    def __init__(self, config: StreamEncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        self.grain = config.block
+        self.sentence = TextEncoder(config.sentence)
+        context = config.context
+        self._mixers = () if context is None else mixers_of_layers(context.mixer, context.num_layers)
+        self.context = nn.ModuleList()
+        if context is not None:
+            self.context.extend(Block(mixer, context.mlp_size, context.block) for mixer in self._mixers)
+            initialise(self.context, context.num_layers)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.sentence.embedding.weight.device
+        return device
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        own = [part for block in cast(list[Block], list(self.context)) for part in (block.mixer, block)]
+        return [*self.sentence.encoder.blocks, *own]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [mixer.kind for mixer in self._mixers]
+
+    @property
+    def feature_seed(self) -> int | None:
+        return next((mixer.seed for mixer in self._mixers if hasattr(mixer, "seed")), None)
+
+    def initial_state(self, batch: int) -> ModelState:
+        layers = tuple(block.mixer.initial_state(batch) for block in cast(list[Block], list(self.context)))
+        return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
+
+    def hidden(
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
+    ) -> tuple[torch.Tensor, ModelState]:
+        """As `StreamingModel.hidden`.
+
+        Raises: also InputError, on every rank, where a slice or what follows `state` begins inside a block, and for
+            packed documents.
+        """
+        ops = LocalSequenceOps() if ops is None else ops
+        tokens_BL = self.check(tokens_BL, ("batch", "length"), state)
+        length, total = tokens_BL.shape[1], ops.total_length(tokens_BL.shape[1])
+        self._check_cuts(ops, length, total, state)
+        state = self.initial_state(tokens_BL.shape[0]) if state is None else state
+        h_BLD, layers = stream_through(
+            self.context, self.blocks_hidden(tokens_BL), ops, state.layers, before=len(self.sentence.encoder.blocks)
+        )
+        return h_BLD, ModelState(layers, state.position_B + total)
+
+    def blocks_hidden(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """What the sentence encoder makes of every block alone, [B, L] -> [B, L, D]; `L` begins with a block.
+
+        As many blocks as fill `GRAIN` tokens are read together, and a shorter last one by itself. Ranks are cut on that
+        grid, so that the same blocks meet in one product on any number of them.
+        """
+        (batch, length), size = tokens_BL.shape, self.config.block
+        if not length:
+            return self._read(tokens_BL)
+        read = []
+        for start in range(0, length, GRAIN):
+            stop = min(start + GRAIN, length)
+            whole = stop - stop % size
+            if whole > start:
+                h_NCD = self._read(tokens_BL[:, start:whole].reshape(-1, size))
+                read.append(h_NCD.reshape(batch, whole - start, -1))
+            if stop > whole:
+                read.append(self._read(tokens_BL[:, whole:stop]))
+        return torch.cat(read, dim=1)
+
+    def _read(self, text_NC: torch.Tensor) -> torch.Tensor:
+        """Texts that stand alone, without what the sentence encoder makes of their frame."""
+        if not text_NC.shape[1] and not torch.is_grad_enabled():
+            return cast(torch.Tensor, self.sentence.embedding(text_NC))
+        # Every rank has a gradient of every weight, one without tokens the zeros of a frame around nothing.
+        before = len(self.config.sentence.prefix)
+        h_NLD = self.sentence.hidden(self.sentence.frame(text_NC))
+        return h_NLD[:, before : before + text_NC.shape[1]]
+
+    def _check_cuts(self, ops: SequenceOps, length: int, total: int, state: ModelState | None) -> None:
+        size = self.config.block
+        if len(ops.document_places(length).lengths_N) > 1:
+            raise InputError("a stream encoder was given packed documents; it reads one text in each sequence")
+        begun = [] if state is None else [at for at in state.position_B.tolist() if at % size and total]
+        cut = [at for at in ops.cuts if at % size and at != total]
+        if begun:
+            raise InputError(
+                f"the state stands at token {begun[0]}, inside a block of {size}; a text ends with what is read short "
+                f"of a multiple of {size}: begin anew, or go on from such a multiple"
+            )
+        if cut:
+            raise InputError(
+                f"the tokens are cut over ranks at {cut[0]}, inside a block of {size}; cut them at its multiples"
+            )

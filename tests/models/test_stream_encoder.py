@@ -1,0 +1,163 @@
+"""The stream encoder: a sentence encoder over blocks, and context that goes on from block to block."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.conversion import begin_stream_encoder
+from dist_attn.errors import ConfigError, InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import ContextConfig, StreamEncoder, TextEncoder, TextEncoderConfig, build_model
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.closeness import assert_close
+from tests.support.over_ranks import assert_ranks_change_nothing, randomised
+
+BLOCK, DIM, VOCABULARY = 8, 16, 40
+GATED_DELTA = {"kind": "gated_delta", "hidden_size": DIM, "num_heads": 2}
+MIXERS: dict[str, dict[str, Any]] = {
+    "gated_delta": GATED_DELTA,
+    "rfa_gate": {"kind": "rfa_gate", "hidden_size": DIM, "num_heads": 2, "num_random": 8},
+    "s4d": {"kind": "s4d", "hidden_size": DIM, "form": "scan"},
+}
+
+
+def teacher(**changes: Any) -> TextEncoder:
+    """A small random sentence encoder of BERT's shape, in float64."""
+    mixer = {"kind": "bidirectional", "hidden_size": DIM, "num_heads": 2, "attention": "softmax"}
+    encoder = {
+        "hidden_size": DIM,
+        "num_layers": 2,
+        "mlp_size": 24,
+        "mixer": mixer | {"projection_bias": True},
+        "block": {"norm_placement": "post"},
+        "positions": "learned",
+        "max_length": 24,
+        "embedding_norm": True,
+    }
+    values = {"vocab_size": VOCABULARY, "encoder": encoder, "max_tokens": BLOCK + 2, "prefix": [1], "suffix": [2]}
+    return randomised(build_model(TextEncoderConfig.model_validate(values | changes)))
+
+
+def context(mixer: dict[str, Any], num_layers: int = 2) -> ContextConfig:
+    return ContextConfig.model_validate({"num_layers": num_layers, "mlp_size": 20, "mixer": mixer})
+
+
+def small(mixer: dict[str, Any] = GATED_DELTA) -> StreamEncoder:
+    """All parts random, in float64."""
+    return randomised(begin_stream_encoder(teacher(), BLOCK, context(mixer)))
+
+
+def tokens(length: int, batch: int = 2) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("mixer", [*MIXERS.values(), None], ids=[*MIXERS, "none"])
+def test_it_begins_with_the_hidden_states_of_the_sentence_encoder(mixer: dict[str, Any] | None) -> None:
+    """Before training, each block has the hidden states that the sentence encoder gives it alone, without its frame."""
+    own, text_BL = teacher(), tokens(3 * BLOCK + 5)
+    model = begin_stream_encoder(own, BLOCK, None if mixer is None else context(mixer)).double().eval()
+    model.sentence.load_state_dict(own.state_dict())
+    h_BLD, state = model.hidden(text_BL)
+    want = [own.hidden(own.frame(part_BC))[:, 1:-1] for part_BC in text_BL.split(BLOCK, dim=1)]
+    assert_close(h_BLD, torch.cat(want, dim=1))
+    assert_close(model.blocks_hidden(text_BL), h_BLD)
+    assert state.position == text_BL.shape[1]
+
+
+@pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
+def test_a_text_read_in_steps_gives_what_it_gives_whole(mixer: dict[str, Any]) -> None:
+    """Steps of whole blocks, and a last one that ends inside a block, across the grid on which blocks are batched."""
+    model, text_BL = small(mixer), tokens(512 + 3 * BLOCK + 5)
+    want_BLD, want = model.hidden(text_BL)
+    state, parts = None, []
+    for part_BL in text_BL.split([BLOCK, 0, 5 * BLOCK, 512 - 4 * BLOCK, BLOCK + 5], dim=1):
+        h_BLD, state = model.hidden(part_BL, None, state)
+        parts.append(h_BLD)
+    assert_close(torch.cat(parts, dim=1), want_BLD)
+    assert state is not None and state.position == want.position
+    for own, wanted in zip(state.layers, want.layers, strict=True):
+        for got, needed in zip(own.tensors(), wanted.tensors(), strict=True):
+            assert_close(got, needed, kind="state")
+
+
+@pytest.mark.parametrize("lengths", [(BLOCK, 3 * BLOCK, BLOCK + 3), (0, 2 * BLOCK, 0, 5)], ids=str)
+@pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
+def test_ranks_change_neither_outputs_nor_gradients(mixer: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """Slices of whole blocks, some longer and some empty, give the loss and every gradient of one process."""
+    layout = SequenceLayout.from_lengths(lengths)
+    text_BL = tokens(layout.total)
+    weight_BLD = torch.randn(2, layout.total, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def share(model: torch.nn.Module, comm: Communicator | None) -> torch.Tensor:
+        assert isinstance(model, StreamEncoder)
+        start, stop = (0, layout.total) if comm is None else layout.range(comm.rank)
+        ops = LocalSequenceOps() if comm is None else ShardedSequenceOps(comm, layout)
+        h_BLD, _ = model.hidden(text_BL[:, start:stop], ops)
+        return (h_BLD * weight_BLD[:, start:stop]).sum()
+
+    assert_ranks_change_nothing(lambda: small(mixer), share, len(lengths))
+
+
+@pytest.mark.parametrize("lengths", [(BLOCK + 1, BLOCK), (BLOCK - 1, 0, 4), (0, 3, 2 * BLOCK)], ids=str)
+def test_a_cut_inside_a_block_is_refused_on_every_rank(lengths: tuple[int, ...]) -> None:
+    """Also on ranks whose own slice begins with a block, or has no tokens."""
+    layout, model = SequenceLayout.from_lengths(lengths), small()
+    text_BL = tokens(layout.total)
+
+    def read(comm: Communicator) -> str:
+        start, stop = layout.range(comm.rank)
+        with pytest.raises(InputError) as refused:
+            model.hidden(text_BL[:, start:stop], ShardedSequenceOps(comm, layout))
+        return str(refused.value)
+
+    assert all("inside a block of 8" in words for words in run_simulated(read, len(lengths)))
+
+
+def test_a_text_ends_with_an_unfinished_block() -> None:
+    """What was read short of a block's end cannot be gone on from; nothing more is no reading on."""
+    model = small()
+    _, state = model.hidden(tokens(BLOCK + 3))
+    assert model.hidden(tokens(0), None, state)[1].position == BLOCK + 3
+    with pytest.raises(InputError, match="stands at token 11, inside a block of 8"):
+        model.hidden(tokens(BLOCK), None, state)
+
+
+def test_packed_documents_are_refused() -> None:
+    """Documents in one sequence have blocks of their own, which this model does not look for."""
+    with pytest.raises(InputError, match="packed documents"):
+        small().hidden(tokens(2 * BLOCK), LocalSequenceOps(documents=(0, BLOCK)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "block", "own", "words"),
+    [
+        ({}, 7, context(GATED_DELTA), "multiples of 512, which it must divide"),
+        ({}, 32, context(GATED_DELTA), "max_tokens 34 is over the encoder's max_length 24"),
+        ({}, BLOCK, context(GATED_DELTA | {"hidden_size": 32}), "must equal the sentence encoder's 16"),
+        ({"pooling": "first"}, BLOCK, None, "whose pooling is mean"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    changes: dict[str, Any], block: int, own: ContextConfig | None, words: str
+) -> None:
+    """The words say which of the values it is."""
+    with pytest.raises(ConfigError, match=words):
+        begin_stream_encoder(teacher(**changes), block, own)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"mixer": GATED_DELTA | {"kind": "bidirectional", "attention": "rfa"}}, "takes a sequence whole"),
+        ({"mixer": GATED_DELTA, "block": {"norm_placement": "post"}}, "norm_placement = pre"),
+    ],
+)
+def test_context_that_cannot_stream_or_would_change_what_it_adds_to_is_refused(
+    values: dict[str, Any], words: str
+) -> None:
+    """Mixers go on from a state, and layers leave what they add nothing to as it is."""
+    with pytest.raises(ValueError, match=words):
+        ContextConfig.model_validate({"num_layers": 1, "mlp_size": 20, **values})

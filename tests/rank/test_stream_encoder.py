@@ -1,0 +1,159 @@
+"""A stream encoder in the engine: rows over ranks are those of the text in one go; saved states go on bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.checkpoints import load_stream_encoder
+from dist_attn.comm import run_simulated
+from dist_attn.comm.local import LocalCommunicator
+from dist_attn.control.scheduler import split
+from dist_attn.conversion import convert_folder, convert_sentence_encoder
+from dist_attn.errors import EngineError
+from dist_attn.generation import computation_of, identity_of
+from dist_attn.rank.executor import ModelExecutor
+from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.messages import Failed, Keep, OpenWork, RowSpec, SamplingSpec, Tokens
+from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp
+from tests.models.test_stream_encoder import BLOCK, DIM, GATED_DELTA, VOCABULARY, context, small
+from tests.support import simulated_engine
+from tests.support.closeness import assert_close
+from tests.support.sentence_encoders import VOCABULARY as WORDS
+from tests.support.sentence_encoders import write_sentence_encoder
+from tests.support.simulated_engine import Engine
+
+TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, 1500).astype("<i4")
+ROWS = RowSpec("window", 12)  # edges of rows lie inside blocks
+
+
+def executor(comm=None):
+    """An executor of a small model, the same one each time."""
+    return ModelExecutor(small().float(), comm or LocalCommunicator(), name="small")
+
+
+def prefill(made, start, stop, ranks=1, rank=0):
+    """Feed tokens [start, stop) the way a step does; the pieces of this rank's rows."""
+    lengths = split(start, stop - start, ranks)
+    before = start + sum(lengths[:rank])
+    return made.prefill(PrefillOp(1, start, list(lengths), TOKENS[before : before + lengths[rank]].tobytes()))
+
+
+@pytest.fixture(scope="module")
+def wanted_LD():
+    """The hidden states of the whole text."""
+    with torch.inference_mode():
+        return small().float().encode(torch.from_numpy(TOKENS.astype(np.int64))[None])[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_blocks_over_ranks_give_the_rows_of_the_whole_text(ranks, wanted_LD):
+    """Pieces of all ranks and blocks are the sums of the hidden states of the text in one go."""
+
+    def rank_work(comm):
+        made = executor(comm)
+        made.open(OpenOp(1, ROWS))
+        return [prefill(made, a, b, ranks, comm.rank) for a, b in ((0, 1024), (1024, 1088), (1088, 1500))]
+
+    pieces = [piece for results in run_simulated(rank_work, ranks) for piece in results if piece is not None]
+    ranges = sorted((a, b) for piece in pieces for a, b in zip(piece.starts, piece.stops, strict=True))
+    assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])] and ranges[-1][1] == len(TOKENS)
+    for piece in pieces:
+        vectors_ND = np.frombuffer(piece.vectors, dtype="<f4").reshape(-1, DIM)
+        for start, stop, vector_D in zip(piece.starts, piece.stops, vectors_ND, strict=True):
+            assert_close(torch.from_numpy(vector_D.copy()), wanted_LD[start:stop].sum(0))
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_saved_state_goes_on_bit_for_bit(snapshot, tmp_path):
+    """Between ranks and as a snapshot, through a model folder that was converted and written."""
+    write_sentence_encoder(tmp_path / "theirs")
+    convert_folder(tmp_path / "theirs", tmp_path / "minilm")
+    convert_sentence_encoder(tmp_path / "minilm", tmp_path / "stream", 32, context(GATED_DELTA | {"hidden_size": 32}))
+
+    def made():
+        model = load_stream_encoder(tmp_path / "stream")
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.context.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        computed = computation_of(model, chunk_tokens=512, decode_slots=8, ranks=1)
+        manifest = Manifest(identity_of(model, tmp_path / "stream"), computed)
+        return ModelExecutor(model, LocalCommunicator(), name="stream", manifest=manifest)
+
+    first, second = made(), made()
+    assert first.vocab_size == WORDS
+    first.open(OpenOp(1, ROWS))
+    prefill(first, 0, 1056)
+    saved, state = first.save(1, snapshot)
+    assert (saved.position, saved.snapshot) == (1056, snapshot)
+    second.open(OpenOp(1, ROWS, None, saved), state)
+    assert prefill(second, 1056, 1500) == prefill(first, 1056, 1500)
+
+
+def test_a_model_that_writes_nothing_refuses_to():
+    """Completions and draws are errors, as they are of a text encoder."""
+    made = executor()
+    assert not made.writes and made.grain == BLOCK
+    with pytest.raises(EngineError, match="makes vectors only"):
+        made.open(OpenOp(1, None, SamplingSpec(1)))
+    with pytest.raises(EngineError, match="draws no tokens"):
+        made.decode(DecodeOp([]))
+
+
+class OneRank(Engine):
+    """A controller and one rank with a stream encoder, in one thread; each epoch has a model of its own."""
+
+    pauses = 0
+
+    def __init__(self):
+        super().__init__(simulated_engine.SETTINGS.replace(ranks=1))
+
+    def make_rank(self, epoch, rank):
+        """The same model each time."""
+        return executor()
+
+
+def read_slowly(seed=None):
+    """Rows of a text that comes in pieces, each later than blocks wait for; with a seed the rank is lost thrice."""
+    engine, chance, at = OneRank(), random.Random(seed), 0
+    engine.api(OpenWork("e", rows=ROWS))
+    for piece in (5, 100, 411, 30, 70, 284, 600):
+        engine.api(Tokens("e", at, TOKENS[at : at + piece].tobytes(), at + piece == len(TOKENS)))
+        at += piece
+        for _ in range(4):
+            engine.turn()
+            engine.work_off()
+        if seed is not None and chance.random() < 0.5:
+            engine.kill(0)
+    engine.to_the_end(["e"])
+    assert not [m for m in engine.of("e") if isinstance(m, Failed)]
+    return engine.rows("e", DIM)
+
+
+def test_a_slow_text_is_cut_where_blocks_end(wanted_LD):
+    """Blocks that do not wait for more tokens end at edges of rows that are edges of the model's blocks too."""
+    starts, vectors = read_slowly()
+    assert starts == list(range(0, len(TOKENS), 12))
+    assert_close(torch.from_numpy(vectors), torch.stack([part_LD.mean(0) for part_LD in wanted_LD.split(12)]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_lost_rank_changes_no_row(seed):
+    """The rows are those of a run that is not disturbed, to the bit."""
+    np.testing.assert_array_equal(read_slowly(seed)[1], read_slowly()[1])
+
+
+def test_the_controller_refuses_what_needs_a_writer():
+    """A completion and a session fail in words before a rank is given them."""
+    engine = OneRank()
+    engine.api(OpenWork("c", draw=SamplingSpec(1)))
+    engine.api(OpenWork("s", rows=ROWS, keep=Keep(end=True)))
+    for _ in range(3):
+        engine.turn()
+        engine.work_off()
+    for name in ("c", "s"):
+        engine.api(Tokens(name, 0, TOKENS[:3].tobytes(), True))
+    texts = [message.message for message in engine.received if isinstance(message, Failed)]
+    assert len(texts) == 2 and all("makes vectors of texts and cannot write any" in text for text in texts)
