@@ -9,6 +9,7 @@ import torch
 from dist_attn.checkpoints import load_stream_encoder
 from dist_attn.comm import run_simulated
 from dist_attn.comm.local import LocalCommunicator
+from dist_attn.control.intake import misfit
 from dist_attn.control.scheduler import split
 from dist_attn.conversion import convert_folder, convert_sentence_encoder
 from dist_attn.errors import EngineError
@@ -145,15 +146,11 @@ def test_a_lost_rank_changes_no_row(seed):
     np.testing.assert_array_equal(read_slowly(seed)[1], read_slowly()[1])
 
 
-def test_the_controller_refuses_what_needs_a_writer():
-    """A completion and a session fail in words before a rank is given them."""
+@pytest.mark.parametrize("asked", [{"draw": SamplingSpec(1)}, {"rows": ROWS, "keep": Keep(end=True)}])
+def test_the_controller_refuses_what_needs_a_writer(asked):
+    """Completions and sessions are refused in words before a rank is given them; encodings of any length are not."""
     engine = OneRank()
-    engine.api(OpenWork("c", draw=SamplingSpec(1)))
-    engine.api(OpenWork("s", rows=ROWS, keep=Keep(end=True)))
-    for _ in range(3):
-        engine.turn()
-        engine.work_off()
-    for name in ("c", "s"):
-        engine.api(Tokens(name, 0, TOKENS[:3].tobytes(), True))
-    texts = [message.message for message in engine.received if isinstance(message, Failed)]
-    assert len(texts) == 2 and all("makes vectors of texts and cannot write any" in text for text in texts)
+    engine.turn()
+    hello = engine.hello_of(0)
+    assert "cannot write any" in misfit(hello, OpenWork("w", **asked), 3)
+    assert not misfit(hello, OpenWork("e", rows=RowSpec("document")), 10**9)
