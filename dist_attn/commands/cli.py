@@ -335,8 +335,11 @@ def convert(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json, safetensors, tokenizer.json.")],
     out: Annotated[Path, typer.Option(help="Where the model folder goes; it must not exist yet.")],
     to: Annotated[
-        Literal["softmax", "rfa", "elu"],
-        typer.Option(help="Exact, or the same weights with kernel attention (elu: encoders only), to be trained."),
+        Literal["softmax", "rfa", "elu", "stream"],
+        typer.Option(
+            help="Exact, or the same weights with kernel attention (elu: encoders only), to be trained; stream: a "
+            "text_encoder of this project that reads texts of any length in blocks."
+        ),
     ] = "softmax",
     num_random: Annotated[int, typer.Option(help="Random vectors per head of rfa.", min=1, max=1 << 16)] = 64,
     seed: Annotated[int, typer.Option(help="What decides the random vectors of rfa.", min=0, max=1 << 53)] = 0,
@@ -351,8 +354,11 @@ def convert(
     """
     if not is_first_rank(os.environ):
         return
-    from dist_attn.conversion import Conversion, convert_folder
+    from dist_attn.conversion import Conversion, convert_folder, convert_sentence_encoder
 
+    if to == "stream":
+        print(json.dumps(convert_sentence_encoder(folder, out)))
+        return
     print(json.dumps(convert_folder(folder, out, Conversion(to, num_random, seed, tuple(exact_layer or ())))))
 
 

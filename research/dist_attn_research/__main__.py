@@ -15,7 +15,6 @@ from dist_attn_research.studies import STUDIES
 # Modules with a `main` of their own, and what each asks.
 PROGRAMS = {
     "filed": ("filed", "What was measured last? Prints the tables of all that is filed."),
-    "long-encoder": ("long_encoder.train", "Train the encoder of any length: a recurrent student of MiniLM."),
     "writer": ("writer.prepare", "Make the texts, the vocabulary and the first weights of the model that writes."),
     "retrieval": ("retrieval.program", "Do words, MiniLM and our models find chapters, speeches, words and verses?"),
     "service-promises": ("service.promises", "Does the service keep what it promises? All of it, by its measurements."),
