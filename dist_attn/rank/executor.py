@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -218,6 +218,9 @@ class ModelExecutor:
             request.logits_V = self._model.readout(request.last_D[None])[0].float().cpu()
             request.last_D = None
         return request.logits_V
+
+    def read_ahead(self, ops: Sequence[PrefillOp]) -> None:
+        """Nothing is: ranks exchange states block by block."""
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
