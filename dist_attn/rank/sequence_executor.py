@@ -78,8 +78,8 @@ class SequenceExecutor:
         if len(short) < 2 or not self._packs:
             return
         with watching(self._watch):
-            for batch in _batches(list(short.values())):
-                hidden = self._encoder.hidden_together([_tokens(op).to(self._device) for op in batch])
+            for batch in batches_of(list(short.values())):
+                hidden = self._encoder.hidden_together([tokens_of(op).to(self._device) for op in batch])
                 for op, h_1LD in zip(batch, hidden, strict=True):
                     spec = self._requests[op.request].rows
                     self._ahead[op.request] = _pieces(self._encoder, h_1LD, self._start(op), op.request, spec)
@@ -100,7 +100,7 @@ class SequenceExecutor:
         ahead = self._ahead.pop(op.request, None)
         if ahead is not None or not op.lengths[self._rank]:
             return ahead
-        tokens_L = _tokens(op)
+        tokens_L = tokens_of(op)
         with watching(self._watch):
             return read_sequences(self._encoder, tokens_L, start, op.request, request.rows)
 
@@ -183,11 +183,12 @@ def _row_pieces(vectors_ND: torch.Tensor, starts: range, stop: int, request: int
     return RowPieces(request, list(starts), [*starts[1:], stop], data)
 
 
-def _tokens(op: PrefillOp) -> torch.Tensor:
+def tokens_of(op: PrefillOp) -> torch.Tensor:
+    """The tokens of this rank's slice, on the CPU."""
     return torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
 
 
-def _batches(ops: list[PrefillOp]) -> Iterator[list[PrefillOp]]:
+def batches_of(ops: list[PrefillOp]) -> Iterator[list[PrefillOp]]:
     """In order, BATCH_TOKENS of text at most together."""
     batch: list[PrefillOp] = []
     for op in ops:
