@@ -39,6 +39,7 @@ from dist_attn.wire.sockets import Sent, beat_identity, rank_identity
 from dist_attn_api.codes import Code
 
 STOPPING = "the engine is stopping; send the request again later"
+TEXTS_AT_ONCE = 64  # requests in a step of an encoder, which reads short texts together
 HELD_UP_S = 1.0  # a turn of the loop that took longer than this was not the ranks' fault
 
 log = structlog.get_logger("dist_attn.control")
@@ -218,7 +219,8 @@ class Controller:
             for request in requests
         )
         pace, pauses = self._pace, model.pauses if model else 0
-        limits = replace(self._limits, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)
+        most = TEXTS_AT_ONCE if model and not model.writes else self._limits.max_requests
+        limits = replace(self._limits, max_requests=most, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)
         return View(limits, tuple(views), self._ring)
 
     def _fail_the_unserved(self, now: float) -> None:

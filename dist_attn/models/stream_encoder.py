@@ -3,6 +3,7 @@
 Letters: B batch, L tokens on this rank, N blocks, C tokens of a block, D model width.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -65,9 +66,13 @@ class StreamEncoder(StreamingModel):
         return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
 
     def hidden(
-        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
+        self,
+        tokens_BL: torch.Tensor,
+        ops: SequenceOps | None = None,
+        state: ModelState | None = None,
+        read_BLD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ModelState]:
-        """As `StreamingModel.hidden`.
+        """As `StreamingModel.hidden`; `read_BLD` is what `blocks_hidden` would give, where it is there already.
 
         Raises: also InputError, on every rank, where a slice or what follows `state` begins inside a block, and for
             packed documents.
@@ -77,9 +82,9 @@ class StreamEncoder(StreamingModel):
         length, total = tokens_BL.shape[1], ops.total_length(tokens_BL.shape[1])
         self._check_cuts(ops, length, total, state)
         state = self.initial_state(tokens_BL.shape[0]) if state is None else state
-        h_BLD, layers = stream_through(
-            self.context, self.blocks_hidden(tokens_BL), ops, state.layers, before=len(self.sentence.encoder.blocks)
-        )
+        read_BLD = self.blocks_hidden(tokens_BL) if read_BLD is None else read_BLD
+        before = len(self.sentence.encoder.blocks)
+        h_BLD, layers = stream_through(self.context, read_BLD, ops, state.layers, before)
         return h_BLD, ModelState(layers, state.position_B + total)
 
     def blocks_hidden(self, tokens_BL: torch.Tensor) -> torch.Tensor:
@@ -101,6 +106,15 @@ class StreamEncoder(StreamingModel):
             if stop > whole:
                 read.append(self._read(tokens_BL[:, whole:stop]))
         return torch.cat(read, dim=1)
+
+    def short_hidden(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What `blocks_hidden` gives texts of at most a block each, [T] each -> [1, T, D] each, read together.
+
+        Raises: as `TextEncoder.hidden_together`.
+        """
+        before = len(self.config.sentence.prefix)
+        read = self.sentence.hidden_together(texts)
+        return [h_1LD[:, before : before + len(text_T)] for h_1LD, text_T in zip(read, texts, strict=True)]
 
     def _read(self, text_NC: torch.Tensor) -> torch.Tensor:
         """Texts that stand alone, without what the sentence encoder makes of their frame."""

@@ -1,5 +1,8 @@
 """The text encoder: one vector for a text, the mean of its hidden states or that of its first token."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,20 +44,35 @@ class TextEncoder(nn.Module):
     def hidden(self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """Hidden states after the last layer, [B, L] -> [B, L, D], of this process's slice of framed sequences.
 
+        Documents packed into a sequence are each as if alone, and only for each of them is there a bound.
+
         Raises: ShapeError, TokenError for tokens that are none; InputError, on every rank, for too many of them.
         """
         ops = LocalSequenceOps() if ops is None else ops
         tokens_BL = check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size, self.embedding.weight.device)
-        total = ops.total_length(tokens_BL.shape[1])
-        if total > self.config.max_tokens:
+        longest = max(ops.document_places(tokens_BL.shape[1]).lengths_N, default=0)
+        if longest > self.config.max_tokens:
             raise InputError(
-                f"the sequence has {total} tokens; this model reads {self.config.max_tokens} at once: cut the text"
+                f"the sequence has {longest} tokens; this model reads {self.config.max_tokens} at once: cut the text"
             )
         x_BLD = self.embedding(tokens_BL)
         if self.type_embedding is not None:
             x_BLD = x_BLD + self.type_embedding.weight[0]
         h_BLD: torch.Tensor = self.encoder(x_BLD, ops)
         return h_BLD
+
+    def hidden_together(self, texts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Hidden states of whole texts of any lengths, [T] each -> [1, L, D] each with its frame.
+
+        They are read as one packed sequence, without padding; how a product is summed up, and with it the last bits of
+        a text, may depend on how many tokens the others have.
+
+        Raises: as `hidden`; InputError for a mixer that takes no packed documents.
+        """
+        framed = [self.frame(text_T[None]) for text_T in texts]
+        lengths = [text_1L.shape[1] for text_1L in framed]
+        ops = LocalSequenceOps(documents=tuple(accumulate(lengths[:-1], initial=0)))
+        return self.hidden(torch.cat(framed, dim=1), ops).split(lengths, dim=1)
 
     def pool(self, h_BLD: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """[B, L, D] of this process's slice -> [B, D] of the whole sequences, equal on all ranks.

@@ -1,29 +1,29 @@
 """The model on this rank's device: opens, prefills, decodes and closes requests as the steps say."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-import numpy as np
 import torch
 
 from dist_attn.checkpoints import kind_of_model, load_causal_model, load_model, load_stream_encoder, load_text_encoder
 from dist_attn.comm import Communicator, Rendezvous, open_communicator
 from dist_attn.control.preflight import check_weights_fit
 from dist_attn.devices import choose_compute, present_compute
-from dist_attn.errors import EngineError, StateMismatchError, WireError
+from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import CausalModel, ModelState, StreamingModel, hold_weights_as
+from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
-from dist_attn.rank.sequence_executor import SequenceExecutor, take_counts
+from dist_attn.rank.sequence_executor import SequenceExecutor, batches_of, take_counts, tokens_of
 from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, write_state
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -152,6 +152,7 @@ class ModelExecutor:
         self._prefilling: dict[int, _Prefilling] = {}
         # None: the model makes vectors alone.
         self._decoding = DecodeSlots(model, end_tokens) if isinstance(model, CausalModel) else None
+        self._ahead: dict[int, torch.Tensor] = {}  # hidden states of texts that were read before their turn
         self._refused: set[int] = set()  # requests whose stored state is none: what follows of them is passed over
         # Decoding goes between the layers of prefill: neither may find where the other one looks.
         self._watch = Watch(finite)
@@ -220,6 +221,26 @@ class ModelExecutor:
         return request.logits_V
 
     @torch.inference_mode()
+    def read_ahead(self, ops: Sequence[PrefillOp]) -> None:
+        """Read what a stream encoder makes of short texts without their context, of which this rank has all, together.
+
+        The last bits of a row may depend on which texts come in the same step. These end with their only block, so that
+        no state goes on from there, and longer texts are never read so: theirs have the same bits after a loss.
+        """
+        short = {op.request: op for op in ops if self._is_short(op)}
+        if len(short) < 2 or not isinstance(self._model, StreamEncoder) or self._watch.finite is not None:
+            return
+        with contextlib.suppress(InputError):  # of a mixer that takes no packed documents: each is read in its turn
+            for batch in batches_of(list(short.values())):
+                read = self._model.short_hidden([tokens_of(op).to(self._device) for op in batch])
+                self._ahead |= {op.request: h_1LD for op, h_1LD in zip(batch, read, strict=True)}
+
+    def _is_short(self, op: PrefillOp) -> bool:
+        total = sum(op.lengths)
+        own = total == op.lengths[self._comm.rank]
+        return own and op.request in self._prefilling and op.start == 0 and 0 < total < self._model.grain
+
+    @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
         """Feed this rank's slice of a block; the pieces of rows in it, for an encoding or a prompt that is scored.
 
@@ -242,7 +263,7 @@ class ModelExecutor:
             cache: CacheKept = "whole" if needed else "spread"
             ops = ShardedSequenceOps(self._comm, layout, cache=cache)
             start = layout.range(self._comm.rank)[0]
-        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
+        tokens_L = tokens_of(op)
         if len(tokens_L) != length:
             raise EngineError(f"{len(tokens_L)} tokens of request {op.request} came; this rank's slice has {length}")
         if self._watch.finite is not None:
@@ -250,7 +271,11 @@ class ModelExecutor:
             ops = checked(ops)
         self._pause = pause
         with watching(self._watch):
-            h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state)
+            ahead_1LD = self._ahead.pop(op.request, None)
+            if ahead_1LD is not None and isinstance(self._model, StreamEncoder):
+                h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state, ahead_1LD)
+            else:
+                h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state)
         self._pause = None
         request.position += sum(op.lengths)
         request.logits_V = None
@@ -310,6 +335,7 @@ class ModelExecutor:
     def close(self, request: int) -> None:
         """Drop the request's state; an unknown request is ignored."""
         self._prefilling.pop(request, None)
+        self._ahead.pop(request, None)
         self._refused.discard(request)
         if self._decoding is not None:
             self._decoding.forget(request)

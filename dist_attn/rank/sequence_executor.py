@@ -1,6 +1,6 @@
 """A text encoder on this rank's device: reads the sequences in its slices of blocks, without the other ranks."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, final
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dist_attn.devices import present_compute
-from dist_attn.errors import EngineError
+from dist_attn.errors import EngineError, InputError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
 from dist_attn.ops.finite import checked
@@ -50,9 +50,9 @@ class SequenceExecutor:
         self.device = f"{self._device}, {present_compute(self._device).precision}"
         self._rank = rank
         self._requests: dict[int, _Reading] = {}
+        self._ahead: dict[int, RowPieces] = {}  # of requests that were read before their turn
         self._watch = Watch(finite)
-        with torch.inference_mode():
-            model(torch.zeros(1, 8, dtype=torch.int64, device=self._device)[:, : model.config.max_tokens])
+        self._packs = finite is None and self._warm_up()
 
     def open(self, op: OpenOp, state: bytes = b"") -> None:
         """Begin an encoding, or go on with one; there is no state but the place in the text.
@@ -68,6 +68,23 @@ class SequenceExecutor:
         return SavedState(request, self._known(request).position, 0, 0), b""
 
     @torch.inference_mode()
+    def read_ahead(self, ops: Sequence[PrefillOp]) -> None:
+        """Read texts of one sequence each together, whose blocks are the next to come; `prefill` then gives their rows.
+
+        The last bits of a row may depend on which texts come in the same step. Nothing is added up from them: a text
+        has one row, or a row for each token, all of the same step, and rows that were sent are not sent again.
+        """
+        short = {op.request: op for op in reversed(ops) if self._is_short(op)}
+        if len(short) < 2 or not self._packs:
+            return
+        with watching(self._watch):
+            for batch in batches_of(list(short.values())):
+                hidden = self._encoder.hidden_together([tokens_of(op).to(self._device) for op in batch])
+                for op, h_1LD in zip(batch, hidden, strict=True):
+                    spec = self._requests[op.request].rows
+                    self._ahead[op.request] = _pieces(self._encoder, h_1LD, self._start(op), op.request, spec)
+
+    @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
         """Read the sequences in this rank's slice of a block; nothing decodes here, so `pause` is never called.
 
@@ -76,14 +93,14 @@ class SequenceExecutor:
         request = self._known(op.request)
         if op.start != request.position:
             raise EngineError(f"a block of request {op.request} starts at {op.start}; due is {request.position}")
-        start = op.start + sum(op.lengths[: self._rank])
-        size = sequence_length(request.rows, self._encoder.config.text_tokens)
+        start, size = self._start(op), self._size(request)
         if start % size and op.lengths[self._rank]:
             raise EngineError(f"a slice of request {op.request} starts at {start}, inside a sequence of {size} tokens")
         request.position += sum(op.lengths)
-        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
-        if not len(tokens_L):
-            return None
+        ahead = self._ahead.pop(op.request, None)
+        if ahead is not None or not op.lengths[self._rank]:
+            return ahead
+        tokens_L = tokens_of(op)
         with watching(self._watch):
             return read_sequences(self._encoder, tokens_L, start, op.request, request.rows)
 
@@ -97,6 +114,7 @@ class SequenceExecutor:
     def close(self, request: int) -> None:
         """Forget the request; an unknown one is ignored."""
         self._requests.pop(request, None)
+        self._ahead.pop(request, None)
 
     def finish_step(self) -> None:
         """Nothing to wait for: these ranks exchange nothing."""
@@ -108,6 +126,32 @@ class SequenceExecutor:
 
     def shut_down(self) -> None:
         """Nothing to leave: these ranks exchange nothing."""
+
+    def _start(self, op: PrefillOp) -> int:
+        """The first token of this rank's slice."""
+        return op.start + sum(op.lengths[: self._rank])
+
+    def _size(self, request: _Reading) -> int:
+        return sequence_length(request.rows, self._encoder.config.text_tokens)
+
+    def _is_short(self, op: PrefillOp) -> bool:
+        """Whether the block is the request's next, and this rank's slice one sequence."""
+        request = self._requests.get(op.request)
+        if request is None or op.start != request.position:
+            return False
+        return self._start(op) % self._size(request) == 0 and 0 < op.lengths[self._rank] <= self._size(request)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> bool:
+        """Read a few tokens; whether texts can be read together."""
+        model = self._encoder
+        text_T = torch.zeros(min(6, model.config.text_tokens), dtype=torch.int64, device=self._device)
+        model.encode(text_T[None])
+        try:
+            model.hidden_together([text_T, text_T])
+        except InputError:  # a mixer that takes no packed documents
+            return False
+        return True
 
     def _known(self, request: int) -> _Reading:
         if request not in self._requests:
@@ -131,10 +175,35 @@ def read_sequences(model: TextEncoder, tokens_L: torch.Tensor, start: int, reque
             at += batch_BT.numel()
     vectors_ND = torch.cat(read)
     step = 1 if spec.granularity == "token" else size
-    starts = range(start, start + length, step)
-    stops = [*starts[1:], start + length]
+    return _row_pieces(vectors_ND, range(start, start + length, step), start + length, request)
+
+
+def _row_pieces(vectors_ND: torch.Tensor, starts: range, stop: int, request: int) -> RowPieces:
     data = vectors_ND.to(device="cpu", dtype=torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
-    return RowPieces(request, list(starts), stops, data)
+    return RowPieces(request, list(starts), [*starts[1:], stop], data)
+
+
+def tokens_of(op: PrefillOp) -> torch.Tensor:
+    """The tokens of this rank's slice, on the CPU."""
+    return torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
+
+
+def batches_of(ops: list[PrefillOp]) -> Iterator[list[PrefillOp]]:
+    """In order, BATCH_TOKENS of text at most together."""
+    batch: list[PrefillOp] = []
+    for op in ops:
+        if batch and sum(len(one.tokens) for one in [*batch, op]) > 4 * BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(op)
+    yield batch
+
+
+def _pieces(model: TextEncoder, h_1LD: torch.Tensor, start: int, request: int, spec: RowSpec) -> RowPieces:
+    """The rows of one sequence, whose text begins at `start`."""
+    vectors_ND, length = _vectors(model, h_1LD, spec), h_1LD.shape[1] - len(model.config.prefix + model.config.suffix)
+    starts = range(start, start + length, 1 if spec.granularity == "token" else length)
+    return _row_pieces(vectors_ND, starts, start + length, request)
 
 
 def _rows(model: TextEncoder, text_BT: torch.Tensor, start: int, spec: RowSpec) -> torch.Tensor:
@@ -144,10 +213,14 @@ def _rows(model: TextEncoder, text_BT: torch.Tensor, start: int, spec: RowSpec) 
         ahead = len(model.config.prefix)
         finite.first_tokens = tuple(range(start - ahead, start - ahead + text_BT.numel(), text_BT.shape[1]))
     h_BLD = model.hidden(model.frame(text_BT), ops if finite is None else checked(ops))
+    return _vectors(model, h_BLD, spec)
+
+
+def _vectors(model: TextEncoder, h_BLD: torch.Tensor, spec: RowSpec) -> torch.Tensor:
+    """Of framed sequences: a vector each, or those of the tokens of text."""
     if spec.granularity != "token":
         return model.pool(h_BLD)
-    before = len(model.config.prefix)
-    return h_BLD[:, before : before + text_BT.shape[1]].flatten(0, 1)
+    return h_BLD[:, len(model.config.prefix) : h_BLD.shape[1] - len(model.config.suffix)].flatten(0, 1)
 
 
 def take_counts(watch: Watch) -> GuardCounts:

@@ -5,7 +5,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from os import getpid
 from typing import Protocol, final
 
@@ -161,6 +161,8 @@ class Executor(Protocol):
 
     @property
     def device(self) -> str: ...
+
+    def read_ahead(self, ops: Sequence[PrefillOp]) -> None: ...
 
     def prefill(self, op: PrefillOp, pause: Callable[[], None]) -> RowPieces | None: ...
 
@@ -320,6 +322,7 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
     saved: list[SavedState] = []
     pieces: list[RowPieces] = []
     decoding = Decoding(step, rank, executor, send)
+    blocks = [op for op in step.ops if isinstance(op, PrefillOp)]
     faults: list[RequestFault] = []
     for op in step.ops:
         match op:
@@ -328,6 +331,8 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
                 faults += [] if fault is None else [fault]
             case PrefillOp():
                 pulse.phase = "prefill"
+                if op is blocks[0]:
+                    executor.read_ahead(blocks)
                 result = executor.prefill(op, decoding.pause)
                 decoding.end_block(op)
                 if result is not None:

@@ -102,7 +102,7 @@ class LimitSettings(Section):
         default=256, description="requests under way at once; a caller may hold half of what others leave"
     )
     waiting_requests: Number = Field(default=64, description="of these, how many may wait for an engine that restarts")
-    embeddings_at_once: Number = Field(default=32, description="inputs of all embeddings requests in the engine")
+    embeddings_at_once: Number = Field(default=128, description="inputs of all embeddings requests in the engine")
     disk_bytes: Bytes = Field(default=16 * GIB, description="all spools together")
 
 

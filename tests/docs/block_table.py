@@ -154,6 +154,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/reference/model-kinds.md": (
         Run("mixer"),
         Run("mixer"),
+        Elsewhere("tests/rank/test_stream_encoder.py"),
         Run(
             "python",
             before=CLASSIFIER,

@@ -188,3 +188,26 @@ def test_rows_that_are_left_to_the_model() -> None:
     assert choose_rows("window", None, "first", reading) == RowSpec("window", 14, "model")
     with pytest.raises(RowChoiceError, match="reads 14 tokens at once"):
         choose_rows("document", None, None, reading)
+
+
+@pytest.mark.parametrize("spec", [RowSpec("document", pooling="model"), RowSpec("token", pooling="model")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_short_texts_are_read_together(spec: RowSpec, ranks: int) -> None:
+    """The blocks of a step give the rows that each text has alone, whichever others lie on the same rank."""
+    model, lengths = small_encoder(), [1, TEXT_TOKENS, 5, 5, 30, 9]
+    for rank in range(ranks):
+        made, alone = SequenceExecutor(model, rank, name="small"), SequenceExecutor(model, rank, name="small")
+        ops = []
+        for number, length in enumerate(lengths):
+            own = split(0, length, ranks, TEXT_TOKENS, home=number % ranks)
+            ops.append(PrefillOp(number, 0, list(own), TOKENS[number : number + own[rank]].tobytes()))
+            for executor in (made, alone):
+                executor.open(OpenOp(number, spec))
+        made.read_ahead(ops)
+        for op in ops:
+            got, want = made.prefill(op), alone.prefill(op)
+            assert (got is None) == (want is None) == (not op.lengths[rank])
+            if got is not None and want is not None:
+                assert (got.starts, got.stops) == (want.starts, want.stops)
+                vectors = [torch.from_numpy(np.frombuffer(one.vectors, "<f4").copy()) for one in (got, want)]
+                assert_close(vectors[0], vectors[1])

@@ -93,6 +93,36 @@ def test_a_saved_state_goes_on_bit_for_bit(snapshot, tmp_path):
     assert prefill(second, 1056, 1500) == prefill(first, 1056, 1500)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_short_texts_are_read_together(ranks):
+    """The blocks of a step give the rows that each text has alone; one that fills a block is left to itself."""
+    lengths = [1, 5, BLOCK, 5, 2 * BLOCK + 3, BLOCK - 1]
+
+    def rank_work(comm):
+        found = []
+        for together in (True, False):
+            made, ops = executor(comm), []
+            for number, length in enumerate(lengths):
+                own = split(0, length, ranks, home=number % ranks)
+                part = TOKENS[number : number + own[comm.rank]].tobytes()
+                made.open(OpenOp(number, RowSpec("document")))
+                ops.append(PrefillOp(number, 0, list(own), part))
+            if together:
+                made.read_ahead(ops)
+                # One alone is not read before its turn.
+                here = {number for number in (0, 1, 3, 5) if number % ranks == comm.rank}
+                assert set(made._ahead) == (here if len(here) > 1 else set())
+            found.append([made.prefill(op) for op in ops])
+            made.close(0)
+        return found
+
+    for got, want in (pair for found in run_simulated(rank_work, ranks) for pair in zip(*found, strict=True)):
+        assert (got is None) == (want is None)
+        if got is not None:
+            vectors = [torch.from_numpy(np.frombuffer(one.vectors, "<f4").copy()) for one in (got, want)]
+            assert_close(*vectors)
+
+
 def test_a_model_that_writes_nothing_refuses_to():
     """Completions and draws are errors, as they are of a text encoder."""
     made = executor()

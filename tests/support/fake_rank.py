@@ -128,6 +128,9 @@ class FakeExecutor:
         state = np.array([position, self.last.get(request, 0), draws], dtype="<i8").tobytes()
         return SavedState(request, position, draws, len(state)), state
 
+    def read_ahead(self, ops):
+        pass
+
     def prefill(self, op: PrefillOp, pause: Callable[[], None] = lambda: None) -> RowPieces | None:
         if op.request in self.refused:
             return None

@@ -21,7 +21,7 @@ from dist_attn_service.text.tokenising import tokens_of
 
 __all__ = ["EmbeddingService", "Vectors"]
 
-AT_ONCE = 8  # inputs of one request in the engine: the others are not kept waiting for all of them
+AT_ONCE = 64  # inputs of one request in the engine, which reads short ones together
 DOCUMENT = RowSpec(granularity="document", pooling="mean")
 SEQUENCE = RowSpec(granularity="document", pooling=MODEL_POOLING)
 TINY = 1e-12  # a shorter vector keeps its length, as torch's normalize has it
