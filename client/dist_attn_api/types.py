@@ -432,14 +432,14 @@ class Model(Answer):
 
 
 class ModelList(Answer):
-    """All models: the one that is served, under each of its names."""
+    """All models: those that are served, under each of their names, the one that writes first."""
 
     object: ListName = "list"
     data: list[Model]
 
 
 class Readiness(Answer):
-    """The engine can take work."""
+    """The engine can take work, and that of the encoder too where there is one."""
 
     ready: Literal[True] = True
     model: str
@@ -447,6 +447,7 @@ class Readiness(Answer):
     ranks: int
     active: int
     queued: int
+    encoder: "Readiness | None" = None
 
 
 class Version(Answer):
@@ -472,23 +473,15 @@ class Rank(Answer):
     device: str = ""
 
 
-class Status(Answer):
-    """What the service and its engine are doing now; the engine's figures are null while it has not answered.
+class EngineStatus(Answer):
+    """What an engine is doing now, for its model; its figures are null while it has not answered.
 
     `lost_groups` counts how often the ranks were lost, `replayed_tokens` what was read or drawn a second time for that.
     """
 
     ready: bool
     reason: str
-    version: str
     model: str
-    uptime_seconds: float
-    open_requests: int
-    waiting_requests: int
-    spool_bytes: int
-    stored_sessions: int
-    stored_states: int
-    stored_bytes: int
     backend: str | None = None
     epoch: int | None = None
     step: int | None = None
@@ -498,3 +491,20 @@ class Status(Answer):
     lost_groups: int | None = None
     replayed_tokens: int | None = None
     ranks: list[Rank] = field(default_factory=list)
+
+
+class Status(EngineStatus):
+    """What the service and its engine are doing now; `encoder` is the engine of a second model.
+
+    `ready` says that both engines take work.
+    """
+
+    version: str
+    uptime_seconds: float
+    open_requests: int
+    waiting_requests: int
+    spool_bytes: int
+    stored_sessions: int
+    stored_states: int
+    stored_bytes: int
+    encoder: EngineStatus | None = None
