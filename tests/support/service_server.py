@@ -77,10 +77,10 @@ def running_service(
     folder: Path,
     engine: FakeEngine | None = None,
     tracing: Tracing | None = None,
-    encoder: FakeEngine | None = None,
+    encoder_engine: FakeEngine | None = None,
     **values: Any,
 ) -> Iterator[RunningService]:
-    """Serve from a thread until the block ends; `encoder` is the engine of a second model, which the values name."""
+    """Serve from a thread until the block ends; `encoder_engine` is that of a second model, which the values name."""
     engine = engine or FakeEngine()
     if "model" not in values:
         values["model"] = model_folder(folder)
@@ -90,7 +90,7 @@ def running_service(
     engine.vocab_size = ServedModel.read(settings.model).vocab_size
     log = StringIO()
     port = FakeEnginePort(engine, stream_limits(settings))
-    encoder_port = None if encoder is None else FakeEnginePort(encoder, stream_limits(settings))
+    encoder_port = None if encoder_engine is None else FakeEnginePort(encoder_engine, stream_limits(settings))
     ports = (port,) if encoder_port is None else (port, encoder_port)
     app = create_app(settings, ports, make_log(log, "debug"), tracing)
     listener = socket.create_server(("127.0.0.1", 0))
