@@ -271,6 +271,7 @@ class EncoderSettings(Section):
     )
     served_model_name: Names = Field(default=(), description="names that it answers to in place of its folder's")
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each of its documents")
+    weights: WeightPrecision = Field(default="float32", description="how its weights lie in memory")
     api_address: str = Field(
         default="", description="ZeroMQ address between API and its controller; empty: a private one"
     )
