@@ -192,9 +192,9 @@ def test_the_api_gets_its_part(tmp_path: Path) -> None:
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
-    nested = ("engine.", "store.", "prefixes.", "tracing.", "jobs.", "files.")
+    nested = ("engine.", "encoder.", "store.", "prefixes.", "tracing.", "jobs.", "files.")
     names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(nested)}
-    own = {"api_address", "keys_dir", "insecure_network", "store", "prefixes", "tracing", "jobs", "files"}
+    own = {"api_address", "keys_dir", "insecure_network", "encoder", "store", "prefixes", "tracing", "jobs", "files"}
     assert set(ServiceSettings.model_fields) == names | own
     assert ServiceSettings.of(Settings(model="m", engine={"api_address": "x"}, jobs={"at_once": 7})).jobs.at_once == 7
     with pytest.raises(ConfigError, match="--api-address"):

@@ -281,10 +281,7 @@ class FileList(Answer):
 
 
 class Feeding(Answer):
-    """The session that an upload feeds: its text begins at `start`, is read up to `position`, kept up to `checkpoint`.
-
-    What is kept, nothing takes away any more.
-    """
+    """The session that an upload feeds: its text begins at `start`, is read up to `position`, safe up to `checkpoint`."""
 
     id: str
     state: Literal["waiting", "feeding", "done", "failed"]
@@ -457,10 +454,7 @@ class Version(Answer):
 
 
 class Rank(Answer):
-    """One rank as the controller sees it; `step` is the last one it has finished.
-
-    `busy_seconds` are those of its steps since it started, waiting for other ranks in them included.
-    """
+    """One rank as the controller sees it: the last step it has finished, its steps' time with waiting for other ranks."""
 
     rank: int
     pid: int
@@ -474,10 +468,7 @@ class Rank(Answer):
 
 
 class EngineStatus(Answer):
-    """What an engine is doing now, for its model; its figures are null while it has not answered.
-
-    `lost_groups` counts how often the ranks were lost, `replayed_tokens` what was read or drawn a second time for that.
-    """
+    """What a model's engine is doing now, null while it has not answered; `replayed_tokens` were read or drawn again."""
 
     ready: bool
     reason: str
@@ -494,10 +485,7 @@ class EngineStatus(Answer):
 
 
 class Status(EngineStatus):
-    """What the service and its engine are doing now; `encoder` is the engine of a second model.
-
-    `ready` says that both engines take work.
-    """
+    """What the service and its engine are doing now; `encoder` is that of a second model, and `ready` means both."""
 
     version: str
     uptime_seconds: float

@@ -371,7 +371,6 @@ def serve(options: ServeOptions) -> None:
         "model": options.model,
         "encoder.model": options.encoder,
         "data_dir": options.data_dir,
-        "log_level": options.log_level,
         "http.host": options.host,
         "http.port": options.port,
         "engine.ranks": options.ranks,

@@ -156,7 +156,6 @@ class ServeOptions:
     host: Host = None
     port: Port = None
     data_dir: DataDir = None
-    log_level: Annotated[choices.LogLevel | None, typer.Option(help="What is logged (default: info).")] = None
 
 
 Options = TypeVar("Options")

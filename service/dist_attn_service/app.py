@@ -1,5 +1,6 @@
 """The application: made by a function, its parts owned by the lifespan."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -93,18 +94,15 @@ def create_app(
                 raise
             services = _services(contexts, stores, disk, open_requests)
             metrics.watch(services.gauges, version=__version__)
-            for port in ports:
-                await port.start()
+            await asyncio.gather(*(port.start() for port in ports))
             services.jobs.runner.start()
             try:
                 yield {"services": services}
             finally:
                 await services.jobs.runner.stop()
-                for served in services.models:
-                    await served.prefixes.close()
+                await asyncio.gather(*(served.prefixes.close() for served in services.models))
                 await services.feeds.stop()
-                for port in ports:
-                    await port.close()
+                await asyncio.gather(*(port.close() for port in ports))
                 # what was cut off still writes its last words and gives its spools back
                 await open_requests.drained(FAREWELL_SECONDS)
                 await beside(threads, tracing.flush)
