@@ -281,7 +281,7 @@ class FileList(Answer):
 
 
 class Feeding(Answer):
-    """The session that an upload feeds: its text begins at `start`, is read up to `position`, safe up to `checkpoint`."""
+    """The session that an upload feeds: its text begins at `start`, is read up to `position`, safe at `checkpoint`."""
 
     id: str
     state: Literal["waiting", "feeding", "done", "failed"]
@@ -454,7 +454,7 @@ class Version(Answer):
 
 
 class Rank(Answer):
-    """One rank as the controller sees it: the last step it has finished, its steps' time with waiting for other ranks."""
+    """One rank as the controller sees it: its last step that ended, the time of its steps with waiting for others."""
 
     rank: int
     pid: int
@@ -468,7 +468,7 @@ class Rank(Answer):
 
 
 class EngineStatus(Answer):
-    """What a model's engine is doing now, null while it has not answered; `replayed_tokens` were read or drawn again."""
+    """What a model's engine does now, null while it has not answered; `replayed_tokens` were read or drawn again."""
 
     ready: bool
     reason: str
