@@ -68,10 +68,17 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
 def _start_api(engines: Sequence[EngineHandle], config: Path | None, settings: Settings) -> subprocess.Popen[bytes]:
     # File and environment are read again by the API itself, so that nothing secret stands in a command line.
     flags = [f"--config={config}"] if config is not None else []
-    flags += [f"--host={settings.http.host}", f"--port={settings.http.port}"]
-    for engine, model, address in zip(engines, ("model", "encoder"), ("api-address", "encoder-address"), strict=False):
-        flags += [f"--{model}={engine.settings.model}", f"--{address}={engine.api_address}"]
-    flags += [f"--data-dir={settings.data_dir}", f"--log-level={settings.log_level}"]
+    writer, *others = engines
+    flags += [f"--host={settings.http.host}", f"--port={settings.http.port}", f"--api-address={writer.api_address}"]
+    flags += [
+        f"--model={writer.settings.model}",
+        f"--data-dir={settings.data_dir}",
+        f"--log-level={settings.log_level}",
+    ]
+    for encoder in others:
+        flags += [f"--encoder={encoder.settings.model}", f"--encoder-address={encoder.api_address}"]
+    if not others:
+        flags.append("--encoder=")  # also where the file names one that a flag has taken away
     tied = [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid())]
     command = [*tied, sys.executable, "-m", "dist_attn_service", *flags]
     # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends all parts in order.

@@ -190,3 +190,6 @@ def test_models_need_names_and_addresses_of_their_own(tmp_path: Path) -> None:
     flags = {"model": "m", "encoder.model": "e", "engine.api_address": "ipc:///a"}
     with pytest.raises(ConfigError, match="give --encoder-address"):
         Settings.of(read_settings(None, environment={}, flags=flags).settings)
+    alone = {**flags, "encoder.model": ""}
+    settings = Settings.of(read_settings(None, environment={"DIST_ATTN_ENCODER__MODEL": "e"}, flags=alone).settings)
+    assert settings.of_models() == (settings,)
