@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from dist_attn.commands import cli, remote
 from dist_attn.settings import read_settings
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn_client import Client
+from dist_attn_client import Client, EngineStatus, Status
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.opening import draw_of, is_completion
 from tests.support.programs import free_port
@@ -147,6 +148,20 @@ def test_top_is_plain_where_no_terminal_is(run: Run, service: RunningService) ->
     ) < 9
     told = json.loads(run("top", "--once", "--json", "--url", service.url)[1])
     assert told["ranks"][0]["phase"] == "idle" and told["ready"] is True
+
+
+def test_top_tells_of_two_engines() -> None:
+    """The lines of the encoder's engine stand behind those of the writer's, each with a word before it."""
+    counts = dict.fromkeys(
+        ("open_requests", "waiting_requests", "spool_bytes", "stored_sessions", "stored_states", "stored_bytes"), 0
+    )
+    encoder = EngineStatus(ready=False, reason="rank 0 is lost", model="vectors", epoch=3)
+    writer: dict[str, Any] = {"ready": False, "reason": "vectors: rank 0 is lost", "model": "tiny", "epoch": 1}
+    lines = remote.plain_lines(remote.Look(Status(version="1", uptime_seconds=1, encoder=encoder, **writer, **counts)))
+    facts = dict(line.split("\t") for line in lines)
+    assert (facts["model"], facts["epoch"]) == ("tiny", "1")
+    assert (facts["encoder.model"], facts["encoder.epoch"]) == ("vectors", "3")
+    assert facts["encoder.reason"] == "rank 0 is lost" and "encoder.version" not in facts
 
 
 def test_top_goes_on_while_the_service_is_away(

@@ -168,6 +168,20 @@ def test_weights_are_held_in_a_precision_that_there_is(tmp_path: Path) -> None:
         read(tmp_path, '[engine]\nweights = "int4"\n')
 
 
+def test_the_encoders_controller_is_on_this_host(tmp_path: Path) -> None:
+    """It has ranks, weights and a folder of its own and no other hosts; all else is as in [engine]."""
+    engine = 'ranks = 4\nagents = 2\nrank_address = "tcp://127.0.0.1:1"\nweights = "int8"\nblock_tokens = 1024\n'
+    toml = f'[engine]\n{engine}[encoder]\nmodel = "books-6m-chapters"\nranks = 2\n'
+    tree = read(tmp_path, toml, {"data_dir": "d"}).settings
+    own, shared = ControlSettings.of_encoder(tree), ControlSettings.of(tree, model="m")
+    assert (Path(own.model).name, own.ranks, own.weights, own.data_dir) == (
+        "books-6m-chapters", 2, "float32", str(Path("d/encoder")),
+    )  # fmt: skip
+    assert (own.agents, own.local_agent, own.rank_address, own.api_address) == (1, True, "", "")
+    others = ("model", "ranks", "weights", "data_dir", "agents", "local_agent", "rank_address", "api_address")
+    assert own.model_dump(exclude=set(others)) == shared.model_dump(exclude=set(others))
+
+
 def test_the_store_gets_its_part() -> None:
     """The [store] section has the names and defaults of the store's limits, so neither can drift; "" is a folder."""
     limits = {field.name: field.default for field in msgspec.structs.fields(StoreLimits)}
@@ -192,9 +206,9 @@ def test_the_api_gets_its_part(tmp_path: Path) -> None:
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
-    nested = ("engine.", "store.", "prefixes.", "tracing.", "jobs.", "files.")
+    nested = ("engine.", "encoder.", "store.", "prefixes.", "tracing.", "jobs.", "files.")
     names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(nested)}
-    own = {"api_address", "keys_dir", "insecure_network", "store", "prefixes", "tracing", "jobs", "files"}
+    own = {"api_address", "keys_dir", "insecure_network", "encoder", "store", "prefixes", "tracing", "jobs", "files"}
     assert set(ServiceSettings.model_fields) == names | own
     assert ServiceSettings.of(Settings(model="m", engine={"api_address": "x"}, jobs={"at_once": 7})).jobs.at_once == 7
     with pytest.raises(ConfigError, match="--api-address"):

@@ -281,10 +281,7 @@ class FileList(Answer):
 
 
 class Feeding(Answer):
-    """The session that an upload feeds: its text begins at `start`, is read up to `position`, kept up to `checkpoint`.
-
-    What is kept, nothing takes away any more.
-    """
+    """The session that an upload feeds: its text begins at `start`, is read up to `position`, safe at `checkpoint`."""
 
     id: str
     state: Literal["waiting", "feeding", "done", "failed"]
@@ -432,14 +429,14 @@ class Model(Answer):
 
 
 class ModelList(Answer):
-    """All models: the one that is served, under each of its names."""
+    """All models: those that are served, under each of their names, the one that writes first."""
 
     object: ListName = "list"
     data: list[Model]
 
 
 class Readiness(Answer):
-    """The engine can take work."""
+    """The engine can take work, and that of the encoder too where there is one."""
 
     ready: Literal[True] = True
     model: str
@@ -447,6 +444,7 @@ class Readiness(Answer):
     ranks: int
     active: int
     queued: int
+    encoder: "Readiness | None" = None
 
 
 class Version(Answer):
@@ -456,10 +454,7 @@ class Version(Answer):
 
 
 class Rank(Answer):
-    """One rank as the controller sees it; `step` is the last one it has finished.
-
-    `busy_seconds` are those of its steps since it started, waiting for other ranks in them included.
-    """
+    """One rank as the controller sees it: its last step that ended, the time of its steps with waiting for others."""
 
     rank: int
     pid: int
@@ -472,23 +467,12 @@ class Rank(Answer):
     device: str = ""
 
 
-class Status(Answer):
-    """What the service and its engine are doing now; the engine's figures are null while it has not answered.
-
-    `lost_groups` counts how often the ranks were lost, `replayed_tokens` what was read or drawn a second time for that.
-    """
+class EngineStatus(Answer):
+    """What a model's engine does now, null while it has not answered; `replayed_tokens` were read or drawn again."""
 
     ready: bool
     reason: str
-    version: str
     model: str
-    uptime_seconds: float
-    open_requests: int
-    waiting_requests: int
-    spool_bytes: int
-    stored_sessions: int
-    stored_states: int
-    stored_bytes: int
     backend: str | None = None
     epoch: int | None = None
     step: int | None = None
@@ -498,3 +482,17 @@ class Status(Answer):
     lost_groups: int | None = None
     replayed_tokens: int | None = None
     ranks: list[Rank] = field(default_factory=list)
+
+
+class Status(EngineStatus):
+    """What the service and its engine are doing now; `encoder` is that of a second model, and `ready` means both."""
+
+    version: str
+    uptime_seconds: float
+    open_requests: int
+    waiting_requests: int
+    spool_bytes: int
+    stored_sessions: int
+    stored_states: int
+    stored_bytes: int
+    encoder: EngineStatus | None = None

@@ -1,6 +1,7 @@
-"""Entry point of the images: turns a model's name into its folder, then becomes the process that was asked for.
+"""Entry point of the images: turns models' names into their folders, then becomes the process that was asked for.
 
-python start.py api|engine|agent [--model NAME_OR_FOLDER] [--config FILE] [FLAG …]: the flags are those of that process.
+python start.py api|engine|agent [--model NAME_OR_FOLDER] [--encoder NAME_OR_FOLDER] [--config FILE] [FLAG …]: the flags
+are those of that process; of a second model the API alone is told.
 """
 
 import argparse
@@ -24,11 +25,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="start.py", description=__doc__, allow_abbrev=False, add_help=False)
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--model", help="a model folder or the name of a shipped model")
+    parser.add_argument("--encoder", help="likewise, a second model for encodings")
     parser.add_argument("--config", type=Path, help="TOML file with settings")
     own, flags = parser.parse_known_args(arguments)
     try:
-        settings = read_settings(own.config, environment=os.environ, flags={"model": own.model}).settings
+        named = {"model": own.model, "encoder.model": own.encoder}
+        settings = read_settings(own.config, environment=os.environ, flags=named).settings
         folder = resolve_model_folder(settings.model)
+        if own.program == "api" and settings.encoder.model:
+            flags.append(f"--encoder={resolve_model_folder(settings.encoder.model)}")
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

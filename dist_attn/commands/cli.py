@@ -368,13 +368,15 @@ def serve(options: ServeOptions) -> None:
     """Start the HTTP service with its engine on this machine; `dist-attn config show` lists all that can be set.
 
     Example: dist-attn serve --ranks 4 --port 8000
+
+    Example: dist-attn serve --model books-6m --encoder books-6m-chapters
     """
     from dist_attn.commands.serve import serve as run_service
 
     flags = {
         "model": options.model,
+        "encoder.model": options.encoder,
         "data_dir": options.data_dir,
-        "log_level": options.log_level,
         "http.host": options.host,
         "http.port": options.port,
         "engine.ranks": options.ranks,

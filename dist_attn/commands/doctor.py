@@ -18,11 +18,12 @@ from dist_attn.commands import machine
 from dist_attn.commands.calibrate import calibrate
 from dist_attn.commands.machine import Finding, broken, unknown
 from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
-from dist_attn.commands.tables import stdout_console
+from dist_attn.commands.tables import byte_size, stdout_console
 from dist_attn.commands.trial_ranks import last_line, started, trial_command
-from dist_attn.control.preflight import CHECK_S
+from dist_attn.control.preflight import CHECK_S, check_engine
+from dist_attn.control.settings import ControlSettings
 from dist_attn.costs import estimate, read_model_costs
-from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.errors import ConfigError, DistAttnError, ModelFolderError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.settings import EngineSettings, Settings, read_settings
 from dist_attn.shipped import origin, resolve_model_folder
@@ -71,6 +72,8 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     except ModelFolderError as error:
         problems.append(broken("model", str(error), "name another with --model DIR"))
     rank_bytes, message_bytes = _needs(folder, ranks, settings.engine.weights)
+    if settings.encoder.model:
+        problems += _encoder(settings)
     at_once = [
         machine.check_python(),
         machine.check_libraries(),
@@ -85,6 +88,19 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     findings = [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
     needed = _needed_by(settings.engine)
     return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
+
+
+def _encoder(settings: Settings) -> list[Finding]:
+    """Whether the second model is there, and what its ranks need beside those of the first."""
+    own = settings.encoder
+    try:
+        folder = resolve_model_folder(own.model)
+        check_engine(folder, ControlSettings.of_encoder(settings), "encoder")
+    except DistAttnError as error:
+        return [broken("encoder", str(error), "name another with encoder.model")]
+    rank_bytes, _ = _needs(folder, own.ranks, own.weights)
+    takes = f", each of about {byte_size(rank_bytes)}" if rank_bytes else ""
+    return [machine.ok("encoder", f"{folder}; ranks of its own: {own.ranks}{takes}")]
 
 
 def _needed_by(engine: EngineSettings) -> tuple[str, ...]:

@@ -137,6 +137,10 @@ class ServeOptions:
 
     config: Config = None
     model: Model = None
+    encoder: Annotated[
+        str | None,
+        typer.Option(help="A second model, which encodings and embeddings go to; --model writes (default: none)."),
+    ] = None
     ranks: Annotated[
         int | None, typer.Option(help="Processes that share each document (default: 1).", min=1, max=1024)
     ] = None
@@ -152,7 +156,6 @@ class ServeOptions:
     host: Host = None
     port: Port = None
     data_dir: DataDir = None
-    log_level: Annotated[choices.LogLevel | None, typer.Option(help="What is logged (default: info).")] = None
 
 
 Options = TypeVar("Options")

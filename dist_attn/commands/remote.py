@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from dist_attn.commands.tables import Table, byte_size, duration, print_tables, 
 from dist_attn.costs import parse_count
 from dist_attn.errors import InputError
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn_client import Client, ClientError, Estimate, KeyRefused, Retry, Status
+from dist_attn_client import Client, ClientError, EngineStatus, Estimate, KeyRefused, Retry, Status
 from dist_attn_client.texts import Sampling
 
 KEY_VARIABLE = "DIST_ATTN_API_KEY"
@@ -154,6 +154,7 @@ FIGURES = (
     "spool_bytes", "stored_sessions", "stored_states", "stored_bytes", "lost_groups", "replayed_tokens",
     "uptime_seconds", "version",
 )  # fmt: skip
+OF_ENGINES = [name for name in FIGURES if name in EngineStatus.__dataclass_fields__]
 
 
 @dataclass(frozen=True)
@@ -208,13 +209,22 @@ def _looks(client: Client, *, once: bool, sleep: Callable[[float], None]) -> Ite
 
 
 def plain_lines(look: Look) -> list[str]:
-    """Names and values with tabs between them; a rank's line has names and values in turn."""
-    status = look.status
-    if status is None:
+    """Names and values with tabs between them; a rank's line has names and values in turn.
+
+    Those of the encoder's engine come last, with `encoder.` before each line.
+    """
+    if look.status is None:
         return ["ready\tno", f"reason\t{_line(look.problem)}"]
-    lines = [f"ready\t{'yes' if status.ready else 'no'}", f"reason\t{_line(status.reason)}"]
-    lines += [f"{name}\t{_value(getattr(status, name))}" for name in FIGURES]
-    for rank in status.ranks:
+    lines = _engine_lines(look.status, FIGURES)
+    if (encoder := look.status.encoder) is not None:
+        lines += [f"encoder.{line}" for line in _engine_lines(encoder, OF_ENGINES)]
+    return lines
+
+
+def _engine_lines(engine: EngineStatus, figures: Sequence[str]) -> list[str]:
+    lines = [f"ready\t{'yes' if engine.ready else 'no'}", f"reason\t{_line(engine.reason)}"]
+    lines += [f"{name}\t{_value(getattr(engine, name))}" for name in figures]
+    for rank in engine.ranks:
         fields = asdict(rank)
         lines.append("\t".join(f"{name}\t{_value(value) or '-'}" for name, value in fields.items()))
     return lines
@@ -242,15 +252,27 @@ def _screen(url: str, look: Look) -> RenderableType:
     if status is None:
         return Group(head, Text(look.problem, style="red"), Text("waiting for it …", style="dim"))
     head.append("ready" if status.ready else f"not ready: {status.reason}", style="green" if status.ready else "red")
-    speed = "-" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tokens/s"
     facts = [
-        ("speed", speed),
-        ("queued", _count(status.queued)),
-        ("in the engine", _count(status.sessions)),
         ("open requests", f"{status.open_requests:,} ({status.waiting_requests:,} waiting)"),
         ("stored sessions", f"{status.stored_sessions:,} ({byte_size(status.stored_bytes)})"),
-        ("lost groups", f"{_count(status.lost_groups)} ({_count(status.replayed_tokens)} tokens again)"),
         ("up", duration(status.uptime_seconds)),
+    ]
+    parts: list[RenderableType] = [head, *_engine_parts(status, facts)]
+    if status.encoder is not None:
+        parts += _engine_parts(status.encoder, [])
+    parts.append(Text(f"Ctrl-C ends it; a key goes into {KEY_VARIABLE}", style="dim"))
+    return Group(*parts)
+
+
+def _engine_parts(engine: EngineStatus, more: list[tuple[str, str]]) -> list[RenderableType]:
+    """A model, the figures of its engine with `more` behind them, and its ranks."""
+    speed = "-" if engine.tokens_per_second is None else f"{engine.tokens_per_second:,.0f} tokens/s"
+    facts = [
+        ("speed", speed),
+        ("queued", _count(engine.queued)),
+        ("in the engine", _count(engine.sessions)),
+        ("lost groups", f"{_count(engine.lost_groups)} ({_count(engine.replayed_tokens)} tokens again)"),
+        *more,
     ]
     ranks = [
         (
@@ -262,15 +284,14 @@ def _screen(url: str, look: Look) -> RenderableType:
             byte_size(rank.peak_rss_bytes),
             str(rank.pid),
         )
-        for rank in status.ranks
+        for rank in engine.ranks
     ]
     header = ("rank", "phase", "step", "heartbeat", "progress", "peak memory", "pid")
-    about = f"{status.model}, {status.backend or '-'}, epoch {_count(status.epoch)}, step {_count(status.step)}"
-    parts: list[RenderableType] = [head, Text(about), rich_table(Table("", facts), boxed=True)]
+    about = f"{engine.model}, {engine.backend or '-'}, epoch {_count(engine.epoch)}, step {_count(engine.step)}"
+    parts: list[RenderableType] = [Text(about), rich_table(Table("", facts), boxed=True)]
     if ranks:
         parts.append(rich_table(Table("", ranks, header), boxed=True))
-    parts.append(Text(f"Ctrl-C ends it; a key goes into {KEY_VARIABLE}", style="dim"))
-    return Group(*parts)
+    return parts
 
 
 def _count(value: int | None) -> str:

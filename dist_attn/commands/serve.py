@@ -1,4 +1,4 @@
-"""The whole service on this machine: an engine and an API process, started and ended together."""
+"""The whole service on this machine: an engine for each model and an API process, started and ended together."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_attn.control.launch import EngineHandle, start_engine
-from dist_attn.control.preflight import check_before_start
+from dist_attn.control.launch import EngineHandle, start_engines
+from dist_attn.control.preflight import check_before_start, check_engine
 from dist_attn.control.ranks import child_environment
-from dist_attn.control.settings import ControlSettings
+from dist_attn.control.settings import ControlSettings, threads_for
 from dist_attn.log_lines import say
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
@@ -22,6 +22,7 @@ from dist_attn.shipped import resolve_model_folder
 __all__ = ["api_stop_deadline_s", "serve"]
 
 POLL_S = 0.2
+CONTROLLERS = ("controller", "encoder's controller")  # as they are called on stderr
 DEATHS_TO_END, DEATHS_WITHIN_S = 4, 60.0
 API_FAREWELL_S = 5.0  # the API's last words to what did not finish, and its exit
 
@@ -42,52 +43,70 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         data_dir=settings.data_dir,
         engine=settings.engine,
     )
+    controllers = [ControlSettings.of(settings, model=str(folder))]
+    if settings.encoder.model:
+        controllers.append(ControlSettings.of_encoder(settings))
+        check_engine(Path(controllers[1].model), controllers[1], "encoder")
+        # Both groups compute at the same time: together they take the threads that one would take by itself.
+        here = settings.engine.ranks // settings.engine.agents + settings.encoder.ranks
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(here)))
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with start_engine(ControlSettings.of(settings, model=str(folder))) as engine:
-        say(f"controller listens on {engine.api_address} for the API")
-        if engine.settings.rank_address:
-            say(f"controller listens on {engine.settings.rank_address} for agent and ranks")
-        api = _start_api(engine, config, settings, folder)
+    with start_engines(controllers) as engines:
+        for engine, name in zip(engines, CONTROLLERS, strict=False):
+            say(f"{name} listens on {engine.api_address} for the API")
+            if engine.settings.rank_address:
+                say(f"{name} listens on {engine.settings.rank_address} for agent and ranks")
+        api = _start_api(engines, config, settings)
         try:
-            return _watch(engine, api, stopped)
+            return _watch(engines, api, stopped)
         finally:
             _stop_api(api, api_stop_deadline_s(settings))
 
 
-def _start_api(engine: EngineHandle, config: Path | None, settings: Settings, folder: Path) -> subprocess.Popen[bytes]:
+def _start_api(engines: Sequence[EngineHandle], config: Path | None, settings: Settings) -> subprocess.Popen[bytes]:
     # File and environment are read again by the API itself, so that nothing secret stands in a command line.
     flags = [f"--config={config}"] if config is not None else []
-    flags += [f"--host={settings.http.host}", f"--port={settings.http.port}", f"--api-address={engine.api_address}"]
-    flags += [f"--model={folder}", f"--data-dir={settings.data_dir}", f"--log-level={settings.log_level}"]
+    writer, *others = engines
+    flags += [f"--host={settings.http.host}", f"--port={settings.http.port}", f"--api-address={writer.api_address}"]
+    flags += [
+        f"--model={writer.settings.model}",
+        f"--data-dir={settings.data_dir}",
+        f"--log-level={settings.log_level}",
+    ]
+    for encoder in others:
+        flags += [f"--encoder={encoder.settings.model}", f"--encoder-address={encoder.api_address}"]
+    if not others:
+        flags.append("--encoder=")  # also where the file names one that a flag has taken away
     tied = [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid())]
     command = [*tied, sys.executable, "-m", "dist_attn_service", *flags]
-    # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends both parts in order.
+    # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends all parts in order.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True)
 
 
-def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threading.Event) -> int:
+def _watch(engines: Sequence[EngineHandle], api: subprocess.Popen[bytes], stopped: threading.Event) -> int:
     """Wait for the end: 0 when asked to stop, else the code of the part that ended.
 
     A controller that dies is started again: the API keeps its connections and uploads, and its requests wait for the
     new ranks. One that dies again and again ends the service.
     """
-    deaths: deque[float] = deque(maxlen=DEATHS_TO_END)
+    deaths: list[deque[float]] = [deque(maxlen=DEATHS_TO_END) for _ in engines]
     while not stopped.wait(POLL_S):
         code = api.poll()
         if code is not None:
             say(f"dist-attn: the API ended with exit code {_shell_code(code)}; the service ends with it", sys.stderr)
             return _shell_code(code)
-        code = engine.exit_code()
-        if code is None:
-            continue
-        deaths.append(time.monotonic())
-        say(f"dist-attn: the controller ended with exit code {code}; see above", sys.stderr)
-        if len(deaths) == DEATHS_TO_END and deaths[-1] - deaths[0] < DEATHS_WITHIN_S:
-            return code or 1
-        engine.restart()
-        say("dist-attn: a new controller is started", sys.stderr)
+        for engine, died, name in zip(engines, deaths, CONTROLLERS, strict=False):
+            code = engine.exit_code()
+            if code is None:
+                continue
+            died.append(time.monotonic())
+            say(f"dist-attn: the {name} ended with exit code {code}; see above", sys.stderr)
+            if len(died) == DEATHS_TO_END and died[-1] - died[0] < DEATHS_WITHIN_S:
+                return code or 1
+            engine.restart()
+            say(f"dist-attn: the {name} is started again", sys.stderr)
     return 0
 
 

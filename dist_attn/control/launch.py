@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -85,6 +86,21 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
         if folder is not None:
             folder.remove()
         raise
+
+
+@contextlib.contextmanager
+def start_engines(controllers: Sequence[ControlSettings]) -> Iterator[list[EngineHandle]]:
+    """An engine for each of these settings, for as long as the block runs; then all end at the same time.
+
+    Raises: as `start_engine`.
+    """
+    with contextlib.ExitStack() as until_stopped:
+        engines = [until_stopped.enter_context(start_engine(settings)) for settings in controllers]
+        try:
+            yield engines
+        finally:
+            for engine in engines:
+                engine.process.terminate()
 
 
 def _start_controller(settings: ControlSettings) -> subprocess.Popen[bytes]:

@@ -37,18 +37,26 @@ def check_before_start(
     data_dir: Path,
     engine: EngineSettings,
 ) -> None:
-    """Look at the model folder, the address, the data folder, which is made if needed, and what the engine needs.
+    """Look at the address, the data folder, which is made if needed, and what the engine needs.
+
+    Raises: ConfigError for the first two, as `check_engine` for the engine.
+    """
+    _check_address(host, port)
+    _check_data_dir(data_dir)
+    check_engine(folder, engine)
+
+
+def check_engine(folder: Path, engine: EngineSettings, section: str = "engine") -> None:
+    """Look at what an engine needs; `section` is that of the settings of its own.
 
     Raises: as `check_model_folder` for the folder, MissingExtraError for a back end that is not installed, ConfigError
-        for the others and for GPUs that are not there.
+        for GPUs that are not there.
     """
     if engine.backend == "mpi" and (absent := lacks_for_mpi()):
         raise MissingExtraError(f"back end mpi needs {' and '.join(absent)}: {extra_hint('mpi')}")
-    check_gpus(engine, os.environ)
-    _check_address(host, port)
-    _check_data_dir(data_dir)
+    check_gpus(engine, os.environ, section)
     check_model_folder(folder)
-    check_weights_fit(folder, engine.weights)
+    check_weights_fit(folder, engine.weights, section)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -106,7 +114,7 @@ def check_downloaded_files(folder: Path) -> None:
         )
 
 
-def check_gpus(engine: EngineSettings, environ: Mapping[str, str]) -> None:
+def check_gpus(engine: EngineSettings, environ: Mapping[str, str], section: str = "engine") -> None:
     """Raises: ConfigError where GPUs are asked for and the driver shows none, or fewer than this host's ranks need."""
     asked = "engine.backend is nccl" if engine.backend == "nccl" else f"engine.device is {engine.device}"
     if engine.device == "cpu" and engine.backend == "nccl":
@@ -123,8 +131,8 @@ def check_gpus(engine: EngineSettings, environ: Mapping[str, str]) -> None:
     count = len(gpus)
     if one_each and engine.agents == 1 and 0 < count < engine.ranks:
         raise ConfigError(
-            f"engine.ranks is {engine.ranks}, and there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}: take as "
-            "many ranks, let them share a GPU with --device cuda:0, or compute on CPUs with --device cpu"
+            f"{section}.ranks is {engine.ranks}, and there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}: take "
+            "as many ranks, let them share a GPU with --device cuda:0, or compute on CPUs with --device cpu"
         )
 
 
@@ -136,11 +144,11 @@ def _torch_has_cuda() -> bool:
         return False
 
 
-def check_weights_fit(folder: Path, weights: WeightPrecision) -> None:
+def check_weights_fit(folder: Path, weights: WeightPrecision, section: str = "engine") -> None:
     """Raises: ConfigError where the model of `folder` is of a kind that holds its weights in float32 only."""
     if weights != "float32" and (kind := model_kind(folder)) not in ("", "language_model"):
         raise ConfigError(
-            f"engine.weights is {weights}, and {folder} holds a {kind}; only language models hold their weights so: "
+            f"{section}.weights is {weights}, and {folder} holds a {kind}; only language models hold their weights so: "
             "set it to float32"
         )
 

@@ -100,6 +100,17 @@ class ControlSettings(FlagSettings, EngineSettings):
         return cls(**{**dict(tree.engine), **shared, **own})
 
     @classmethod
+    def of_encoder(cls, tree: Settings) -> "ControlSettings":
+        """Those of the encoder's controller, whose ranks are all on this host.
+
+        Raises: as `of`.
+        """
+        own = tree.encoder
+        here = {"agents": 1, "local_agent": True, "rank_address": "", "data_dir": str(tree.data_dir / "encoder")}
+        model = str(resolve_model_folder(own.model))
+        return cls.of(tree, model=model, ranks=own.ranks, weights=own.weights, api_address=own.api_address, **here)
+
+    @classmethod
     def from_flags(
         cls, arguments: list[str], program: str, environment: Mapping[str, str] | None = None
     ) -> "ControlSettings":

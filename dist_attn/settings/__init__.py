@@ -2,6 +2,7 @@
 
 from dist_attn.settings.reading import FlagSettings, Resolved, read_settings
 from dist_attn.settings.tree import (
+    EncoderSettings,
     EngineSettings,
     FileSettings,
     HttpSettings,
@@ -20,6 +21,7 @@ from dist_attn.settings.tree import (
 )
 
 __all__ = [
+    "EncoderSettings",
     "EngineSettings",
     "FileSettings",
     "FlagSettings",

@@ -7,6 +7,7 @@
     [waits]    timeouts of the API
     [files]    where files that clients upload are kept, and how much of them
     [engine]   the ranks, and what the controller takes on
+    [encoder]  a second model with ranks of its own, for encodings
     [store]    where states of sessions are kept, and how much of them
     [prefixes] whether states of prompts are kept there too, so that the same beginning is read once
     [tracing]  where spans of OpenTelemetry are sent
@@ -259,6 +260,23 @@ class EngineSettings(RankTerms):
     )
 
 
+class EncoderSettings(Section):
+    """A second model beside the first: encodings and embeddings are its own where a request names no model.
+
+    It has a controller, an agent and ranks of its own, all on this host; what is not set here is as in `[engine]`.
+    """
+
+    model: str = Field(
+        default="", description="a model folder, or the name of a shipped model; empty: one model does everything"
+    )
+    served_model_name: Names = Field(default=(), description="names that it answers to in place of its folder's")
+    ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each of its documents")
+    weights: WeightPrecision = Field(default="float32", description="how its weights lie in memory")
+    api_address: str = Field(
+        default="", description="ZeroMQ address between API and its controller; empty: a private one"
+    )
+
+
 class StoreSettings(Section):
     """Where states of sessions are kept, and how much of them. Units: `*_bytes` in bytes, `*_s` in seconds.
 
@@ -354,6 +372,7 @@ class Settings(Section):
     waits: WaitSettings = WaitSettings()
     files: FileSettings = FileSettings()
     engine: EngineSettings = EngineSettings()
+    encoder: EncoderSettings = EncoderSettings()
     store: StoreSettings = StoreSettings()
     prefixes: PrefixSettings = PrefixSettings()
     tracing: TracingSettings = TracingSettings()

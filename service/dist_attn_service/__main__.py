@@ -58,11 +58,12 @@ class ApiServer(uvicorn.Server):
 
     async def _announce(self, services: Services) -> None:
         """Two lines on stdout: what is loaded and where this process listens; then, once the engine has it, ready."""
-        _say(f"loading {services.model.id}, listening on {self._url}  (stop with Ctrl-C)")
-        while not services.watch.health().ready:  # noqa: ASYNC110 - another process makes it so
+        ids = " and ".join(served.model.id for served in services.models)
+        _say(f"loading {ids}, listening on {self._url}  (stop with Ctrl-C)")
+        while not all(served.watch.health().ready for served in services.models):  # noqa: ASYNC110 - others make it so
             await asyncio.sleep(POLL_SECONDS)
-        where = services.settings.data_dir.absolute()
-        _say(f"ready after {time.monotonic() - STARTED:.1f} s: {self._url}  model {services.model.id}  data in {where}")
+        where, models = services.settings.data_dir.absolute(), f"model{'s' * (len(services.models) > 1)} {ids}"
+        _say(f"ready after {time.monotonic() - STARTED:.1f} s: {self._url}  {models}  data in {where}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let open streams finish first; meanwhile /readyz says that this process stops, and new work is refused."""
@@ -107,9 +108,10 @@ def serve(settings: Settings) -> int:
 
     Raises: InputError for a model folder or a controller address that cannot be used.
     """
-    ServedModel.read(settings.model, settings.served_model_name)  # refused before anything is opened
-    check_address(settings.api_address)
-    check_exposure(settings.api_address, settings.keys_dir, insecure=settings.insecure_network)
+    for of_model in settings.of_models():  # refused before anything is opened
+        ServedModel.read(of_model.model, of_model.served_model_name)
+        check_address(of_model.api_address)
+        check_exposure(of_model.api_address, settings.keys_dir, insecure=settings.insecure_network)
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
@@ -155,6 +157,8 @@ FLAGS = {
     "port": ("http.port", "port to listen on, 0 for any (default 8000)"),
     "api-address": ("engine.api_address", "ZeroMQ address of the controller"),
     "model": ("model", "model folder"),
+    "encoder": ("encoder.model", "folder of a second model, for encodings and embeddings"),
+    "encoder-address": ("encoder.api_address", "ZeroMQ address of the second model's controller"),
     "data-dir": ("data_dir", "where uploads, spools and states are kept (default: the user's data folder)"),
     "log-level": ("log_level", "debug, info, warning or error (default info)"),
 }

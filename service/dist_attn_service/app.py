@@ -1,6 +1,7 @@
 """The application: made by a function, its parts owned by the lifespan."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple, TypedDict
@@ -10,7 +11,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from dist_attn import __version__
-from dist_attn.errors import DistAttnError
+from dist_attn.errors import DistAttnError, ModelFolderError
 from dist_attn.store import StateStore
 from dist_attn.store.private import make_private
 from dist_attn.text import fitted, load_tokeniser
@@ -27,12 +28,13 @@ from dist_attn_service.completions.prefixes import PrefixCache
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.completions.whole import gather, whole_completion
-from dist_attn_service.dependencies import Services, SessionServices
+from dist_attn_service.dependencies import ModelServices, Services, SessionServices
 from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.engine.port import EnginePort, ZmqEnginePort
+from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.stream import StreamLimits
@@ -66,9 +68,9 @@ class LifespanState(TypedDict):
 
 
 def create_app(
-    settings: Settings, engine: EnginePort | None = None, log: Log | None = None, tracing: Tracing | None = None
+    settings: Settings, engines: Sequence[EnginePort] = (), log: Log | None = None, tracing: Tracing | None = None
 ) -> FastAPI:
-    """The service for one model; `engine` and `tracing` replace what the settings name in tests.
+    """The service for one model, or two; `engines` and `tracing` replace what the settings name in tests.
 
     Raises: ConfigError for keys of either kind that cannot be read; at start-up ModelFolderError when the model folder
         cannot be used.
@@ -77,7 +79,7 @@ def create_app(
     metrics, keys = Metrics(), KeyRing.read(settings)
     tracing = tracing or Tracing.of(settings.tracing)
     open_requests = OpenRequests(settings.open_requests)
-    port = engine or _connection(settings, log)
+    ports = engines or _connections(settings, log)
 
     @asynccontextmanager
     async def lifespan(application: FastAPI) -> AsyncIterator[LifespanState]:
@@ -86,21 +88,21 @@ def create_app(
             disk = parts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="disk"))
             try:
                 stores = await _open_stores(parts, settings, log)
+                contexts = _contexts(settings, ports, stores.states.store, metrics, threads, log)
             except (DistAttnError, ServiceError) as error:
                 application.state.cannot_start = str(error)
                 raise
-            context = _context(settings, port, stores.states.store, metrics, threads, log)
-            services = _services(context, stores, disk, open_requests)
-            metrics.watch(services.gauges, version=__version__, model=services.model.id)
-            await port.start()
+            services = _services(contexts, stores, disk, open_requests)
+            metrics.watch(services.gauges, version=__version__)
+            await asyncio.gather(*(port.start() for port in ports))
             services.jobs.runner.start()
             try:
                 yield {"services": services}
             finally:
                 await services.jobs.runner.stop()
-                await services.prefixes.close()
+                await asyncio.gather(*(served.prefixes.close() for served in services.models))
                 await services.feeds.stop()
-                await port.close()
+                await asyncio.gather(*(port.close() for port in ports))
                 # what was cut off still writes its last words and gives its spools back
                 await open_requests.drained(FAREWELL_SECONDS)
                 await beside(threads, tracing.flush)
@@ -117,7 +119,7 @@ def create_app(
         responses={"default": PROBLEM_RESPONSE},
     )
     envelope = Envelope(
-        log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(port), tracing=tracing
+        log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(ports), tracing=tracing
     )
     app.add_middleware(envelope.around)
     # what the server below the app, which sees broken requests and the end first, needs of it
@@ -147,16 +149,22 @@ async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> S
     )
 
 
-def _connection(settings: Settings, log: Log) -> EnginePort:
-    """The way to the controller."""
-    return ZmqEnginePort(
-        settings.api_address,
-        stream_limits(settings),
-        log,
-        status_seconds=settings.status_seconds,
-        stale_seconds=settings.status_stale_seconds,
-        keys=ClientKeys.find(settings.keys_dir, "api", settings.api_address),
-    )
+def _connections(settings: Settings, log: Log) -> list[EnginePort]:
+    """The ways to the controllers; what is kept of open requests to be sent again is bounded for all together."""
+    limits = stream_limits(settings)
+    memory = GivenMemory(limits.resend_bytes)
+    return [
+        ZmqEnginePort(
+            of_model.api_address,
+            limits,
+            log,
+            status_seconds=settings.status_seconds,
+            stale_seconds=settings.status_stale_seconds,
+            keys=ClientKeys.find(settings.keys_dir, "api", of_model.api_address),
+            memory=memory,
+        )
+        for of_model in settings.of_models()
+    ]
 
 
 def stream_limits(settings: Settings) -> StreamLimits:
@@ -171,49 +179,75 @@ def stream_limits(settings: Settings) -> StreamLimits:
     )
 
 
-def _whereabouts(engine: EnginePort) -> dict[str, Any]:
-    """Epoch and step of the engine, for the log."""
-    status = engine.health().status
-    return {} if status is None else {"epoch": status.epoch, "step": status.step}
+def _whereabouts(engines: Sequence[EnginePort]) -> dict[str, Any]:
+    """Epoch and step of each engine, for the log."""
+    found: dict[str, Any] = {}
+    for prefix, engine in zip(("", "encoder_"), engines, strict=False):
+        status = engine.health().status
+        found |= {} if status is None else {f"{prefix}epoch": status.epoch, f"{prefix}step": status.step}
+    return found
 
 
-def _context(
-    settings: Settings, engine: EnginePort, store: StateStore, metrics: Metrics, threads: Executor, log: Log
-) -> ServiceContext:
-    """Read the model folder, and what every kind of work shares.
+def _contexts(
+    settings: Settings, engines: Sequence[EnginePort], store: StateStore, metrics: Metrics, threads: Executor, log: Log
+) -> list[ServiceContext]:
+    """Read the model folders, and what every kind of work with each of the models shares.
 
-    Raises: ModelFolderError when the folder cannot be used.
+    Raises: ModelFolderError when a folder cannot be used, or two models would answer to one name.
     """
-    model = ServedModel.read(settings.model, settings.served_model_name)
-    tokeniser = ThreadTokeniser(fitted(load_tokeniser(settings.model), settings.model, model.vocab_size), threads)
-    watch = EngineWatch(engine, model, settings)
-    return ServiceContext(settings, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
+    contexts = []
+    for of_model, engine in zip(settings.of_models(), engines, strict=True):
+        model = ServedModel.read(of_model.model, of_model.served_model_name)
+        tokeniser = ThreadTokeniser(fitted(load_tokeniser(of_model.model), of_model.model, model.vocab_size), threads)
+        watch = EngineWatch(engine, model, of_model)
+        context = ServiceContext(of_model, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
+        contexts.append(context)
+    twice = set(contexts[0].model.ids).intersection(*(other.model.ids for other in contexts[1:]))
+    if len(contexts) > 1 and twice:
+        raise ModelFolderError(
+            f"both models answer to {min(twice)!r}; give one of them another name with encoder.served_model_name or "
+            "http.served_model_name"
+        )
+    return contexts
 
 
-def _services(context: ServiceContext, stores: Stores, disk: Executor, open_requests: OpenRequests) -> Services:
+def _services(
+    contexts: Sequence[ServiceContext], stores: Stores, disk: Executor, open_requests: OpenRequests
+) -> Services:
     """Put the parts together."""
-    settings = context.settings
+    writer = contexts[0]
+    settings = writer.settings
     folder = settings.data_dir / "spool"
     make_private(folder)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
-    prefixes = PrefixCache(context)
-    completions = CompletionService(context, prefixes)
+    models = tuple(_model_services(context, spools) for context in contexts)
     return Services(
-        **vars(context),
-        completions=completions,
-        prefixes=prefixes,
-        chat=ChatService(context, ChatTemplate.read(settings.model, context.tokeniser.special_tokens)),
-        documents=DocumentService(context, spools),
-        embeddings=EmbeddingService(context),
-        estimates=EstimateService(context),
-        sessions=SessionServices.over(stores.states, context),
-        jobs=JobServices.over(stores.jobs, context, _complete(context, completions)),
+        models=models,
+        settings=settings,
+        metrics=writer.metrics,
+        threads=writer.threads,
+        sessions=SessionServices.over(stores.states, writer),
+        jobs=JobServices.over(stores.jobs, [(served, _complete(served, served.completions)) for served in models]),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
         files=stores.files,
-        feeds=FeedingService(context, stores.files),
+        feeds=FeedingService(writer, stores.files),
+    )
+
+
+def _model_services(context: ServiceContext, spools: SpoolFactory) -> ModelServices:
+    """What is done with one model."""
+    prefixes = PrefixCache(context)
+    return ModelServices(
+        **vars(context),
+        completions=CompletionService(context, prefixes),
+        prefixes=prefixes,
+        chat=ChatService(context, ChatTemplate.read(context.settings.model, context.tokeniser.special_tokens)),
+        documents=DocumentService(context, spools),
+        embeddings=EmbeddingService(context),
+        estimates=EstimateService(context),
     )
 
 

@@ -1,8 +1,10 @@
 """What routes share: built once by the lifespan, reached through the request, never a module's global."""
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 from starlette.requests import Request
 
@@ -11,13 +13,15 @@ from dist_attn.wire.specs import RowChoiceError, choose_rows
 from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import beside
 from dist_attn_service.completions.chat import ChatService
 from dist_attn_service.completions.prefixes import PrefixCache
 from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
-from dist_attn_service.engine.metrics import Gauges
+from dist_attn_service.engine.metrics import Gauges, Metrics
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.feeding.service import FeedingService
 from dist_attn_service.http.exchange import RequestBody
@@ -33,6 +37,7 @@ from dist_attn_service.uploads.multipart import boundary_of
 from dist_attn_service.uploads.service import FileService
 
 __all__ = [
+    "ModelServices",
     "Services",
     "caller_of",
     "content_length",
@@ -45,6 +50,10 @@ __all__ = [
 ]
 
 GZIP = ("gzip", "x-gzip")
+P = ParamSpec("P")
+T = TypeVar("T")
+VECTORS = ("encodings", "embeddings")
+"""What the encoder does where a request names no model."""
 FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
 
 
@@ -72,8 +81,8 @@ class SessionServices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services(ServiceContext):
-    """Everything a route may need: what all kinds of work share, and who does each kind."""
+class ModelServices(ServiceContext):
+    """What is done with one model, and what its engine and all kinds of this work share."""
 
     completions: CompletionService
     prefixes: PrefixCache
@@ -81,6 +90,31 @@ class Services(ServiceContext):
     documents: DocumentService
     embeddings: EmbeddingService
     estimates: EstimateService
+
+    def rows(self, options: EncodingOptions) -> RowSpec:
+        """The rows that are asked for; what was left out depends on the model.
+
+        Raises: BadRequest for rows that the model does not give.
+        """
+        window = options.window if "window" in options.model_fields_set else None
+        pooling = options.pooling if "pooling" in options.model_fields_set else None
+        try:
+            return choose_rows(options.granularity, window, pooling, self.model.reading)
+        except RowChoiceError as error:
+            raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Everything a route may need: the models that are served, and what they share.
+
+    Without an encoder the first model is the only one. Sessions are the first one's.
+    """
+
+    models: tuple[ModelServices, ...]
+    settings: Settings
+    metrics: Metrics
+    threads: Executor
     sessions: SessionServices
     jobs: JobServices
     open_requests: OpenRequests
@@ -97,43 +131,65 @@ class Services(ServiceContext):
         record_of(request).received = lambda: body.bytes
         return body
 
-    def check_model(self, name: str | None) -> None:
-        """Accept a name of the served model, or none.
+    async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work`, which runs beside the event loop."""
+        return await beside(self.threads, work, *args, **kwargs)
 
-        Raises: NotFound for another one.
+    @property
+    def writer(self) -> ModelServices:
+        """The model that texts are written by where a request names none."""
+        return self.models[0]
+
+    @property
+    def encoder(self) -> ModelServices:
+        """The model that vectors are made by where a request names none."""
+        return self.models[-1]
+
+    def context_for(self, name: str | None, capability: str = "") -> ModelServices:
+        """The model that a request names or, where it names none, the one that does this kind of work by itself.
+
+        `capability` is one of `ServedModel.capabilities` that the request needs, or `sessions`; without one any model
+        will do.
+
+        Raises: NotFound for a name of none of the models, BadRequest for a model that cannot do it.
         """
-        if name is not None and name not in self.model.ids:
-            served = " or ".join(map(repr, self.model.ids))
-            raise NotFound(
-                f"the model {name[:200]!r} is not served here; {served} is",
-                code=Code.MODEL_NOT_FOUND,
-                param="model",
-            )
-
-    def rows(self, options: EncodingOptions) -> RowSpec:
-        """The rows that are asked for; what was left out depends on the model.
-
-        Raises: BadRequest for rows that the model does not give.
-        """
-        window = options.window if "window" in options.model_fields_set else None
-        pooling = options.pooling if "pooling" in options.model_fields_set else None
-        try:
-            return choose_rows(options.granularity, window, pooling, self.model.reading)
-        except RowChoiceError as error:
-            raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
-
-    def check_writes(self) -> None:
-        """Accept a model that generates text.
-
-        Raises: BadRequest for one that does not.
-        """
-        if "completions" not in self.model.capabilities:
+        if name is None:
+            served = self.encoder if capability in VECTORS else self.writer
+        else:
+            served = self._named(name)
+        if capability == "sessions" and served is not self.writer:
             raise BadRequest(
-                f"the model {self.model.id!r} makes vectors of texts and writes none; send the text to /v1/embeddings, "
-                "or serve a language model",
+                f"sessions are for {self.writer.model.id!r}, the model {served.model.id!r} has none; leave model out",
                 code=Code.UNSUPPORTED_PARAMETER,
                 param="model",
             )
+        needed = "completions" if capability == "sessions" else capability
+        if needed and needed not in served.model.capabilities:
+            raise self._unable(served, needed)
+        return served
+
+    def _named(self, name: str) -> ModelServices:
+        for served in self.models:
+            if name in served.model.ids:
+                return served
+        ids = [served_id for served in self.models for served_id in served.model.ids]
+        raise NotFound(
+            f"the model {name[:200]!r} is not served here; {' or '.join(map(repr, ids))} is",
+            code=Code.MODEL_NOT_FOUND,
+            param="model",
+        )
+
+    def _unable(self, served: ModelServices, needed: str) -> BadRequest:
+        able = [other.model.id for other in self.models if needed in other.model.capabilities]
+        if needed == "completions":
+            words = (
+                f"the model {served.model.id!r} makes vectors of texts and writes none; send the text to /v1/embeddings"
+            )
+            remedy = f"name {able[0]!r}, which writes" if able else "serve a language model"
+        else:
+            words = f"the model {served.model.id!r} does not answer /v1/{needed}"
+            remedy = f"name {able[0]!r}, which does" if able else "serve one that does"
+        return BadRequest(f"{words}, or {remedy}", code=Code.UNSUPPORTED_PARAMETER, param="model")
 
     def count(self, record: RequestRecord, kind: str, tokens: int) -> None:
         """Tokens that a request read, for its line of log and for the metrics."""
@@ -146,13 +202,18 @@ class Services(ServiceContext):
         record.reached["completion_tokens"] = usage.completion_tokens
         self.metrics.completion(usage)
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for an engine."""
+        return sum(served.watch.waiting for served in self.models)
+
     def gauges(self) -> Gauges:
         """How things are now."""
         stored, files = self.sessions.stored.known_totals, self.files.catalogue.total
         return Gauges(
-            self.watch.health(),
+            {served.model.id: served.watch.health() for served in self.models},
             self.open_requests.count,
-            self.watch.waiting,
+            self.waiting,
             self.budget.used,
             stored,
             files.bytes,

@@ -200,6 +200,16 @@ def test_the_settings_of_serve_are_those_of_doctor(
 
 
 @pytest.mark.usefixtures("without_processes")
+def test_a_second_model_is_looked_at_too(folder: Path, tmp_path: Path) -> None:
+    """The encoder's folder is checked as `serve` would, and one that is not there is named."""
+    for name, status in ((str(folder), "ok"), ("no such model", "broken")):
+        flags = {"model": str(folder), "data_dir": tmp_path, "http.port": _free_port(), "encoder.model": name}
+        found = _by_name(examine(read_settings(environment={}, flags=flags).settings))
+        assert (found["encoder"].status, found["encoder"].blocks) == (status, status == "broken")
+        assert name in found["encoder"].detail
+
+
+@pytest.mark.usefixtures("without_processes")
 def test_a_model_without_formulas_is_still_tried(tmp_path: Path) -> None:
     """A model whose costs are not known is tried all the same, without a figure for its memory."""
     (tmp_path / "config.json").write_text("{}")

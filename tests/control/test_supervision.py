@@ -36,7 +36,7 @@ def test_a_controller_that_dies_is_started_again(monkeypatch):
     monkeypatch.setattr(serve, "POLL_S", 0.001)
     stopped = threading.Event()
     engine = _Engine(serve.DEATHS_TO_END - 1, stopped)
-    assert serve._watch(engine, _Api(), stopped) == 0
+    assert serve._watch([engine], _Api(), stopped) == 0
     assert engine.restarts == serve.DEATHS_TO_END - 1
 
 
@@ -45,7 +45,7 @@ def test_a_controller_that_dies_again_and_again_ends_the_service(monkeypatch, ca
     monkeypatch.setattr(serve, "POLL_S", 0.001)
     stopped = threading.Event()
     engine = _Engine(100, stopped)
-    assert serve._watch(engine, _Api(), stopped) == -9
+    assert serve._watch([engine], _Api(), stopped) == -9
     assert engine.restarts == serve.DEATHS_TO_END - 1
     assert "exit code -9" in capsys.readouterr().err
 

@@ -117,6 +117,8 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("syntax"),
     ),
     "docs/how-to/operate.md": (
+        Not("it goes on until it is stopped; tests/system/test_two_models.py starts it"),
+        Not("processes that go on until they are stopped; tests/service/test_process.py starts the API"),
         Not("it stops a service of the system"),
         Not("a configuration of logrotate"),
         Not("a part of nginx.conf; tests/deploy/test_nginx.py runs the whole example"),

@@ -34,7 +34,7 @@ def run(folder: Path, work: Callable[[JobCatalogue, JobRunner, Clock, list[str]]
         store = await StateStore.over(MemoryRecords(), MemoryBlobs())
         files = JobFiles(folder)
         kept = JobStore(catalogue, files, JobStates(store, log))
-        runner = JobRunner(settings, kept, {}, log, Metrics(), clock.monotonic)
+        runner = JobRunner(settings, kept, {}.__getitem__, log, Metrics(), clock.monotonic)
         now = clock()
         waits = JobRecord(
             caller="ann", kind="encoding", model="m", created_at=now, expires_at=now + DAY_S, state="queued"

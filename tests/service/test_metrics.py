@@ -56,9 +56,10 @@ def test_requests_and_tokens_are_counted(service: RunningService) -> None:
 def test_losses_of_ranks_are_told(service: RunningService) -> None:
     """Losses of ranks, tokens read again for them, and the time of steps: the engine's numbers, in both places."""
     found, status = samples(service), httpx.get(f"{service.url}/v1/status").json()
-    assert value(found, "dist_attn_lost_groups_total") == status["lost_groups"] == 2
-    assert value(found, "dist_attn_replayed_tokens_total") == status["replayed_tokens"] == 700
-    assert value(found, "dist_attn_rank_busy_seconds_total", rank="0") == status["ranks"][0]["busy_seconds"] == 1.5
+    assert value(found, "dist_attn_lost_groups_total", model="tiny") == status["lost_groups"] == 2
+    assert value(found, "dist_attn_replayed_tokens_total", model="tiny") == status["replayed_tokens"] == 700
+    busy = value(found, "dist_attn_rank_busy_seconds_total", model="tiny", rank="0")
+    assert busy == status["ranks"][0]["busy_seconds"] == 1.5
 
 
 def test_gauges_follow_what_happens(tmp_path: Path) -> None:
@@ -66,15 +67,15 @@ def test_gauges_follow_what_happens(tmp_path: Path) -> None:
     engine = FakeEngine(hold_replies=True)
     with running_service(tmp_path, engine) as service:
         assert value(samples(service), "dist_attn_info", version=__version__, model="tiny") == 1
-        assert value(samples(service), "dist_attn_engine_ready") == 1
+        assert value(samples(service), "dist_attn_engine_ready", model="tiny") == 1
         with httpx.stream("POST", f"{service.url}/v1/completions", json={"prompt": "a", "stream": True}):
             found = samples(service)
             assert value(found, "dist_attn_open_requests") == 1
-            assert value(found, "dist_attn_engine_active") == 1
-            assert value(found, "dist_attn_rank_heartbeat_age_seconds", rank="0") == 0
-            assert ("dist_attn_rank_peak_rss_bytes", (("rank", "0"),)) in found
+            assert value(found, "dist_attn_engine_active", model="tiny") == 1
+            assert value(found, "dist_attn_rank_heartbeat_age_seconds", model="tiny", rank="0") == 0
+            assert ("dist_attn_rank_peak_rss_bytes", (("model", "tiny"), ("rank", "0"))) in found
         engine.ready = False
-        assert value(samples(service), "dist_attn_engine_ready") == 0
+        assert value(samples(service), "dist_attn_engine_ready", model="tiny") == 0
         eventually(lambda: value(samples(service), "dist_attn_open_requests") == 0, "the request to end")
 
 
@@ -86,7 +87,7 @@ def test_guarded_denominators_are_told_by_layer_and_head(service: RunningService
     assert {(dict(labels)["layer"], dict(labels)["head"]): count for (_, labels), count in told.items()} == {
         ("0", "0"): 3, ("0", "1"): 0, ("2", "0"): 1, ("2", "1"): 50,
     }  # fmt: skip
-    assert value(found, "dist_attn_attention_denominators_total") == 600
+    assert value(found, "dist_attn_attention_denominators_total", model="tiny") == 600
 
 
 def test_labels_come_from_closed_sets(service: RunningService) -> None:

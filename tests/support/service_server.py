@@ -43,6 +43,7 @@ class RunningService:
     engine_port: FakeEnginePort
     settings: Settings
     log: StringIO
+    encoder_port: FakeEnginePort | None = None
 
     @property
     def url(self) -> str:
@@ -73,9 +74,13 @@ class RunningService:
 
 @contextmanager
 def running_service(
-    folder: Path, engine: FakeEngine | None = None, tracing: Tracing | None = None, **values: Any
+    folder: Path,
+    engine: FakeEngine | None = None,
+    tracing: Tracing | None = None,
+    encoder_engine: FakeEngine | None = None,
+    **values: Any,
 ) -> Iterator[RunningService]:
-    """Serve from a thread until the block ends."""
+    """Serve from a thread until the block ends; `encoder_engine` is that of a second model, which the values name."""
     engine = engine or FakeEngine()
     if "model" not in values:
         values["model"] = model_folder(folder)
@@ -85,14 +90,16 @@ def running_service(
     engine.vocab_size = ServedModel.read(settings.model).vocab_size
     log = StringIO()
     port = FakeEnginePort(engine, stream_limits(settings))
-    app = create_app(settings, port, make_log(log, "debug"), tracing)
+    encoder_port = None if encoder_engine is None else FakeEnginePort(encoder_engine, stream_limits(settings))
+    ports = (port,) if encoder_port is None else (port, encoder_port)
+    app = create_app(settings, ports, make_log(log, "debug"), tracing)
     listener = socket.create_server(("127.0.0.1", 0))
     server = ApiServer(server_config(settings, app), app)
     thread = threading.Thread(target=server.run, args=([listener],), name="service")
     thread.start()
     try:
         eventually(lambda: server.started or not thread.is_alive(), "the service to start")
-        yield RunningService(listener.getsockname()[1], engine, port, settings, log)
+        yield RunningService(listener.getsockname()[1], engine, port, settings, log, encoder_port)
     finally:
         server.should_exit = True
         thread.join(PATIENCE_SECONDS)

@@ -8,6 +8,7 @@ from pydantic import Field
 from dist_attn.errors import ConfigError
 from dist_attn.log_lines import LogFormat
 from dist_attn.settings import (
+    EncoderSettings,
     FileSettings,
     HttpSettings,
     JobSettings,
@@ -35,6 +36,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     keys_dir: str = Field(default="", description="folder with the keys for a tcp:// address of the controller")
     insecure_network: bool = Field(default=False, description="connect over a network without keys")
     model: Path = Field(description="model folder; only tokenizer.json and config.json are read from it")
+    encoder: EncoderSettings = Field(default=EncoderSettings(), description="a second model and its controller")
     data_dir: Path = Field(default=Path("data"), description="spools and states live here")
     log_level: LogLevel = "info"
     log_format: LogFormat = "auto"
@@ -48,11 +50,13 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     def of(cls, tree: SettingsTree) -> Self:
         """The API's part of the whole tree.
 
-        Raises: ConfigError when the tree does not name a model or the controller's address.
+        Raises: ConfigError when the tree does not name a model, or not the address of a model's controller.
         """
-        for key, value in (("model", tree.model), ("engine.api_address", tree.engine.api_address)):
+        needed = [("model", tree.model, "model"), ("engine.api_address", tree.engine.api_address, "api-address")]
+        if tree.encoder.model:
+            needed.append(("encoder.api_address", tree.encoder.api_address, "encoder-address"))
+        for key, value, flag in needed:
             if not value:
-                flag = key.rpartition(".")[2].replace("_", "-")
                 raise ConfigError(f"{key} is not set; give --{flag}, or set it in the configuration or the environment")
         values: dict[str, Any] = {**dict(tree), "model": Path(tree.model or "")}
         for name in ("http", "limits", "work", "waits"):
@@ -60,6 +64,14 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
         engine = values.pop("engine")
         values |= {name: getattr(engine, name) for name in ("api_address", "keys_dir", "insecure_network")}
         return cls(**values)
+
+    def of_models(self) -> "tuple[Settings, ...]":
+        """The settings as each model has them, with its own folder, names and controller; those of the encoder last."""
+        encoder = self.encoder
+        if not encoder.model:
+            return (self,)
+        own = {"model": Path(encoder.model), "served_model_name": encoder.served_model_name}
+        return (self, self.model_copy(update={**own, "api_address": encoder.api_address}))
 
     @property
     def store_address(self) -> str:

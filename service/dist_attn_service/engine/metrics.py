@@ -1,6 +1,6 @@
 """What Prometheus is told: counters of requests and tokens, and gauges that are read when it asks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
@@ -28,9 +28,9 @@ SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 @dataclass(frozen=True)
 class Gauges:
-    """How things are at one moment."""
+    """How things are at one moment; `engines` are those of the models, by name."""
 
-    health: EngineHealth
+    engines: Mapping[str, EngineHealth]
     open_requests: int
     waiting_requests: int
     spool_bytes: int
@@ -70,9 +70,9 @@ class Metrics:
         for outcome in PREFIX_STATES:
             self._prefix_states.labels(outcome)
 
-    def watch(self, gauges: Callable[[], Gauges], *, version: str, model: str) -> None:
+    def watch(self, gauges: Callable[[], Gauges], *, version: str) -> None:
         """Look at `gauges` whenever somebody asks for the metrics."""
-        self._registry.register(_GaugeCollector(gauges, {"version": version, "model": model}))
+        self._registry.register(_GaugeCollector(gauges, version))
 
     def tokens(self, kind: str, count: int) -> None:
         """Count tokens of one of TOKEN_KINDS."""
@@ -113,15 +113,16 @@ class Metrics:
 
 
 class _GaugeCollector(Collector):
-    def __init__(self, gauges: Callable[[], Gauges], info: dict[str, str]) -> None:
+    def __init__(self, gauges: Callable[[], Gauges], version: str) -> None:
         self._gauges = gauges
-        self._info = info
+        self._version = version
 
     def collect(self) -> Iterable[Metric]:
-        """The gauges of this moment; those of the engine only while it is heard."""
+        """The gauges of this moment; those of an engine only while it is heard."""
         now = self._gauges()
-        info = GaugeMetricFamily("dist_attn_info", "What runs here; always 1", labels=list(self._info))
-        info.add_metric(list(self._info.values()), 1)
+        info = GaugeMetricFamily("dist_attn_info", "What runs here; always 1", labels=["version", "model"])
+        for model in now.engines:
+            info.add_metric([self._version, model], 1)
         yield info
         for name, words, value in (
             ("dist_attn_open_requests", "Requests that hold engine work or spools", now.open_requests),
@@ -133,55 +134,67 @@ class _GaugeCollector(Collector):
             ("dist_attn_stored_bytes", "Their bytes", now.stored.bytes),
             ("dist_attn_file_bytes", "Bytes of files, and those that open uploads announced", now.file_bytes),
             ("dist_attn_files", "Files and uploads of all callers", now.files),
-            ("dist_attn_engine_ready", "1 while the engine takes work", now.health.ready),
         ):
             yield GaugeMetricFamily(name, words, value=value)
-        if now.health.status is not None:
-            yield from _engine_metrics(now.health.status, now.health.age)
+        ready = GaugeMetricFamily("dist_attn_engine_ready", "1 while the engine takes work", labels=["model"])
+        for model, health in now.engines.items():
+            ready.add_metric([model], health.ready)
+        yield ready
+        yield from _engine_metrics(now.engines)
 
 
-def _engine_metrics(status: Status, age: float) -> Iterable[Metric]:
-    """What the engine said `age` seconds ago."""
-    for name, words, value in (
-        ("dist_attn_engine_epoch", "How often a group of ranks was started", status.epoch),
-        ("dist_attn_engine_step", "Steps sent to the ranks in this epoch", status.step),
-        ("dist_attn_engine_queued", "Requests that no rank has begun", status.queued),
-        ("dist_attn_engine_active", "Requests that ranks hold a state for", status.active),
-        ("dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", status.tokens_per_second),
+def _engine_metrics(engines: Mapping[str, EngineHealth]) -> Iterable[Metric]:
+    """What each engine said lately, under the name of its model."""
+    heard = {model: (health.status, health.age) for model, health in engines.items() if health.status is not None}
+    for name, words, figure in (
+        ("dist_attn_engine_epoch", "How often a group of ranks was started", "epoch"),
+        ("dist_attn_engine_step", "Steps sent to the ranks in this epoch", "step"),
+        ("dist_attn_engine_queued", "Requests that no rank has begun", "queued"),
+        ("dist_attn_engine_active", "Requests that ranks hold a state for", "active"),
+        ("dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", "tokens_per_second"),
     ):
-        yield GaugeMetricFamily(name, words, value=value)
-    for name, words, value in (
-        ("dist_attn_lost_groups", "Times that the ranks were lost and started again", status.lost_groups),
-        (
-            "dist_attn_replayed_tokens",
-            "Tokens that were read or drawn a second time after a loss",
-            status.replayed_tokens,
-        ),
+        gauge = GaugeMetricFamily(name, words, labels=["model"])
+        for model, (status, _) in heard.items():
+            gauge.add_metric([model], getattr(status, figure))
+        yield gauge
+    for name, words, figure in (
+        ("dist_attn_lost_groups", "Times that the ranks were lost and started again", "lost_groups"),
+        ("dist_attn_replayed_tokens", "Tokens that were read or drawn a second time after a loss", "replayed_tokens"),
     ):
-        yield CounterMetricFamily(name, words, value=value)
-    ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=["rank"])
-    idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=["rank"])
-    memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=["rank"])
+        counter = CounterMetricFamily(name, words, labels=["model"])
+        for model, (status, _) in heard.items():
+            counter.add_metric([model], getattr(status, figure))
+        yield counter
+    yield from _rank_metrics(heard)
+    yield from _guard_counters({model: status.guards for model, (status, _) in heard.items() if status.guards})
+
+
+def _rank_metrics(heard: Mapping[str, tuple[Status, float]]) -> Iterable[Metric]:
+    labels = ["model", "rank"]
+    ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=labels)
+    idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=labels)
+    memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=labels)
     words = "Time of a rank's steps, waiting for others in them included"
-    busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=["rank"])
-    for rank in status.ranks:
-        ages.add_metric([str(rank.rank)], rank.heartbeat_age + age)
-        idle.add_metric([str(rank.rank)], rank.progress_age + age)
-        memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)
-        busy.add_metric([str(rank.rank)], rank.busy)
+    busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=labels)
+    for model, (status, age) in heard.items():
+        for rank in status.ranks:
+            which = [model, str(rank.rank)]
+            ages.add_metric(which, rank.heartbeat_age + age)
+            idle.add_metric(which, rank.progress_age + age)
+            memory.add_metric(which, rank.peak_rss_bytes)
+            busy.add_metric(which, rank.busy)
     yield from (ages, idle, memory, busy)
-    if status.guards is not None:
-        yield from _guard_counters(status.guards)
 
 
-def _guard_counters(counts: GuardCounts) -> Iterable[Metric]:
-    """Label values are those of the model: one series for each of its heads."""
+def _guard_counters(counts: Mapping[str, GuardCounts]) -> Iterable[Metric]:
+    """Label values are those of the models: one series for each of their heads."""
     words = "Denominators that kernel attention formed"
-    yield CounterMetricFamily("dist_attn_attention_denominators", words, value=counts.denominators)
-    guarded = CounterMetricFamily(
-        "dist_attn_guarded_denominators", "Of these, the ones that the floor replaced", labels=["layer", "head"]
-    )
-    for layer, heads in enumerate(counts.guarded):
-        for head, count in enumerate(heads):
-            guarded.add_metric([str(layer), str(head)], count)
-    yield guarded
+    formed = CounterMetricFamily("dist_attn_attention_denominators", words, labels=["model"])
+    words = "Of these, the ones that the floor replaced"
+    guarded = CounterMetricFamily("dist_attn_guarded_denominators", words, labels=["model", "layer", "head"])
+    for model, of_model in counts.items():
+        formed.add_metric([model], of_model.denominators)
+        for layer, heads in enumerate(of_model.guarded):
+            for head, count in enumerate(heads):
+                guarded.add_metric([model, str(layer), str(head)], count)
+    yield from (formed, guarded)

@@ -34,10 +34,10 @@ from dist_attn_service.engine.stream import EngineStream, StreamLimits
 class OpenStreams:
     """The requests in flight by id; hands each message of the controller to its own."""
 
-    def __init__(self, limits: StreamLimits) -> None:
+    def __init__(self, limits: StreamLimits, memory: GivenMemory | None = None) -> None:
         self._limits = limits
         self._streams: dict[str, EngineStream] = {}
-        self._memory = GivenMemory(limits.resend_bytes)
+        self._memory = memory or GivenMemory(limits.resend_bytes)
         self._epoch, self._step = 0, 0
 
     def __len__(self) -> int:
@@ -145,7 +145,8 @@ class ZmqEnginePort:
 
     The send side has no high-water mark: what is posted is bounded by the credit the controller gives
     and by the number of open requests. The receive side has none either, so that nothing is ever
-    dropped; the reader empties it into the streams' bounded inboxes.
+    dropped; the reader empties it into the streams' bounded inboxes. Ports of one process share the `memory` for what
+    is sent again.
     """
 
     def __init__(
@@ -157,12 +158,13 @@ class ZmqEnginePort:
         status_seconds: float = 0.4,
         stale_seconds: float = 2.0,
         keys: ClientKeys | None = None,
+        memory: GivenMemory | None = None,
     ) -> None:
         self._address = address
         self._log = log
         self._status_seconds = status_seconds
         self._stale_seconds = stale_seconds
-        self._streams = OpenStreams(limits)
+        self._streams = OpenStreams(limits, memory)
         self._limits = limits
         self._giving_up: asyncio.TimerHandle | None = None
         self._model_unknown = False  # a controller has come whose model is not known yet

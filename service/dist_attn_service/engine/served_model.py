@@ -48,7 +48,7 @@ class _StreamEncoder(msgspec.Struct):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model behind this service; `created` is a unix time in seconds.
+    """A model behind this service; `created` is a unix time in seconds.
 
     `reading` is how a text encoder reads, and `frame_tokens` how many tokens it puts around each text; models without
     read texts of any length. `unit_vectors`: those of /v1/embeddings are made to have length 1.

@@ -22,6 +22,7 @@ class EngineWatch:
         self._engine = engine
         self._model = model
         self._settings = settings
+        self._name = f"the engine of {model.id!r}" if settings.encoder.model else "the engine"
         self._missed_since: float | None = None
         self.waiting = 0
 
@@ -48,7 +49,7 @@ class EngineWatch:
         """
         health = self.health()
         if not health.ready or health.status is None:
-            raise self._unavailable(f"the engine is not ready: {health.reason}")
+            raise self._unavailable(f"{self._name} is not ready: {health.reason}")
         return health.status
 
     def manifest(self) -> Manifest:
@@ -77,7 +78,7 @@ class EngineWatch:
         limit, seconds = self._settings.waiting_requests, self._settings.engine_ready_seconds
         if self.waiting >= limit:
             raise self._unavailable(
-                f"{limit} requests wait for the engine already, which is this service's limit; {self.health().reason}"
+                f"{limit} requests wait for {self._name} already, which is this service's limit; {self.health().reason}"
             )
         deadline = time.monotonic() + seconds
         self.waiting += 1
@@ -86,7 +87,7 @@ class EngineWatch:
                 other_model = health.status is not None and health.status.ready and self._mismatch(health.status)
                 if other_model or time.monotonic() >= deadline:
                     waited = "" if other_model else f" after {seconds:g} s"
-                    raise self._unavailable(f"the engine is not ready{waited}: {health.reason}")
+                    raise self._unavailable(f"{self._name} is not ready{waited}: {health.reason}")
                 await asyncio.sleep(POLL_SECONDS)  # what is waited for happens in other processes
         finally:
             self.waiting -= 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -16,8 +16,6 @@ from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceErr
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.engine.served_model import ServedModel
-from dist_attn_service.engine.workload import Workload
 from dist_attn_service.jobs.catalogue import Event, JobCatalogue, JobRecord, end_of, with_event
 from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
 from dist_attn_service.jobs.results import JobResults
@@ -31,24 +29,26 @@ RENEW_SECONDS = 5.0
 
 @final
 class JobApi:
-    """What routes do with jobs. `runner` is that of this process, which is told at once what others see later."""
+    """What routes do with jobs. `runner` is that of this process, which is told at once what others see later.
+
+    `contexts` are those of the models that are served, by their identities.
+    """
 
     def __init__(
-        self, settings: Settings, store: JobStore, runner: JobRunner, model: ServedModel, workload: Workload
+        self, settings: Settings, store: JobStore, runner: JobRunner, contexts: Mapping[str, ServiceContext]
     ) -> None:
         self._settings = settings
         self._store = store
         self._catalogue = store.catalogue
         self._runner = runner
-        self._model = model
-        self._workload = workload
+        self._contexts = contexts
 
     # ---- handing in ----------------------------------------------------------------------------
 
     async def encoding(
-        self, caller: str, spec: RowSpec, body: AsyncIterator[bytes], size: int | None
+        self, context: ServiceContext, caller: str, spec: RowSpec, body: AsyncIterator[bytes], size: int | None
     ) -> tuple[str, JobRecord]:
-        """A new job that encodes what `body` gives; `size` is its length, if known.
+        """A new job that encodes what `body` gives with the model of `context`; `size` is its length, if known.
 
         When this returns, all of it is on the disk, where a power cut leaves it.
 
@@ -57,16 +57,15 @@ class JobApi:
         """
         lease = self._settings.body_idle_seconds + self._settings.jobs.lease_s
         until, runner = self._catalogue.clock() + lease, self._catalogue.runner
-        record = self._new(
-            caller, "encoding", state="receiving", spec=spec, disk_bytes=size or 0, runner=runner, lease_until=until
-        )
+        receiving = {"state": "receiving", "disk_bytes": size or 0, "runner": runner, "lease_until": until}
+        record = self._new(context, caller, "encoding", spec=spec, dim=context.model.hidden_size, **receiving)
         name = await self._catalogue.add(record)
         try:
             total, sha256 = await self._receive(name, body, size or 0, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
             await unbroken(beside(None, self._store.files.sync_input, name))
-            return name, await self._enqueue(name, total, sha256)
+            return name, await self._enqueue(context, name, total, sha256)
         except BaseException as error:
             await asyncio.shield(self._drop(name))
             if isinstance(error, OSError):
@@ -74,23 +73,25 @@ class JobApi:
                 raise ServiceError(words, code=Code.STORAGE_FAILED) from None
             raise
 
-    async def completion(self, caller: str, request: dict[str, Any]) -> tuple[str, JobRecord]:
-        """A new job that draws a completion.
+    async def completion(self, context: ServiceContext, caller: str, request: dict[str, Any]) -> tuple[str, JobRecord]:
+        """A new job that draws a completion from the model of `context`.
 
         Raises: ServiceError for too many jobs or a full disk.
         """
         size = len(msgspec.json.encode(request))
-        record = self._new(caller, "completion", completion=request, disk_bytes=size)
+        record = self._new(context, caller, "completion", completion=request, disk_bytes=size)
         name = await self._catalogue.add(with_event(record, "created", self._catalogue.clock()))
         self._runner.wake()
         return name, await self._catalogue.get(name)
 
-    def _new(self, caller: str, kind: Literal["encoding", "completion"], **values: Any) -> JobRecord:
+    def _new(
+        self, context: ServiceContext, caller: str, kind: Literal["encoding", "completion"], **values: Any
+    ) -> JobRecord:
         now = self._catalogue.clock()
         return JobRecord(
             caller=caller,
             kind=kind,
-            model=self._model.identity,
+            model=context.model.identity,
             created_at=now,
             expires_at=now + self._settings.jobs.life_s,
             **{"state": "queued", **values},
@@ -120,8 +121,8 @@ class JobApi:
         await unbroken(beside(None, write, bytes(waiting)))
         return total, digest.hexdigest()
 
-    async def _enqueue(self, name: str, total: int, sha256: str) -> JobRecord:
-        ratio = self._workload.ratio.measured()
+    async def _enqueue(self, context: ServiceContext, name: str, total: int, sha256: str) -> JobRecord:
+        ratio = context.workload.ratio.measured()
         expected = None if ratio is None else total * ratio.tokens_per_byte
         now = self._catalogue.clock()
 
@@ -187,7 +188,8 @@ class JobApi:
         """Seconds to its end, by its own speed while it runs, else by what was measured lately; None: unknown."""
         if record.ended:
             return 0.0
-        speed = self._workload.speed.measured()
+        context = self._contexts.get(record.model)
+        speed = None if context is None else context.workload.speed.measured()
         if record.state == "running" and record.tokens_per_second:
             return round(remaining / record.tokens_per_second, 1)
         if speed is None or record.kind != "encoding":
@@ -261,15 +263,29 @@ class JobServices:
     runner: JobRunner
 
     @staticmethod
-    def over(catalogue: JobCatalogue, context: ServiceContext, complete: Complete) -> "JobServices":
-        """The parts over one catalogue; nothing runs before `runner.start()`."""
-        settings, model = context.settings, context.model
-        files, states = JobFiles(settings.data_dir / "jobs" / "files"), JobStates(context.store, context.log)
-        works: dict[str, Work] = {
-            "encoding": EncodingWork(context, files, states),
-            "completion": CompletionWork(files, model, complete),
-        }
+    def over(catalogue: JobCatalogue, workers: Sequence[tuple[ServiceContext, Complete]]) -> "JobServices":
+        """The parts over one catalogue, for jobs of each model; nothing runs before `runner.start()`."""
+        contexts = {context.model.identity: context for context, _ in workers}
+        first = workers[0][0]
+        settings = first.settings
+        files, states = JobFiles(settings.data_dir / "jobs" / "files"), JobStates(first.store, first.log)
+        works: dict[tuple[str, str], Work] = {}
+        for context, complete in workers:
+            works[context.model.identity, "encoding"] = EncodingWork(context, files, states)
+            works[context.model.identity, "completion"] = CompletionWork(files, complete)
+
+        def work_of(record: JobRecord) -> Work:
+            """Raises: BadRequest for a job of a model that is not served any more."""
+            if record.model not in contexts:
+                raise BadRequest(
+                    f"this job was handed in for the model {record.model}; served is {' and '.join(contexts)} now: "
+                    "send it again",
+                    param="model",
+                )
+            return works[record.model, record.kind]
+
         store = JobStore(catalogue, files, states)
-        runner = JobRunner(settings, store, works, context.log, context.metrics)
-        api = JobApi(settings, store, runner, model, context.workload)
-        return JobServices(api, JobResults(settings, store, model, context.threads), runner)
+        runner = JobRunner(settings, store, work_of, first.log, first.metrics)
+        return JobServices(
+            JobApi(settings, store, runner, contexts), JobResults(settings, store, contexts, first.threads), runner
+        )

@@ -23,7 +23,7 @@ from dist_attn.store.ledger import Ledger, Record, change, changed, has_died, mo
 from dist_attn.store.open import is_redis, lost_catalogue, open_records
 from dist_attn.store.ports import BufferedTransaction, Records
 from dist_attn.wire.messages import RowSpec
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, NotFound, ServiceError
+from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.encodings.encoding_run import RunPoint
 
@@ -59,7 +59,8 @@ class JobRecord(Record, frozen=True, kw_only=True):
 
     `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
     that works on it is the `runner`, which is taken for dead after `lease_until`. `point` is where it goes on then.
-    `input_sha256` is in hex, of all `input_bytes` of an encoding; empty in records of an earlier version.
+    `input_sha256` is in hex, of all `input_bytes` of an encoding, and `dim` counts the numbers of its rows; empty and 0
+    in records of an earlier version.
     """
 
     KIND: ClassVar[str] = "job"
@@ -73,6 +74,7 @@ class JobRecord(Record, frozen=True, kw_only=True):
     completion: dict[str, Any] | None = None
     input_bytes: int = 0
     input_sha256: str = ""
+    dim: int = 0
     disk_bytes: int = 0
     expected_tokens: float | None = None
     tokens: int = 0
@@ -117,14 +119,6 @@ class JobRecord(Record, frozen=True, kw_only=True):
     def ended(self) -> bool:
         """Whether nothing will change any more."""
         return self.state in ENDED
-
-    def check_model(self, served: str) -> None:
-        """Raises: BadRequest when the job was handed in for another model than the one that is served now."""
-        if self.model != served:
-            raise BadRequest(
-                f"this job was handed in for the model {self.model}; served is {served} now: send it again",
-                param="model",
-            )
 
     @property
     def last_event(self) -> int:

@@ -1,7 +1,7 @@
 """What a job has come to, in whichever format: rows that are there, rows that still come, or a part of an npy file."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar, final
@@ -12,7 +12,7 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
 from dist_attn_service.encodings.encoding_run import FLOATS_PER_CALL, RowBlock
 from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
-from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.http.exchange import ResponseWriter, byte_range
 from dist_attn_service.jobs.catalogue import JobRecord
 from dist_attn_service.jobs.files import JobStore
@@ -44,13 +44,15 @@ def not_done(record: JobRecord) -> ServiceError:
 
 @final
 class JobResults:
-    """Writes results; holds what they share."""
+    """Writes results; holds what they share. `contexts` are those of the models that are served, by identity."""
 
-    def __init__(self, settings: Settings, store: JobStore, model: ServedModel, threads: Executor) -> None:
+    def __init__(
+        self, settings: Settings, store: JobStore, contexts: Mapping[str, ServiceContext], threads: Executor
+    ) -> None:
         self._settings = settings
         self._catalogue = store.catalogue
         self._files = store.files
-        self._model = model
+        self._contexts = contexts
         self._threads = threads
 
     async def completion(self, name: str, record: JobRecord) -> bytes:
@@ -75,12 +77,12 @@ class JobResults:
         count = max(0, record.rows - wanted.first_row) if record.state == "succeeded" else None
         form = await beside(self._threads, lambda: make_format(wanted.form, self._ahead(record, wanted, count)))
         if FORMATS[wanted.form].needs_count:
-            await self._npy(name, wanted, form, writer)
+            await self._npy(name, record, wanted, form, writer)
             return
         await writer.start(form.media_type)
         await writer.write(await beside(self._threads, form.head))
         try:
-            async for block in self._follow(name, record.caller, wanted.first_row):
+            async for block in self._follow(name, record, wanted.first_row):
                 await writer.write(await beside(self._threads, lambda block=block: form.rows(block)))  # type: ignore[misc]
             ended = await self._catalogue.get(name, record.caller)
             if ended.state != "succeeded":
@@ -93,10 +95,12 @@ class JobResults:
                 await writer.finish()
             return
         usage = Usage(prompt_tokens=ended.tokens, total_tokens=ended.tokens)
-        summary = EncodingSummary(tokens=ended.tokens, rows=ended.rows, model=self._model.id, usage=usage)
+        summary = EncodingSummary(tokens=ended.tokens, rows=ended.rows, model=self._model_of(ended), usage=usage)
         await writer.finish(await beside(self._threads, lambda: form.end(summary)))
 
-    async def _npy(self, name: str, wanted: ResultWanted, form: RowFormat, writer: ResponseWriter) -> None:
+    async def _npy(
+        self, name: str, record: JobRecord, wanted: ResultWanted, form: RowFormat, writer: ResponseWriter
+    ) -> None:
         """The file, or the part of it that is asked for."""
         head, total = form.head(), form.length or 0
         tag = {"accept-ranges": "bytes", "etag": f'"{name}.{wanted.first_row}"'}
@@ -107,25 +111,27 @@ class JobResults:
         await writer.start(form.media_type, end - begin, tag, 200 if part is None else 206)
         if begin < len(head):
             await writer.write(head[begin:end])
-        row_bytes = 4 * self._model.hidden_size
+        dim = self._dim_of(record)
+        row_bytes = 4 * dim
         at, stop = max(0, begin - len(head)), max(0, end - len(head))
-        file = self._files.rows(name, self._model.hidden_size)
+        file = self._files.rows(name, dim)
         while at < stop:
             first = at // row_bytes
-            count = min(self._step(), -(-stop // row_bytes) - first)
+            count = min(_step(dim), -(-stop // row_bytes) - first)
             block = await self._read(lambda first=first, count=count: file.read(wanted.first_row + first, count))  # type: ignore[misc]
             data = block.vectors_ND.tobytes()[at - first * row_bytes : stop - first * row_bytes]
             await writer.write(data)
             at += len(data)
         await writer.finish()
 
-    async def _follow(self, name: str, caller: str, at: int) -> AsyncIterator[RowBlock]:
+    async def _follow(self, name: str, record: JobRecord, at: int) -> AsyncIterator[RowBlock]:
         """Rows from `at` on, as they become safe, until the job has ended."""
-        file = self._files.rows(name, self._model.hidden_size)
+        dim = self._dim_of(record)
+        file = self._files.rows(name, dim)
         while True:
-            record = await self._catalogue.get(name, caller)
+            record = await self._catalogue.get(name, record.caller)
             while at < record.rows:
-                count = min(self._step(), record.rows - at)
+                count = min(_step(dim), record.rows - at)
                 yield await self._read(lambda at=at, count=count: file.read(at, count))  # type: ignore[misc]
                 at += count
             if record.ended:
@@ -136,22 +142,33 @@ class JobResults:
         spec = record.spec
         assert spec is not None
         about = {
-            "model": self._model.id,
+            "model": self._model_of(record),
             "granularity": spec.granularity,
             "window": str(spec.window),
             "pooling": spec.pooling,
             "from_row": str(wanted.first_row),
         }
-        return RowsAhead(self._model.hidden_size, count, about)
+        return RowsAhead(self._dim_of(record), count, about)
 
-    def _step(self) -> int:
-        return max(1, FLOATS_PER_CALL // self._model.hidden_size)
+    def _model_of(self, record: JobRecord) -> str:
+        """The name of a job's model, as answers have it."""
+        context = self._contexts.get(record.model)
+        return record.model.rpartition("@")[0] if context is None else context.model.id
+
+    def _dim_of(self, record: JobRecord) -> int:
+        """The numbers of a row. Records of an earlier version do not say; then it is the model that is served now."""
+        return record.dim or self._contexts.get(record.model, next(iter(self._contexts.values()))).model.hidden_size
 
     async def _read(self, work: Callable[[], T]) -> T:
         try:
             return await beside(self._threads, work)
         except FileNotFoundError:
             raise NotFound("this job was deleted", param="id") from None
+
+
+def _step(dim: int) -> int:
+    """Rows that are read at once."""
+    return max(1, FLOATS_PER_CALL // dim)
 
 
 def _as_error(record: JobRecord) -> ServiceError:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, final
@@ -62,13 +62,13 @@ class _Stop(Exception):
 
 @final
 class JobRunner:
-    """Runs up to `jobs_at_once` jobs; `works` does the work of each kind and gives what the record shall say then."""
+    """Runs up to `jobs_at_once` jobs; what `work_of` finds does the work and gives what the record shall say then."""
 
     def __init__(
         self,
         settings: Settings,
         store: JobStore,
-        works: Mapping[str, Work],
+        work_of: Callable[[JobRecord], Work],
         log: Log,
         metrics: Metrics,
         monotonic: Callable[[], float] = time.monotonic,
@@ -77,7 +77,7 @@ class JobRunner:
         self._catalogue = store.catalogue
         self._files = store.files
         self._states = store.states
-        self._works = works
+        self._work_of = work_of
         self._log = log
         self._metrics = metrics
         self._grace = ExpiryGrace(settings.expired_seconds, store.catalogue.clock, monotonic)
@@ -188,7 +188,7 @@ class JobRunner:
         report.save = partial(self._save, name, report)
         async with task_group() as group:
             keeper = group.create_task(self._keep(name, report))
-            changes = await self._works[record.kind](name, record, report)
+            changes = await self._work_of(record)(name, record, report)
             keeper.cancel()
         await self._end(name, "succeeded", changes)
 

@@ -11,7 +11,6 @@ from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
 from dist_attn_service.jobs.files import JobFiles, JobStates, RowFile
 from dist_attn_service.jobs.runner import Complete, Report
@@ -38,7 +37,6 @@ class EncodingWork:
 
         Raises: ServiceError.
         """
-        record.check_model(self._context.model.identity)
         await self._context.watch.until_ready()
         await self._check_input(name, record)
         report.point = record.point
@@ -150,9 +148,8 @@ def _tell(report: Report, run: EncodingRun, rows: RowFile, input_bytes: int) -> 
 class CompletionWork:
     """Draws a completion, from its beginning each time; its seed is settled, so it is the same each time."""
 
-    def __init__(self, files: JobFiles, model: ServedModel, complete: Complete) -> None:
+    def __init__(self, files: JobFiles, complete: Complete) -> None:
         self._files = files
-        self._model = model
         self._complete = complete
 
     async def __call__(self, name: str, record: JobRecord, report: Report) -> dict[str, Any]:
@@ -160,7 +157,6 @@ class CompletionWork:
 
         Raises: ServiceError.
         """
-        record.check_model(self._model.identity)
         assert record.completion is not None
         drawn = 0
 

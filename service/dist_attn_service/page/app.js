@@ -89,8 +89,9 @@ show(byId("docs-link").parentElement, !key);
 
 watch.look();
 try {
-  model = (await api.json("/v1/models")).data[0];
-  documentPanel.longest = model.max_model_len ?? Infinity;
+  const models = (await api.json("/v1/models")).data; // the one that writes first, the one that encodes last
+  model = models[0];
+  documentPanel.longest = models.at(-1).max_model_len ?? Infinity;
   show(byId("tab-continue"), model.capabilities.includes("completions"));
   await documentPanel.resume();
   if (model.capabilities.includes("completions")) await writing.resume();

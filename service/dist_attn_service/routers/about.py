@@ -1,6 +1,7 @@
 """What there is and how it is: models, health, version, metrics, the description of the API, and the web page."""
 
 import time
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -8,9 +9,9 @@ from starlette.responses import Response
 
 from dist_attn import __version__
 from dist_attn.wire.messages import RankStatus
-from dist_attn_api.types import Model, ModelList, Rank, Readiness, Status, Version
+from dist_attn_api.types import EngineStatus, Model, ModelList, Rank, Readiness, Status, Version
 from dist_attn_service.base.errors import DRAINING, Code, NotFound, ServiceStopping
-from dist_attn_service.dependencies import Services, services_of
+from dist_attn_service.dependencies import ModelServices, services_of
 from dist_attn_service.http.pages import PAGE_FILES, PAGE_HEADERS, render_reference
 
 router = APIRouter()
@@ -22,22 +23,20 @@ DOCS_HEADERS = {
 
 @router.get("/v1/models", tags=["models"], summary="List the models")
 async def list_models(request: Request) -> ModelList:
-    """The model of this service under each of its names."""
-    services = services_of(request)
-    return ModelList(data=[_card(services, name) for name in services.model.ids])
+    """The models of this service, each under each of its names; the one that writes comes first."""
+    models = services_of(request).models
+    return ModelList(data=[_card(served, name) for served in models for name in served.model.ids])
 
 
 @router.get("/v1/models/{model_id:path}", tags=["models"], summary="One model")
 async def get_model(request: Request, model_id: str) -> Model:
     """The model of that name; 404 for any other."""
-    services = services_of(request)
-    services.check_model(model_id)
-    return _card(services, model_id)
+    return _card(services_of(request).context_for(model_id), model_id)
 
 
-def _card(services: Services, name: str) -> Model:
-    model, status = services.model, services.watch.health().status
-    chat = ["chat/completions"] if services.chat.offered and "completions" in model.capabilities else []
+def _card(served: ModelServices, name: str) -> Model:
+    model, status = served.model, served.watch.health().status
+    chat = ["chat/completions"] if served.chat.offered and "completions" in model.capabilities else []
     return Model(
         id=name,
         created=model.created,
@@ -58,18 +57,23 @@ async def livez() -> dict[str, bool]:
 
 @router.get("/readyz", tags=["health"], summary="The engine can take work")
 async def readyz(request: Request) -> Readiness:
-    """200 when the engine is ready, otherwise 503 with the reason; 503 too once the service stops."""
+    """200 when every engine is ready, otherwise 503 with the reason; 503 too once the service stops."""
     services = services_of(request)
     if services.open_requests.closed:
         raise ServiceStopping
-    status = services.watch.ready_status()
-    return Readiness(
-        model=services.model.id,
-        backend=status.backend,
-        ranks=len(status.ranks),
-        active=status.active,
-        queued=status.queued,
-    )
+    readiness = None
+    for served in reversed(services.models):  # the encoder stands in the writer's
+        status = served.watch.ready_status()
+        readiness = Readiness(
+            model=served.model.id,
+            backend=status.backend,
+            ranks=len(status.ranks),
+            active=status.active,
+            queued=status.queued,
+            encoder=readiness,
+        )
+    assert readiness is not None
+    return readiness
 
 
 @router.get("/version", tags=["health"], summary="The version of this program")
@@ -80,27 +84,38 @@ async def version() -> Version:
 
 @router.get("/v1/status", tags=["health"], summary="What service and engine are doing")
 async def status(request: Request) -> Status:
-    """Ranks, queue, sessions, speed; 200 also while the engine is not ready."""
+    """Ranks, queue, sessions, speed; 200 also while an engine is not ready."""
     services = services_of(request)
-    health, stored = services.watch.health(), await services.sessions.stored.totals()
-    stopping, engine = services.open_requests.closed, health.status
-    names = ("backend", "epoch", "step", "queued", "tokens_per_second", "lost_groups", "replayed_tokens")
+    stored, stopping = await services.sessions.stored.totals(), services.open_requests.closed
+    writer, *others = (_engine(served) for served in services.models)
+    lacking = [engine for engine in (writer, *others) if not engine["ready"]]
+    reason = DRAINING if stopping else "ready"
+    if lacking and not stopping:
+        reason = f"{lacking[0]['model']}: {lacking[0]['reason']}" if others else lacking[0]["reason"]
     return Status(
-        ready=health.ready and not stopping,
-        reason=DRAINING if stopping else "ready" if health.ready else health.reason,
+        **{**writer, "ready": not stopping and not lacking, "reason": reason},
         version=__version__,
-        model=services.model.id,
         uptime_seconds=round(time.monotonic() - services.started, 1),
         open_requests=services.open_requests.count,
-        waiting_requests=services.watch.waiting,
+        waiting_requests=services.waiting,
         spool_bytes=services.budget.used,
         stored_sessions=stored.sessions,
         stored_states=stored.snapshots,
         stored_bytes=stored.bytes,
-        sessions=None if engine is None else engine.active,
-        ranks=[] if engine is None else [_rank(rank, health.age) for rank in engine.ranks],
-        **({} if engine is None else {name: getattr(engine, name) for name in names}),
+        encoder=EngineStatus(**others[0]) if others else None,
     )
+
+
+def _engine(served: ModelServices) -> dict[str, Any]:
+    """The members of an `EngineStatus`."""
+    health = served.watch.health()
+    facts = {"model": served.model.id, "ready": health.ready, "reason": "ready" if health.ready else health.reason}
+    engine = health.status
+    if engine is None:
+        return facts
+    names = ("backend", "epoch", "step", "queued", "tokens_per_second", "lost_groups", "replayed_tokens")
+    figures = {name: getattr(engine, name) for name in names}
+    return {**facts, **figures, "sessions": engine.active, "ranks": [_rank(rank, health.age) for rank in engine.ranks]}
 
 
 def _rank(rank: RankStatus, age: float) -> Rank:

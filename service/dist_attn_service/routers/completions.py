@@ -17,6 +17,7 @@ from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.completions.run import Delta
 from dist_attn_service.completions.whole import Gathered, gather, whole_completion
+from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter, while_connected
 from dist_attn_service.routers.incoming import Incoming, json_response
 from dist_attn_service.routers.openapi import described, events
@@ -52,10 +53,9 @@ async def create_completion(request: Request) -> Response:
     """Continue one or more prompts; with `stream` as server-sent events."""
     asked = Incoming(request)
     wanted = await asked.json(CompletionRequest)
-    asked.services.check_model(wanted.model)
-    asked.services.check_writes()
-    prepared = await prepare(asked.services, wanted, terms_of(request, wanted), asked.caller)
-    return await _answer(asked, _CompletionForm(prepared, asked.services.model.id), wanted)
+    served = asked.services.context_for(wanted.model, "completions")
+    prepared = await prepare(served, wanted, terms_of(request, wanted), asked.caller)
+    return await _answer(asked, _CompletionForm(prepared, served), wanted)
 
 
 @router.post(
@@ -71,11 +71,10 @@ async def create_chat_completion(request: Request) -> Response:
     """Write what the assistant says next, by the model's chat template; with `stream` as server-sent events."""
     asked = Incoming(request)
     wanted = await asked.json(ChatRequest)
-    asked.services.check_model(wanted.model)
-    asked.services.check_writes()
-    completion = await asked.services.chat.as_completion(wanted)
-    prepared = await prepare(asked.services, completion, terms_of(request, wanted), asked.caller)
-    form = _ChatForm(replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}"), asked.services.model.id)
+    served = asked.services.context_for(wanted.model, "completions")
+    completion = await served.chat.as_completion(wanted)
+    prepared = await prepare(served, completion, terms_of(request, wanted), asked.caller)
+    form = _ChatForm(replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}"), served)
     return await _answer(asked, form, wanted)
 
 
@@ -87,9 +86,10 @@ class _AnswerForm(ABC):
 
     event_object = "text_completion"
 
-    def __init__(self, prepared: PreparedCompletion, model: str) -> None:
+    def __init__(self, prepared: PreparedCompletion, served: ModelServices) -> None:
         self.prepared = prepared
-        self.model = model
+        self.completions = served.completions
+        self.model = served.model.id
 
     def event(self, choices: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
         """An event: more of some choices, and what else it tells of that is not None."""
@@ -140,7 +140,7 @@ async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
     def counted(usage: CompletionUsage) -> None:
         services.count_completion(record, usage)
 
-    work = gather(services.completions, form.prepared, record.request_id, counted=counted)
+    work = gather(form.completions, form.prepared, record.request_id, counted=counted)
     try:
         with asked.place():
             choices, usage = await while_connected(asked.body, work)
@@ -155,7 +155,7 @@ async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
 async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, writer: ResponseWriter) -> None:
     services, record = asked.services, asked.record
     sse = EventWriter(writer, ping_seconds=services.settings.ping_seconds)
-    async with services.completions.open(form.prepared, record.request_id) as run:
+    async with form.completions.open(form.prepared, record.request_id) as run:
 
         async def send(choice: Any) -> None:
             """The usage so far stands in each event where that was asked for."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, retry_after
 from dist_attn_service.base.parsing import terms_of
-from dist_attn_service.dependencies import Services, media_type
+from dist_attn_service.dependencies import ModelServices, media_type
 from dist_attn_service.encodings.documents import RowRequest, Source
 from dist_attn_service.encodings.estimates import Size
 from dist_attn_service.encodings.formats import FORMATS, choose_format
@@ -48,18 +48,18 @@ async def create_encoding(request: Request) -> Response:
     asked = Incoming(request)
     services, record = asked.services, asked.record
     source, options = await _source(asked, asked.query(EncodingOptions))
-    services.check_model(options.model)
+    served = services.context_for(options.model, "encodings")
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, request.headers.get("accept", ""))
-    spec = services.rows(options)
+    spec = served.rows(options)
     wanted = RowRequest(spec, form, options.from_row, terms_of(request))
     _check_length(form, source)
-    if await becomes_job(services, request.headers, source):
+    if await becomes_job(served, request.headers, source):
         with asked.place():
-            made = await services.jobs.api.encoding(asked.caller, spec, source.chunks(), source.size)
+            made = await services.jobs.api.encoding(served, asked.caller, spec, source.chunks(), source.size)
         return await job_response(services, *made, preference_applied="respond-async")
     return asked.streamed(
-        lambda writer: services.documents.answer(wanted, source, asked.body, writer, record),
+        lambda writer: served.documents.answer(wanted, source, asked.body, writer, record),
         no_error_trailer if FORMATS[form].breaks_off else ServiceError.line,
     )
 
@@ -114,18 +114,18 @@ def preference_of(headers: Headers) -> Preference:
     return Preference("respond-async" in words, waits[0] if waits else None)
 
 
-async def becomes_job(services: Services, headers: Headers, source: Source) -> bool:
+async def becomes_job(served: ModelServices, headers: Headers, source: Source) -> bool:
     """Whether an encoding is answered with 202 and a job.
 
     Raises: ServiceError (429) when it would wait for longer than `jobs.queue_s`, and neither its client nor the
         settings allow a job.
     """
-    preference, limits = preference_of(headers), services.settings.jobs
+    preference, limits = preference_of(headers), served.settings.jobs
     if preference.respond_async and preference.wait is None:
         return True
     if source.size is None:
         return preference.respond_async  # nobody knows how long it takes
-    queue, total = await services.estimates.delay(Size(size=source.size))
+    queue, total = await served.estimates.delay(Size(size=source.size))
     if preference.respond_async and preference.wait is not None and total > preference.wait:
         return True
     if queue <= limits.queue_s:

@@ -52,14 +52,13 @@ async def create_job(request: Request) -> Response:
     if media_type(request, gzip=True) != JSON:
         options = asked.query(EncodingOptions)
         _refuse_format(options)
-        services.check_model(options.model)
+        served = services.context_for(options.model, "encodings")
         source = document_source(asked)
         with asked.place():
-            rows = services.rows(options)
-            made = await services.jobs.api.encoding(asked.caller, rows, source.chunks(), source.size)
+            rows = served.rows(options)
+            made = await services.jobs.api.encoding(served, asked.caller, rows, source.chunks(), source.size)
         return await job_response(services, *made)
     wanted = await asked.json(JobRequest)
-    services.check_model(wanted.model)
     with asked.place():
         made = await (_encoding if wanted.completion is None else _completion)(asked, wanted)
         return await job_response(services, *made)
@@ -67,29 +66,37 @@ async def create_job(request: Request) -> Response:
 
 async def _encoding(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord]:
     """The text, or the file, is copied to the job's own: a file may be deleted once the job is made."""
+    served = asked.services.context_for(wanted.model, "encodings")
     if wanted.input is None and wanted.file_id is None:
         raise BadRequest("send input, file_id or completion", code=Code.MISSING_PARAMETER, param="input")
     named = wanted.model_dump(include={"granularity", "window", "pooling"}, exclude_none=True)
-    spec = asked.services.rows(EncodingOptions.model_validate(named))
+    spec = served.rows(EncodingOptions.model_validate(named))
     source = await named_source(asked, wanted.input, wanted.file_id)
-    return await asked.services.jobs.api.encoding(asked.caller, spec, source.chunks(), source.size)
+    return await asked.services.jobs.api.encoding(served, asked.caller, spec, source.chunks(), source.size)
 
 
 async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord]:
     """A completion is checked now, as far as it can be without the engine."""
+    served = asked.services.context_for(wanted.model, "completions")
     for name in ("input", "file_id", "granularity", "window", "pooling"):
         if getattr(wanted, name) is not None:
             raise BadRequest(f"{name} and completion were given; a job is one of the two", param=name)
-    asked.services.check_writes()
     completion = validated(CompletionRequest, wanted.completion)
     if completion.stream:
         raise BadRequest("stream is not offered in a job; follow its events", param="stream")
-    asked.services.check_model(completion.model)
-    await prepare(asked.services, completion, terms_of(asked.request, completion))
+    if completion.model is not None:
+        named = asked.services.context_for(completion.model, "completions")
+        if wanted.model is not None and named is not served:
+            raise BadRequest(
+                f"model is {wanted.model!r}, and that of the completion {completion.model!r}; send one of them",
+                param="model",
+            )
+        served = named
+    await prepare(served, completion, terms_of(asked.request, completion))
     # A seed that is settled now gives the same text when the work is done again.
     seed = secrets.randbits(63) if completion.seed is None else completion.seed
     options = {**completion.model_dump(mode="json", exclude_unset=True), "seed": seed}
-    return await asked.services.jobs.api.completion(asked.caller, options)
+    return await asked.services.jobs.api.completion(served, asked.caller, options)
 
 
 def _refuse_format(options: EncodingOptions) -> None:

@@ -53,7 +53,7 @@ NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
 async def append_text(request: Request, session_id: str) -> Response:
     """Read a text of any length into a session while it is still being sent, each part of it once."""
     asked = Incoming(request)
-    asked.services.check_writes()
+    asked.services.context_for(None, "sessions")
     source = await _appended(asked)
     appends = asked.services.sessions.appends
     return asked.streamed(lambda writer: appends.answer(session_id, source, writer, asked.record), ServiceError.line)
@@ -75,15 +75,14 @@ async def generate(request: Request, session_id: str) -> Response:
     asked = Incoming(request)
     services = asked.services
     wanted = await asked.options(GenerateRequest)
-    services.check_model(wanted.model)
-    services.check_writes()
+    served = services.context_for(wanted.model, "sessions")
     spec, stops = parse_drawing(
         wanted,
         services.settings,
-        services.tokeniser.vocab_size,
+        served.tokeniser.vocab_size,
         max_tokens=wanted.max_tokens,
         logprobs=wanted.logprobs,
-        defaults=services.model.drawing,
+        defaults=served.model.drawing,
     )
     key, terms = idempotency_key(request.headers), terms_of(request, wanted)
     work = GenerateWork(key, wanted.expected_position, spec, stops, _digest(wanted), terms)
@@ -109,7 +108,7 @@ async def _stream(asked: Incoming, session_id: str, work: GenerateWork, writer: 
         "id": work.id,
         "object": "session.completion.chunk",
         "created": work.created,
-        "model": services.model.id,
+        "model": services.writer.model.id,
     }
     async with task_group() as group:
         watching = group.create_task(outlet.watch(asked.body))

@@ -29,8 +29,7 @@ async def create_session(request: Request) -> Response:
     """A session without a text; it ends when nobody uses it for `ttl_seconds`."""
     asked = Incoming(request)
     wanted = await asked.options(CreateSession)
-    asked.services.check_model(wanted.model)
-    asked.services.check_writes()
+    asked.services.context_for(wanted.model, "sessions")
     return _created(await asked.services.sessions.catalogue.create(asked.caller, wanted))
 
 
@@ -125,8 +124,9 @@ async def put_state(request: Request, session_id: str) -> Response:
     if length.isdecimal() and int(length) > limit:
         raise TooLarge(f"the body has {length} bytes; a state may have {limit}")
     with asked.place():
-        await services.watch.until_ready()
-        served = services.watch.manifest().model
+        watch = services.context_for(None, "sessions").watch
+        await watch.until_ready()
+        served = watch.manifest().model
         state = await services.sessions.states.put(asked.caller, session_id, asked.body, request.headers, served)
     shown = await services.sessions.catalogue.get(asked.caller, session_id)
     asked.record.note(state_bytes=state.snapshot.size, position=state.position)

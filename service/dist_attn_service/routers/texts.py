@@ -43,13 +43,13 @@ async def create_embeddings(request: Request) -> Response:
     asked = Incoming(request)
     services, record = asked.services, asked.record
     wanted = await asked.json(EmbeddingRequest)
-    services.check_model(wanted.model)
-    inputs = services.embeddings.prepare(wanted)
+    served = services.context_for(wanted.model, "embeddings")
+    inputs = served.embeddings.prepare(wanted)
     record.note(inputs=len(inputs))
     terms = terms_of(request)
     try:
         with asked.place():
-            vectors = await while_connected(asked.body, services.embeddings.embed(inputs, record.request_id, terms))
+            vectors = await while_connected(asked.body, served.embeddings.embed(inputs, record.request_id, terms))
     except ClientGone:
         record.reason = "client_gone"
         return Response(status_code=499)
@@ -59,7 +59,7 @@ async def create_embeddings(request: Request) -> Response:
         rows: list[Any] = vectors.as_base64() if wanted.encoding_format == "base64" else vectors.as_numbers()
         data = [Embedding(index=index, embedding=row) for index, row in enumerate(rows)]
         usage = Usage(prompt_tokens=vectors.tokens, total_tokens=vectors.tokens)
-        return json_response(EmbeddingList(model=services.model.id, data=data, usage=usage))
+        return json_response(EmbeddingList(model=served.model.id, data=data, usage=usage))
 
     return await services.beside(written)
 
@@ -76,13 +76,13 @@ async def tokenize(request: Request) -> Response:
     asked = Incoming(request)
     services = asked.services
     wanted = await asked.json(TokenizeRequest)
-    services.check_model(wanted.model)
+    served = services.context_for(wanted.model)
     text = utf8(wanted.prompt, "prompt", "prompt")
-    framed = wanted.add_special_tokens is not False and services.model.writes
-    tokens = await services.tokeniser.whole(text, services.settings.piece_bytes, framed=framed)
-    strings = await services.tokeniser.texts(tokens) if wanted.return_token_strs else None
+    framed = wanted.add_special_tokens is not False and served.model.writes
+    tokens = await served.tokeniser.whole(text, services.settings.piece_bytes, framed=framed)
+    strings = await served.tokeniser.texts(tokens) if wanted.return_token_strs else None
     # A text may have any length; clients want a number, and MOST is the largest that all of them keep exact.
-    longest = services.model.max_tokens or MOST
+    longest = served.model.max_tokens or MOST
 
     def written() -> Response:
         return json_response(
@@ -96,11 +96,10 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Detokenized:
     """The text of the tokens, with U+FFFD where they are not UTF-8."""
     asked = Incoming(request)
-    services = asked.services
     wanted = await asked.json(DetokenizeRequest)
-    services.check_model(wanted.model)
-    tokens = parse_tokens(wanted.tokens, "tokens", "tokens", services.tokeniser.vocab_size)
-    return Detokenized(prompt=await services.tokeniser.text(tokens))
+    tokeniser = asked.services.context_for(wanted.model).tokeniser
+    tokens = parse_tokens(wanted.tokens, "tokens", "tokens", tokeniser.vocab_size)
+    return Detokenized(prompt=await tokeniser.text(tokens))
 
 
 # ---- /v1/estimate --------------------------------------------------------------------------------
@@ -118,15 +117,12 @@ async def create_estimate(request: Request) -> Estimate:
     A body of text is the `input`, beside the other fields in the query; it is checked as an encoding would check it.
     """
     asked = Incoming(request)
-    services = asked.services
     is_text = media_type(request, gzip=True) == TEXT
     wanted = await _with_text(asked) if is_text else await asked.json(EstimateRequest)
-    services.check_model(wanted.model)
-    if wanted.max_tokens is not None:
-        services.check_writes()
+    served = asked.services.context_for(wanted.model, "encodings" if wanted.max_tokens is None else "completions")
     window = {} if wanted.window is None else {"window": wanted.window}
-    rows = services.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
-    return await services.estimates.estimate(await _size(asked, wanted), rows, wanted.max_tokens)
+    rows = served.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
+    return await served.estimates.estimate(await _size(asked, wanted), rows, wanted.max_tokens)
 
 
 async def _with_text(asked: Incoming) -> EstimateRequest:

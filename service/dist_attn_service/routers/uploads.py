@@ -202,7 +202,7 @@ async def _feed(asked: Incoming, wanted: UploadRequest) -> FeedRecord | None:
             raise BadRequest("expected_position is that of a session; name the session too", param="expected_position")
         return None
     services = asked.services
-    services.check_writes()
+    services.context_for(None, "sessions")
     if not wanted.bytes:
         raise BadRequest(
             "an upload that feeds a session has at least one byte", code=Code.EMPTY_INPUT, param="session_id"
