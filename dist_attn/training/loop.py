@@ -16,6 +16,7 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.devices import choose_compute
 from dist_attn.errors import CommError, InputError
 from dist_attn.models.blocks import recompute_layers
+from dist_attn.ops import Watch, watching
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.training.chapters import ContrastiveTask
 from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save
@@ -262,11 +263,20 @@ class _Run:
 
     def _validate(self) -> dict[str, float | int]:
         self.model.eval()
-        with torch.no_grad():
+        watch = Watch()
+        with torch.no_grad(), watching(watch):
             scores = self.parameters.with_values(self.task.validate)
+        if scores:
+            scores = {**scores, **self._guarded(watch)}
         self.mesh.world.check_exchanges()
         self.model.train()
         return scores
+
+    def _guarded(self, watch: Watch) -> dict[str, float]:
+        """Which share of the denominators of all ranks was not divided by as it was; nothing where none was divided."""
+        own_2 = torch.tensor([sum(map(sum, watch.guarded)), watch.denominators], dtype=torch.float64, device="cpu")
+        guarded, denominators = self.share.sum(own_2.to(self.share.device)).tolist()
+        return {"guarded_share": guarded / denominators} if denominators else {}
 
     def _save(self, best: bool) -> None:
         carried = self.mesh.gather_rows(self.task.carried(), self.task.batch)

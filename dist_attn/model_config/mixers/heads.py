@@ -10,7 +10,7 @@ from dist_attn.model_config.mixer import FrozenConfig
 class DenominatorConfig(FrozenConfig):
     """The saved form of `ops.Denominator`."""
 
-    kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
+    kind: Literal["floor", "exact", "clamp", "sign_clamp", "abs_clamp"] = "floor"
     # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0003).
     eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
 
