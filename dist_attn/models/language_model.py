@@ -13,6 +13,7 @@ from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.language_model import LanguageModelConfig, mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
+from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
@@ -30,6 +31,7 @@ class LanguageModel(CausalModel):
         )
         self.norm = build_norm(config.block.norm, config.hidden_size)
         self.position_embedding, self.position_map = position_layers(config.positions, config.hidden_size)
+        self.dropout = Dropout()
         self.unembedding: nn.Linear | None = None
         if config.readout == "own":
             self.unembedding = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -62,6 +64,7 @@ class LanguageModel(CausalModel):
         position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
         positions_L = ops.positions(tokens_BL.shape[1], tokens_BL.device)
         x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L, position_B)
+        x_BLD = self.dropout(x_BLD, ops)
         layers = []
         for block, before in zip(watched(self.blocks), state.layers, strict=True):
             x_BLD, after = block(x_BLD, ops, before)

@@ -210,6 +210,8 @@ class AttentionConfig(FeaturesConfig):
             check_key_weights(self.denominator, "attention by weighted keys")
         if self.attention != "rfa" and self.weighting != "unit_norm":
             raise ValueError(f"weighting is an option of 'rfa'; attention is {self.attention!r}")
+        if self.attention != "rfa" and self.sigma is not None:
+            raise ValueError(f"sigma is learned by 'rfa' alone; attention is {self.attention!r}")
         if self.attention not in RANDOM_KERNELS and (self.pool or self.orthogonal):
             raise ValueError(
                 f"pool and orthogonal are options of 'rfa' and 'performer'; attention is {self.attention!r}"
