@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +36,6 @@ AUTHORS_EPS = 100.0
 NUM_RANDOM = 64
 BASE = "floor-0.3"
 NORMED = "layer-norm"
-FIRST = ("floor-0.03", BASE, "exact")
 OPTIMISER = {"kind": "muon", "learning_rate": 4e-3, "matrix_learning_rate": 3e-3, "weight_decay": 0.05}
 FLOORS = (0.01, 0.03, 0.1, 0.3)
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -104,33 +102,29 @@ USES: Mapping[str, Use] = {
     "gate-arccos": Use("Gated, arc-cosine: bits per byte", "bits_per_byte", False, ARC_COSINE, "arc_cosine"),
 }
 BOOKS = books.TRAIN[:3]
-TEXT = {"batch": 8, "segment": 128, "stateful": False, "validation_bytes": 30_000}
-TEXT_STEPS, TEXT_VOCABULARY = 160, 1024
+TEXT = {"batch": 8, "segment": 128, "stateful": False, "validation_bytes": 20_000}
+TEXT_STEPS, TEXT_VOCABULARY = 100, 1024
 LISTOPS = {
     "kind": "listops",
     "min_length": 50,
     "max_length": 150,
     "examples": 40_000,
-    "validation_examples": 500,
+    "validation_examples": 300,
     "batch": 16,
 }
-LISTOPS_STEPS = 200
+LISTOPS_STEPS = 150
 PAIRS = {"batch": 64, "max_length": 80}
 PAIRS_STEPS, TRANSLATED = 250, 300
 SMOKE = {"validation_bytes": 2000, "examples": 40, "validation_examples": 8, "max_length": 80, "batch": 2}
 
 
 def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
-    """What matters most comes first: the policies of `FIRST` for every seed, then the others, then arc-cosine."""
     made = {"cross": _translator, "encoder": _classifier, "gate": _language_model}
-    turns = [(name, policy) for name, use in USES.items() for policy in use.policies]
-    turns.sort(key=lambda turn: (USES[turn[0]].feature == "arc_cosine", turn[1] not in FIRST))
     return [
-        made[name.partition("-")[0]](USES[name].arm(name, policy), USES[name].feature, policy, seed, budget)
-        for _, group in groupby(turns, key=lambda turn: (USES[turn[0]].feature, turn[1] in FIRST))
-        for turn in [list(group)]
+        made[name.partition("-")[0]](use.arm(name, policy), use.feature, policy, seed, budget)
         for seed in seeds
-        for name, policy in turn
+        for name, use in USES.items()
+        for policy in use.policies
     ]
 
 
