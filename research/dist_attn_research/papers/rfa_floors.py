@@ -14,7 +14,7 @@ from dist_attn.checkpoints import load_any_model
 from dist_attn.generation import BeamSpec
 from dist_attn.mixers.feature_map_attention import RandomFeatureAttention
 from dist_attn.mixers.heads import HeadInputs
-from dist_attn.model_config.mixer import register_mixer
+from dist_attn.model_config.mixer import register_mixer, registered_mixers
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import EncoderDecoder
 from dist_attn.ops import Denominator, LinearState, SequenceOps
@@ -27,7 +27,7 @@ from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, 
 from dist_attn_research.papers.finding import Report, mean_and_spread
 from dist_attn_research.papers.paired import Claim, judge
 from dist_attn_research.papers.swapped_translators import SmallTranslator
-from dist_attn_research.papers.training_job import share_tokens, training_job, with_warmup
+from dist_attn_research.papers.training_job import Measure, share_tokens, training_job, with_warmup
 
 __all__ = ["RFA_FLOORS"]
 
@@ -35,7 +35,8 @@ __all__ = ["RFA_FLOORS"]
 AUTHORS_EPS = 100.0
 NUM_RANDOM = 64
 BASE = "floor-0.3"
-NORMED = "layer-norm"
+TINY = 1e-12  # gates near 1 make sums of all sizes
+NORMED, NORMED_KIND = "layer-norm", "rfa_gate_normed"
 OPTIMISER = {"kind": "muon", "learning_rate": 4e-3, "matrix_learning_rate": 3e-3, "weight_decay": 0.05}
 FLOORS = (0.01, 0.03, 0.1, 0.3)
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -67,15 +68,12 @@ class NormedReadOut(RandomFeatureAttention):  # type: ignore[misc]
     def attend(self, heads: HeadInputs, ops: SequenceOps, state: LinearState) -> tuple[torch.Tensor, LinearState]:
         """The sums, each of mean 0 and variance 1 over the values of a head."""
         out, after = super().attend(heads, ops, state)
-        return F.layer_norm(out, out.shape[-1:]), after
+        return F.layer_norm(out, out.shape[-1:], eps=TINY), after
 
     def attend_step(self, heads: HeadInputs, state: LinearState) -> tuple[torch.Tensor, LinearState]:
         """`attend` for one token."""
         out, after = super().attend_step(heads, state)
-        return F.layer_norm(out, out.shape[-1:]), after
-
-
-register_mixer(NormedConfig, f"{__name__}:NormedReadOut")
+        return F.layer_norm(out, out.shape[-1:], eps=TINY), after
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ def _own(data: Mapping[str, Any], budget: Budget) -> dict[str, Any]:
 
 
 def _language_model(arm: str, feature: str, policy: str, seed: int, budget: Budget) -> Job:
-    kind = {"kind": "rfa_gate_normed"} if policy == NORMED else {"kind": "rfa_gate", "denominator": POLICIES[policy]}
+    kind = {"kind": NORMED_KIND} if policy == NORMED else {"kind": "rfa_gate", "denominator": POLICIES[policy]}
     mixer = {"hidden_size": 128, "num_heads": 2, "feature": feature, "num_random": NUM_RANDOM, "seed": 1000 * seed}
     sizes = {"vocab_size": TEXT_VOCABULARY, "hidden_size": 128, "num_layers": 2, "mlp_size": 512}
     steps = budget.steps(TEXT_STEPS)
@@ -158,6 +156,8 @@ def _language_model(arm: str, feature: str, policy: str, seed: int, budget: Budg
     }
 
     def work(folder: Path, watch: Watch) -> Scores:
+        if NORMED_KIND not in registered_mixers():
+            register_mixer(NormedConfig, NormedReadOut)
         made = folder.parents[1]
         share_tokens(made, folder)
         data = {**settings["data"], "tokeniser": str(books.tokeniser_of(made, BOOKS, TEXT_VOCABULARY))}
@@ -181,7 +181,7 @@ def _classifier(arm: str, feature: str, policy: str, seed: int, budget: Budget) 
     return training_job(arm, seed, sections, _last("accuracy", 100.0))
 
 
-def _last(score: str, unit: float = 1.0) -> Any:
+def _last(score: str, unit: float = 1.0) -> Measure:
     """The numbers of the last validation."""
 
     def measure(model: Path, last: Metrics, watch: Watch) -> Scores:
