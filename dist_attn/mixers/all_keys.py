@@ -41,7 +41,8 @@ from dist_attn.ops import (
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.running_maximum import NO_TOKENS
 
-# The weights of the others are positive: those of elu are divided as they are, the rest may underflow together.
+# Where a configuration says none. The weights of all but rfa are positive: those of elu are divided as they are, the
+# rest may underflow together.
 NEVER_ZERO = DenominatorConfig(kind="floor", eps=1e-12)
 DIVISORS = {"rfa": DenominatorConfig(), "performer": NEVER_ZERO, "efficient": NEVER_ZERO}
 

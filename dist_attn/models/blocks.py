@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_attn.mixers import MixerConfig, MixerState, build_mixer
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.language_model import BlockConfig, NormConfig
+from dist_attn.models.dropout import Dropout
 from dist_attn.ops import SequenceOps, current_watch, watching
 
 Given = TypeVarTuple("Given")
@@ -42,8 +43,9 @@ class Recomputable(nn.Module):
             with watching(None):  # it was watched the first time
                 return compute(*args)
 
-        # No layer draws random numbers, so there is no generator to wind back. `checkpoint` stops once it has the last
-        # tensor that it needs: one of the MLP's, which lies behind every exchange of the layer, on every rank.
+        # No layer draws from a generator (dropout is a function), so there is none to wind back. `checkpoint` stops
+        # once it has the last tensor that it needs: one of the MLP's, which lies behind every exchange of the layer, on
+        # every rank.
         result: Result = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
         return result
 
@@ -84,6 +86,7 @@ class Block(Recomputable):
         self.mlp_norm = build_norm(self.config.norm, size)
         self.mlp_in = nn.Linear(size, mlp_size * (2 if mlp.kind == "gated" else 1), bias=mlp.bias)
         self.mlp_out = nn.Linear(mlp_size, size, bias=mlp.bias)
+        self.mixer_dropout, self.mlp_dropout = Dropout(), Dropout()
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
@@ -95,21 +98,23 @@ class Block(Recomputable):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None
     ) -> tuple[torch.Tensor, MixerState]:
         mixed_BLD, after = self.mixer(self._before(self.mixer_norm, x_BLD), ops, state)
-        return self._after_mixing(x_BLD, mixed_BLD), after
+        return self._after_mixing(x_BLD, mixed_BLD, ops), after
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, MixerState]:
         """`forward` for one token."""
         mixed_BD, after = self.mixer.step(self._before(self.mixer_norm, x_BD), state)
         return self._after_mixing(x_BD, mixed_BD), after
 
-    def _after_mixing(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    def _after_mixing(self, x: torch.Tensor, mixed: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
+        mixed = self.mixer_dropout(mixed, ops)
         if self.config.residual == "parallel":
-            return x + mixed + self._mlp(self.mlp_norm(x))
-        return self.feed_forward(self._after(self.mixer_norm, x + mixed))
+            return x + mixed + self.mlp_dropout(self._mlp(self.mlp_norm(x)), ops)
+        return self.feed_forward(self._after(self.mixer_norm, x + mixed), ops)
 
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x + MLP(norm(x)), or norm(x + MLP(x))."""
-        return self._after(self.mlp_norm, x + self._mlp(self._before(self.mlp_norm, x)))
+    def feed_forward(self, x: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
+        """x + MLP(norm(x)), or norm(x + MLP(x)); `ops` are those of whole sequences, which alone are dropped from."""
+        made = self.mlp_dropout(self._mlp(self._before(self.mlp_norm, x)), ops)
+        return self._after(self.mlp_norm, x + made)
 
     def _before(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = norm(x) if self.config.norm_placement == "pre" else x

@@ -13,6 +13,7 @@ from dist_attn.errors import InputError, ShapeError, TokenError
 from dist_attn.model_config.encoders import EncoderConfig
 from dist_attn.model_config.language_model import LearnedPositions, TokenPositions, mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm, watched
+from dist_attn.models.dropout import Dropout
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.device import send
 from dist_attn.ops.documents import DocumentPlaces
@@ -182,6 +183,7 @@ class Encoder(nn.Module):
             Block(mixer, config.mlp_size, config.block) for mixer in mixers_of_layers(config.mixer, config.num_layers)
         )
         self.embedding_norm = build_norm(config.block.norm, size) if config.embedding_norm else None
+        self.dropout = Dropout()
         # Blocks that end with a norm leave nothing for a final one to do.
         self.norm = build_norm(config.block.norm, size) if config.block.norm_placement == "pre" else None
 
@@ -204,6 +206,7 @@ class Encoder(nn.Module):
             x_BLD = with_positions(x_BLD, positions_L, end_1, kind, layers)
         if self.embedding_norm is not None:
             x_BLD = self.embedding_norm(x_BLD)
+        x_BLD = self.dropout(x_BLD, ops)
         for block in watched(self.blocks):
             x_BLD, _ = block(x_BLD, ops)
         return x_BLD if self.norm is None else cast(torch.Tensor, self.norm(x_BLD))

@@ -12,6 +12,7 @@ from dist_attn.mixers import BidirectionalConfig, CrossAttention, MemoryState, M
 from dist_attn.model_config.encoders import DecoderConfig, EncoderDecoderConfig
 from dist_attn.model_config.language_model import mixers_of_layers, with_layer_seed
 from dist_attn.models.blocks import Block, Recomputable, build_norm
+from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import Encoder, check_tokens, initialise, position_layers, with_positions
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
@@ -38,6 +39,7 @@ class DecoderBlock(Recomputable):
         self.block = Block(mixer, config.mlp_size, config.block)
         self.cross_norm = build_norm(config.block.norm, config.cross.hidden_size)
         self.cross = CrossAttention(with_layer_seed(config.cross, layer))
+        self.cross_dropout = Dropout()
 
     def forward(
         self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps, cross_ops: SequenceOps
@@ -49,9 +51,9 @@ class DecoderBlock(Recomputable):
         self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps, cross_ops: SequenceOps
     ) -> tuple[torch.Tensor, MixerState, MemoryState]:
         mixed_BLD, after = self.block.mixer(self.block.mixer_norm(x_BLD), ops)
-        x_BLD = x_BLD + mixed_BLD
+        x_BLD = x_BLD + self.block.mixer_dropout(mixed_BLD, ops)
         seen_BLD, memory = self.cross(self.cross_norm(x_BLD), memory_BSD, cross_ops)
-        return self.block.feed_forward(x_BLD + seen_BLD), after, memory
+        return self.block.feed_forward(x_BLD + self.cross_dropout(seen_BLD, ops), ops), after, memory
 
     def step(
         self, x_BD: torch.Tensor, state: MixerState, memory: MemoryState, position_B: torch.Tensor
@@ -86,6 +88,7 @@ class EncoderDecoder(nn.Module):
         mixers = mixers_of_layers(config.decoder.mixer, config.decoder.num_layers)
         self.blocks = nn.ModuleList(DecoderBlock(config.decoder, layer, mixer) for layer, mixer in enumerate(mixers))
         self.norm = build_norm(config.decoder.block.norm, size)
+        self.dropout = Dropout()
         self.position_embedding, self.position_map = position_layers(config.decoder.positions, size)
         initialise(self, config.encoder.num_layers + config.decoder.num_layers)
 
@@ -123,6 +126,7 @@ class EncoderDecoder(nn.Module):
         total = target_ops.total_length(length)
         position_B = torch.full((len(target_BL),), total, dtype=torch.int64, device=device)
         x_BLD = self._embed(target_BL, target_ops.positions(length, device), position_B)
+        x_BLD = self.dropout(x_BLD, target_ops)
         layers, memories = [], []
         for block in cast(list[DecoderBlock], list(self.blocks)):
             x_BLD, after, memory = block(x_BLD, memory_BSD, target_ops, cross_ops)

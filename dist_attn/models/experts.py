@@ -16,25 +16,16 @@ from torch import nn
 from dist_attn.mixers.heads import linear_float32, merge_heads, split_heads
 from dist_attn.model_config.million import RouterConfig, SelectorConfig
 from dist_attn.models.blocks import Recomputable
+from dist_attn.models.dropout import Dropout, hashed, shifted
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention
 
-# SplitMix64, whose 64-bit constants are written here as the signed numbers that torch knows.
-GOLDEN_GAMMA, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 MASK_53 = (1 << 53) - 1
 
 
 def uniform_at(position_L: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
-    """Numbers in (0, 1), one for each position, [L] float64.
-
-    Reference: Steele et al. 2014, Fast Splittable Pseudorandom Number Generators (SplitMix64).
-    """
-    state_L = position_L.to(torch.int64)
-    for seed in seeds:
-        # As a signed 64-bit number, whatever was given.
-        folded = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        state_L = _mixed(state_L ^ _mixed(torch.full((), folded, dtype=torch.int64, device=state_L.device)))
-    bits_L = _shifted(_mixed(state_L), 11) & MASK_53
+    """Numbers in (0, 1), one for each position, [L] float64."""
+    bits_L = shifted(hashed(position_L, seeds), 11) & MASK_53
     return (bits_L.double() + 0.5) / float(1 << 53)
 
 
@@ -42,18 +33,6 @@ def logistic_noise(position_L: torch.Tensor, seeds: Sequence[int]) -> torch.Tens
     """The difference of two Gumbel variables for each position, [L] float64."""
     u_L = uniform_at(position_L, seeds)
     return torch.log(u_L) - torch.log1p(-u_L)
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x = x + GOLDEN_GAMMA
-    x = (x ^ _shifted(x, 30)) * FIRST
-    x = (x ^ _shifted(x, 27)) * SECOND
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right with zeros from the left, which torch does not do to signed numbers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # The stretch of the hard-concrete distribution (Louizos et al. 2018, Sec. 2.2).
@@ -224,6 +203,7 @@ class ExpertLayer(Recomputable):
         self.router_norm = nn.LayerNorm(size)
         self.router = nn.Linear(size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(Expert(size, num_heads, mlp_size) for _ in range(config.num_experts))
+        self.dropout = Dropout()
 
     def capacity(self, total: int) -> int:
         """Assignments that an expert has room for, of `total` tokens."""
@@ -233,17 +213,19 @@ class ExpertLayer(Recomputable):
         return max(1, fair if self.config.most_tokens is None else min(fair, self.config.most_tokens))
 
     def forward(
-        self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps
+        self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps, draw: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The tokens after the experts, the balance E sum_e f_e P_e, and how many assignments were dropped.
+
+        `draw` numbers the sequence for dropout.
 
         Shapes: x [N local, D], weight [N local] -> [N local, D]; the others are equal on all ranks.
         Cost: two all-to-alls of up to choices N D elements, an all-reduce of 2 E, and the experts' own.
         """
-        return self._run(self._forward, x_ND, weight_N, ops)
+        return self._run(self._forward, x_ND, weight_N, ops, draw)
 
     def _forward(
-        self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps
+        self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps, draw: int
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         total, size = ops.total_length(len(x_ND)), x_ND.shape[1]
         p_NE = torch.softmax(linear_float32(self.router, self.router_norm(x_ND)), dim=-1)
@@ -261,7 +243,8 @@ class ExpertLayer(Recomputable):
             for expert, rows in zip(cast(list[Expert], list(self.experts)), routed.by_expert(), strict=True)
         ]
         added_KND = routed.restore_order(torch.cat(made).to(x_ND.dtype))
-        z_ND = x_ND + (gate_NK.T[..., None].to(x_ND.dtype) * added_KND).sum(dim=0)
+        added_ND = (gate_NK.T[..., None].to(x_ND.dtype) * added_KND).sum(dim=0)
+        z_ND = x_ND + self.dropout(added_ND[None], ops, draw)[0]
         return z_ND, self._balance(p_NE, expert_NK[:, 0], total, ops), routed.dropped
 
     def _balance(self, p_NE: torch.Tensor, first_N: torch.Tensor, total: int, ops: SequenceOps) -> torch.Tensor:

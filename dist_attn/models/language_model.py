@@ -12,6 +12,7 @@ from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
 from dist_attn.model_config.language_model import LanguageModelConfig, mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm, contiguous_state, stream_through, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
+from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
@@ -29,6 +30,7 @@ class LanguageModel(CausalModel):
         )
         self.norm = build_norm(config.block.norm, config.hidden_size)
         self.position_embedding, self.position_map = position_layers(config.positions, config.hidden_size)
+        self.dropout = Dropout()
         self.unembedding: nn.Linear | None = None
         if config.readout == "own":
             self.unembedding = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -61,7 +63,7 @@ class LanguageModel(CausalModel):
         position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
         positions_L = ops.positions(tokens_BL.shape[1], tokens_BL.device)
         x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L, position_B)
-        x_BLD, layers = stream_through(self.blocks, x_BLD, ops, state.layers)
+        x_BLD, layers = stream_through(self.blocks, self.dropout(x_BLD, ops), ops, state.layers)
         return self.norm(x_BLD), ModelState(layers, position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:

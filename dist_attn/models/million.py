@@ -11,6 +11,7 @@ from torch import nn
 from dist_attn.errors import InputError
 from dist_attn.model_config.million import MillionConfig
 from dist_attn.models.blocks import Recomputable
+from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import check_tokens, initialise, sinusoidal
 from dist_attn.models.experts import ExpertLayer, Selector
 from dist_attn.ops import LocalSequenceOps, SequenceOps
@@ -58,17 +59,18 @@ class GlobalMixing(Recomputable):
         self.mlp_norm = nn.LayerNorm(size)
         self.mlp_in = nn.Linear(size, mlp_size)
         self.mlp_out = nn.Linear(mlp_size, size)
+        self.dropout, self.mlp_dropout = Dropout(), Dropout()
 
-    def forward(self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
-        """[N local, D] -> [N local, D]."""
-        return self._run(self._forward, x_ND, weight_N, ops)
+    def forward(self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps, draw: int = 0) -> torch.Tensor:
+        """[N local, D] -> [N local, D]; `draw` numbers the sequence for dropout."""
+        return self._run(self._forward, x_ND, weight_N, ops, draw)
 
-    def _forward(self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+    def _forward(self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps, draw: int) -> torch.Tensor:
         weighed_ND = weight_N[:, None].to(x_ND.dtype) * self.norm(x_ND)
-        x_ND = x_ND + ops.fourier_mix(weighed_ND[None], norm="ortho")[0].to(x_ND.dtype)
+        mixed_1ND = ops.fourier_mix(weighed_ND[None], norm="ortho").to(x_ND.dtype)
+        x_ND = x_ND + self.dropout(mixed_1ND, ops, draw)[0]
         inner = F.gelu(self.mlp_in(self.mlp_norm(x_ND)), approximate="tanh")
-        mixed_ND: torch.Tensor = x_ND + self.mlp_out(inner)
-        return mixed_ND
+        return x_ND + self.mlp_dropout(self.mlp_out(inner)[None], ops, draw)[0]
 
 
 class MillionModel(nn.Module):
@@ -90,6 +92,7 @@ class MillionModel(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, size)
         self.context_KD = nn.Parameter(_identity(config.context, size)) if config.context > 1 else None
         self.position_scale_D = None if config.positions == "none" else nn.Parameter(torch.empty(size))
+        self.dropout = Dropout()
         self.selector = Selector(config.selector, size, against=config.objective == "adversarial")
         self.layers = nn.ModuleList(
             ExpertLayer(config.router, size, config.num_heads, config.mlp_size) for _ in range(config.num_layers)
@@ -110,8 +113,8 @@ class MillionModel(nn.Module):
     ) -> torch.Tensor:
         """Logits [B, classes], equal on all ranks, from this process's slice of B sequences.
 
-        `draws` number the noise of training, one for each sequence. Every rank has the whole loss: it counts once when
-        each divides it by the number of ranks.
+        `draws` number the noise and the dropout of training, one for each sequence. Every rank has the whole loss: it
+        counts once when each divides it by the number of ranks.
 
         Raises: as `read`; InputError for a model without a head.
         """
@@ -159,13 +162,14 @@ class MillionModel(nn.Module):
         if self.position_scale_D is not None:
             waves_ND = sinusoidal(selected.position_N, self.config.hidden_size).to(z_ND.dtype)
             z_ND = z_ND + self.position_scale_D.to(z_ND.dtype) * waves_ND
+        z_ND = self.dropout(z_ND[None], selected.ops, draw)[0]
         balances, dropped = [], 0
         for layer in cast(list[ExpertLayer], list(self.layers)):
-            z_ND, balance, lost = layer(z_ND, weight_N, selected.ops)
+            z_ND, balance, lost = layer(z_ND, weight_N, selected.ops, draw)
             balances.append(balance)
             dropped += lost
         if self.mixing is not None:
-            z_ND = self.mixing(z_ND, weight_N, selected.ops)
+            z_ND = self.mixing(z_ND, weight_N, selected.ops, draw)
         assigned = selected.total * self.config.router.choices * self.config.num_layers
         tally = Tally(selected.total, total, dropped, assigned)
         return Reading(self.norm(z_ND), weight_N, selected, open_share, torch.stack(balances).mean(), tally)

@@ -14,7 +14,7 @@ from dist_attn.ops.watch import current_watch
 
 __all__ = ["Denominator"]
 
-_KINDS = ("floor", "exact", "clamp", "sign_clamp", "mass", "one")
+_KINDS = ("floor", "exact", "clamp", "sign_clamp", "abs_clamp", "mass", "one")
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,14 @@ class Denominator:
     exact       den as it is (the papers' formula).
     clamp       max(den, eps).
     sign_clamp  den moved away from zero to magnitude eps, sign kept (0 counts as positive).
+    abs_clamp   max(|den|, eps): the sign is lost, as in the code of Random Feature Attention's authors.
     mass        the carried weight sum in the place of den: means of phi(q).phi(k) v over keys.
     one         1 in the place of den: sums as they are.
 
     Where floor or mass meets mass 0 (no key seen yet) the output is 0.
     """
 
-    kind: Literal["floor", "exact", "clamp", "sign_clamp", "mass", "one"] = "floor"
+    kind: Literal["floor", "exact", "clamp", "sign_clamp", "abs_clamp", "mass", "one"] = "floor"
     eps: float = 0.1
 
     def __post_init__(self) -> None:
@@ -60,6 +61,8 @@ class Denominator:
             return den.clamp_min(self.eps)
         if self.kind == "sign_clamp":
             return torch.where(den < 0, den.clamp_max(-self.eps), den.clamp_min(self.eps))
+        if self.kind == "abs_clamp":
+            return den.abs().clamp_min(self.eps)
         if self.kind == "one":
             return torch.ones_like(den)
         floored = mass.expand_as(den) if self.kind == "mass" else torch.maximum(den, self.eps * mass)

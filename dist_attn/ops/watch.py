@@ -81,6 +81,11 @@ class Watch:
         layers = range(max(self._guarded, default=-1) + 1)
         return tuple(tuple(self._guarded[n].tolist()) if n in self._guarded else () for n in layers)
 
+    @property
+    def guarded_share(self) -> float | None:
+        """Guarded denominators of all; None where nothing was divided."""
+        return sum(map(sum, self.guarded)) / self.denominators if self.denominators else None
+
     def clear(self) -> None:
         """Begin at nothing."""
         self.denominators = 0

@@ -133,6 +133,7 @@ class ContrastiveTask(Task):
         self._config, self._data, self._share = config, data, share
         self._contrast = ContrastConfig() if config.contrast is None else config.contrast
         self._tokeniser: Tokeniser = load_tokeniser(data.tokeniser)
+        self.sequences_per_row = 2 * self._contrast.chapters
         self._pairs = _read_pairs(config, self._contrast, self._tokeniser, progress)
         self._validation = read_validation_text(data)
         super().__init__(first_model(config.model, config.run.begin_from).to(share.device), data.batch)
@@ -145,7 +146,7 @@ class ContrastiveTask(Task):
         """All rows' windows are read at once, side by side: [rows x chapters x 2, segment]."""
         # Without a row, take part in every exchange and count nothing.
         own = range(self.batch)[rows] or range(1)
-        row_windows, segment = 2 * self._contrast.chapters, self._data.segment
+        row_windows, segment = self.sequences_per_row, self._data.segment
         windows_NT = torch.cat([self._pairs.row(step, number) for number in own])
         tokens = self._share.tokens(segment)
         ops = self._share.ops(segment)

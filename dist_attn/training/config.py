@@ -62,8 +62,10 @@ class _Config(BaseModel):
 
 
 class ObjectiveConfig(_Config):
-    """What is asked of the model beside its kind; an option of another kind is refused."""
+    """What is asked of the model in training; an option of another kind is refused."""
 
+    # Of all models: so much is dropped in training behind every mixer and MLP, and of embeddings.
+    dropout: Share = 0.0
     # Of classifiers and translation: so much of the probability is spread over all answers.
     label_smoothing: Share = 0.0
     # Of the masked auto-encoder: which share of the patches is hidden; None: 0.75.
@@ -78,6 +80,8 @@ class OptimiserConfig(_Config):
     # Step size of the matrices under Muon, scaled to the RMS of an AdamW update; `learning_rate` then drives the rest:
     # embeddings, norms, gates and biases.
     matrix_learning_rate: Rate = 2e-3
+    # Step size of the sigma that random features learn; None: `learning_rate`.
+    sigma_learning_rate: Rate | None = None
     final_ratio: float = Field(default=0.05, ge=0, le=1)
     warmup_steps: int = Field(default=100, ge=0)
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)

@@ -19,6 +19,7 @@ from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
 from dist_attn.models import CausalModel, weight_precision_of
+from dist_attn.ops import Watch, watching
 from dist_attn.ops.device import send
 from dist_attn.training.task import Share, Whole
 from dist_attn.wire.choices import WeightPrecision
@@ -157,6 +158,8 @@ def evaluate_file(
 ) -> dict[str, float | int | str | None]:
     """Bits per byte of a file's bytes under a model folder or shipped model, as plain values; `context` as given.
 
+    `guarded_share` is how many of the denominators of kernel attention were not divided by as they were, null without.
+
     `weights` is how the model's lie in memory, `compute` where it works, which `tell` gets in words.
 
     Raises: InputError for an empty file or a context below 2, ModelFolderError for an unusable model.
@@ -168,7 +171,8 @@ def evaluate_file(
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
     tell(compute.sentence())
-    with compute.autocast():
+    watch = Watch()
+    with compute.autocast(), watching(watch):
         share = Whole(compute.device)
         score = score_tokens(model.to(compute.device), tokeniser.encode(data), len(data), context, share)
     return {
@@ -176,6 +180,7 @@ def evaluate_file(
         "tokens": score.num_tokens,
         "bytes": score.num_bytes,
         "context": context,
+        "guarded_share": watch.guarded_share,
         "seconds": round(time.perf_counter() - started, 3),
         "model": folder.name,
         "weights": weight_precision_of(model),

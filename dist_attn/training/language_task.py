@@ -13,7 +13,7 @@ from torch import Tensor
 from dist_attn.checkpoints import save_model
 from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError, ModelFolderError
-from dist_attn.model_config.language_model import LearnedPositions
+from dist_attn.model_config.language_model import LearnedPositions, mixers_of_layers
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
 from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, fitted, load_tokeniser
@@ -109,6 +109,7 @@ class LanguageTask(Task):
         except ModelFolderError as error:
             raise ConfigError(f"model.vocab_size is {model.vocab_size}: {error}") from None
         _check_positions(model, data)
+        _check_pools(model, data)
         tokens = tokenise_files(
             data.train_files,
             self._tokeniser,
@@ -127,9 +128,7 @@ class LanguageTask(Task):
         self._after: list[ModelState] = []
 
     def prepare(self, step: int) -> None:
-        if self.model.redraw(step):
-            # Sums of other random features mean nothing to these: with a pool, segments stand alone.
-            self._state = self._initial
+        self.model.redraw(step)
         self._after = []
 
     def loss(self, step: int, rows: slice) -> Tensor:
@@ -206,6 +205,16 @@ def _check_positions(model: LanguageModelConfig, data: TextDataConfig) -> None:
         raise ConfigError(
             f"data.segment is {data.segment}; model.positions has vectors for {positions.length} tokens: raise its "
             "length, or take a smaller segment"
+        )
+
+
+def _check_pools(model: LanguageModelConfig, data: TextDataConfig) -> None:
+    """Raises ConfigError where a carried state would be one of other random features than those that read it."""
+    pooled = [mixer for mixer in mixers_of_layers(model.mixer, model.num_layers) if getattr(mixer, "pool", 0)]
+    if data.stateful and pooled:
+        raise ConfigError(
+            f"model.mixer {pooled[0].kind} draws its features from a pool of {pooled[0].pool} at every step, and a "
+            "state of one step's features means nothing to the next: set data.stateful = false, or pool = 0"
         )
 
 

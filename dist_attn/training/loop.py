@@ -16,6 +16,8 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.devices import choose_compute
 from dist_attn.errors import CommError, InputError
 from dist_attn.models.blocks import recompute_layers
+from dist_attn.models.dropout import use_dropout
+from dist_attn.ops import Watch, watching
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.training.chapters import ContrastiveTask
 from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save
@@ -123,6 +125,7 @@ class _Run:
         self.task = self._first_on_rank_0(lambda: self._prepare(resume))
         self.model = self.task.model
         recompute_layers(self.model, config.run.activation_checkpointing)
+        self.dropout = use_dropout(self.model, config.objective.dropout, config.run.seed)
         self.micro_batches = mesh.together(lambda: mesh.micro_batches(self.task.batch, config.data.micro_batches))
         self.parameters = place(self.model, mesh, sharded=config.run.shard_parameters)
         self.optimisers = build_optimisers(self.model, config.optimiser)
@@ -243,8 +246,10 @@ class _Run:
         # Whatever is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
         torch.manual_seed(_step_seed(self.config.run.seed, self.step, self.mesh.world.rank))
         self.task.prepare(self.step)
+        self.dropout.step = self.step
         total = torch.zeros((), dtype=torch.float64, device=self.share.device)
         for rows in self.micro_batches:
+            self.dropout.first_row = rows.start * self.task.sequences_per_row
             loss = self.parameters.with_values(partial(self.task.loss, self.step, rows))
             if backward:
                 self.parameters.backward(loss)
@@ -262,11 +267,20 @@ class _Run:
 
     def _validate(self) -> dict[str, float | int]:
         self.model.eval()
-        with torch.no_grad():
+        watch = Watch()
+        with torch.no_grad(), watching(watch):
             scores = self.parameters.with_values(self.task.validate)
+        if scores:
+            scores = {**scores, **self._guarded(watch)}
         self.mesh.world.check_exchanges()
         self.model.train()
         return scores
+
+    def _guarded(self, watch: Watch) -> dict[str, float]:
+        """Which share of the denominators of all ranks was not divided by as it was; nothing where none was divided."""
+        own_2 = torch.tensor([sum(map(sum, watch.guarded)), watch.denominators], dtype=torch.float64, device="cpu")
+        guarded, denominators = self.share.sum(own_2.to(self.share.device)).tolist()
+        return {"guarded_share": guarded / denominators} if denominators else {}
 
     def _save(self, best: bool) -> None:
         carried = self.mesh.gather_rows(self.task.carried(), self.task.batch)

@@ -26,31 +26,32 @@ def schedule(step: int, steps: int, config: OptimiserConfig) -> float:
 def build_optimisers(model: nn.Module, config: OptimiserConfig) -> list[torch.optim.Optimizer]:
     """One optimiser, or two with Muon. Weight decay reaches matrices only, never norms, gates, sigma or biases.
 
-    Raises: ConfigError for Muon under a torch that does not have it.
+    Raises: ConfigError for Muon under a torch that does not have it, and for a rate of sigma where none is learned.
     """
     if config.kind == "muon" and not hasattr(torch.optim, "Muon"):
         raise ConfigError(
             f"optimiser.kind is muon, but torch {torch.__version__} does not have it: use torch 2.9 or newer, or adamw"
         )
-    blocks, matrices, rest = [], [], []
+    blocks, matrices, sigmas, rest = [], [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and name.endswith(BLOCK_MATRICES):
             blocks.append(parameter)
         elif parameter.dim() == 2 and name.endswith(OTHER_MATRICES):
             matrices.append(parameter)
+        elif config.sigma_learning_rate is not None and name.endswith("sigma_H1K"):
+            sigmas.append(parameter)
         else:
             rest.append(parameter)
     decayed = matrices if config.kind == "muon" else blocks + matrices
-    optimisers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": config.weight_decay},
-                {"params": rest, "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=config.betas,
-        )
-    ]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    if config.sigma_learning_rate is not None:
+        if not sigmas:
+            raise ConfigError(
+                "optimiser.sigma_learning_rate was given, but the model learns no sigma: leave it out, or take mixers "
+                "or attention by random features (rfa, rfa_gate)"
+            )
+        groups.append({"params": sigmas, "weight_decay": 0.0, "lr": config.sigma_learning_rate})
+    optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)]
     if config.kind == "muon":
         optimisers.append(
             torch.optim.Muon(

@@ -138,6 +138,7 @@ class Task(ABC):
     """
 
     unit = "tokens"  # what the speed of the run is counted in
+    sequences_per_row = 1  # that a row of a batch holds, as documents or side by side
     loss_unit = ""  # what the loss is counted in, for the axis of a picture
 
     def __init__(self, model: nn.Module, batch: int) -> None:

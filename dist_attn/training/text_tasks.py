@@ -67,8 +67,10 @@ class TextClassificationTask(ClassificationTask[TextExamples], _TextTask):
     model: TextClassifier
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
-        _check_packs(cast(TextClassifierConfig, config.model))
+        model = cast(TextClassifierConfig, config.model)
+        _check_packs(model)
         super().__init__(config, share, progress)
+        self.sequences_per_row = model.texts
 
     def _classify(self, examples: TextExamples, numbers: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         texts, classes = zip(*(examples[number] for number in numbers.tolist()), strict=True)

@@ -8,7 +8,10 @@ import torch
 from pydantic import ValidationError
 
 from dist_attn.mixers import (
+    BidirectionalConfig,
     ConvolutionConfig,
+    CrossConfig,
+    DenominatorConfig,
     EfficientConfig,
     EluConfig,
     GatedDeltaConfig,
@@ -35,6 +38,7 @@ from dist_attn.mixers import (
     build_mixer,
     contract,
 )
+from dist_attn.mixers.all_keys import AllKeys
 from tests.support.model_cases import streaming_kinds
 
 SIZE, HEADS = 12, 3
@@ -233,7 +237,8 @@ def test_gates_start_over_a_spread_of_time_scales():
     "values",
     [
         {"kind": "rfa", "hidden_size": 10, "num_heads": 3},
-        {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "sigma": 1},
+        {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "sigmas": 1},
+        {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "sigma": 0},
         {"kind": "rfaa", "hidden_size": 12, "num_heads": 3},
         {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "num_random": 0},
         {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "pool": 2},
@@ -244,3 +249,14 @@ def test_bad_configurations_are_refused(values):
     """Heads that do not divide, unknown keys and kinds, empty maps, small pools and stray gates are refused."""
     with pytest.raises(ValidationError):
         RandomFeatureConfig.model_validate(values)
+
+
+def test_what_attention_over_all_keys_divides_by():
+    """A new configuration has the low floor and says so when it is saved; null keeps what it meant before that."""
+    sizes = {"attention": "rfa", "hidden_size": 12, "num_heads": 3}
+    for config in (BidirectionalConfig, CrossConfig):
+        new = config.model_validate(sizes)
+        assert config.model_validate(new.model_dump()).denominator == DenominatorConfig(kind="floor", eps=0.03)
+        before = config.model_validate({**sizes, "denominator": None})
+        assert before.denominator is None
+        assert (AllKeys(new).denominator.eps, AllKeys(before).denominator.eps) == (0.03, 0.3)

@@ -151,11 +151,15 @@ def test_cross_attention_reads_later_queries_from_the_state() -> None:
         assert_close(got, want)
 
 
-def test_sigma_begins_at_the_temperature_of_softmax() -> None:
-    """sigma^2 = K^-1/2 with key weights, and 1 with unit norms."""
-    for config in (RandomFeatureConfig(kind="rfa", **_options()), BidirectionalConfig(attention="rfa", **_options())):
+@pytest.mark.parametrize(
+    ("changes", "first"), [({}, 0.5**0.5), ({"weighting": "unit_norm"}, 1.0), ({"sigma": 0.7}, 0.7)]
+)
+def test_sigma_begins_where_it_is_told_to(changes: dict[str, Any], first: float) -> None:
+    """sigma^2 = K^-1/2 with key weights, 1 with unit norms, or what the configuration says."""
+    given = {**_options(), **changes}
+    for config in (RandomFeatureConfig(kind="rfa", **given), BidirectionalConfig(attention="rfa", **given)):
         (sigma,) = (p for n, p in build_mixer(config).named_parameters() if n.endswith("sigma_H1K"))
-        assert_close(sigma.square(), torch.full((HEADS, 1, 4), 0.5))
+        assert_close(sigma, torch.full((HEADS, 1, 4), first))
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,12 @@ def test_orthogonal_matrices_are_those_of_every_mixer() -> None:
     assert torch.equal(seen.attend.w_HDK, _mixer(orthogonal=True).w_HDK)
     cross = CrossAttention(CrossConfig(attention="rfa", **values, pool=5))
     assert torch.equal(cross.attend.w_HDK, _mixer(orthogonal=True, pool=5).w_HDK)
-    for options in ({"pool": 2}, {"attention": "softmax", "pool": 200}, {"attention": "elu", "orthogonal": True}):
+    for options in (
+        {"pool": 2},
+        {"attention": "softmax", "pool": 200},
+        {"attention": "elu", "orthogonal": True},
+        {"attention": "elu", "sigma": 2.0},
+    ):
         with pytest.raises(ValidationError):
             BidirectionalConfig.model_validate({"hidden_size": 12, "num_heads": 3, "attention": "rfa", **options})
 
@@ -155,7 +160,9 @@ def test_a_run_with_a_pool_goes_on_where_it_was(tmp_path) -> None:
     ends = []
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
-        run = small_run(tmp_path / name, steps=6).model_copy(update={"model": model})
+        run = small_run(tmp_path / name, steps=6)
+        alone = run.data.model_copy(update={"stateful": False})
+        run = run.model_copy(update={"model": model, "data": alone})
         if name == "stopped":
             train(run)
             for late in sorted((run.run.folder / "checkpoints").iterdir())[1:]:

@@ -20,6 +20,7 @@ from dist_attn.models import (
     build_model,
 )
 from dist_attn.models.blocks import recompute_layers
+from dist_attn.models.dropout import use_dropout
 from dist_attn.ops import LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.models import small_config
@@ -57,10 +58,11 @@ def _with_gradients(model: nn.Module, share: Share, comm: Communicator | None) -
 
 
 def _same(make: Callable[[], nn.Module], share: Share) -> bool:
-    """Whether recomputation changes no bit of loss and gradients, on one rank and on each of several."""
+    """Whether recomputation changes no bit of loss and gradients, under dropout, on one rank and on each of several."""
 
     def both(comm: Communicator | None) -> bool:
-        model = make()
+        model = make().train()
+        use_dropout(model, 0.2, seed=0)
         want = _with_gradients(model, share, comm)
         model.zero_grad()
         assert recompute_layers(model) > 0

@@ -86,7 +86,7 @@ def test_documents_do_not_see_each_other(documents, gate):
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "mass", "one"])
+@pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "abs_clamp", "mass", "one"])
 def test_every_denominator_policy(kind):
     """Each policy that is not the default one is the oracle's, with its gradients."""
     case = Case(18, kind="elu", gate=True, scale=True, batch=1)

@@ -78,7 +78,7 @@ def test_gradients_where_only_one_result_is_used(tokens, used):
         assert_close(got[name], gradient, kind="gradient", what=name)
 
 
-@pytest.mark.parametrize("kind", ["floor", "exact", "clamp", "sign_clamp"])
+@pytest.mark.parametrize("kind", ["floor", "exact", "clamp", "sign_clamp", "abs_clamp"])
 def test_every_denominator_policy_is_the_same_function_on_every_path(kind):
     """Each denominator policy gives the same outputs in the oracle, the streaming form and the step."""
     inputs = Inputs.random(150, 150, gate=True, scale=True, state=False)

@@ -13,7 +13,7 @@ from tests.support.native import Case, assert_like_the_oracle, by_kernels, map_o
 pytestmark = needs_kernels
 
 KINDS = ["gaussian", "gaussian_unit", "arc_cosine", "arc_cosine_unit", "elu", "none"]
-POLICIES = ["floor", "exact", "clamp", "sign_clamp", "mass", "one"]
+POLICIES = ["floor", "exact", "clamp", "sign_clamp", "abs_clamp", "mass", "one"]
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 511, 512, 513, 1100]
 
 

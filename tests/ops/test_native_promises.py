@@ -140,7 +140,7 @@ def test_a_gate_that_is_nan_shows_where_a_state_is_read(token):
     assert bool(got[:, :, token:].isnan().all())
 
 
-@pytest.mark.parametrize("policy", ["floor", "exact", "clamp", "sign_clamp", "mass", "one"])
+@pytest.mark.parametrize("policy", ["floor", "exact", "clamp", "sign_clamp", "abs_clamp", "mass", "one"])
 def test_a_watch_counts_what_the_streaming_form_counts(policy):
     """Guarded denominators per head, of attention, of reads and of completed sums, are as many."""
     case = Case(100, state=True)

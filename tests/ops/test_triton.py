@@ -142,7 +142,7 @@ def test_sizes_of_several_blocks():
     assert_like_the_oracle(Inputs(sequence, {"w": 0.3 * torch.randn(2, 20, 21, generator=generator)}))
 
 
-@pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "mass", "one"])
+@pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "abs_clamp", "mass", "one"])
 def test_every_denominator_policy(kind):
     """Each policy that is not the default one is the oracle's, with its gradients."""
     inputs = few(18, gate=True, scale=True, state=False)
@@ -264,7 +264,7 @@ def test_the_step_equals_the_sequence(kind):
         assert all(torch.equal(a, b) for a, b in zip(given, state.tensors(), strict=True)) != in_place
 
 
-@pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "mass", "one"])
+@pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "abs_clamp", "mass", "one"])
 def test_the_step_has_every_policy(kind):
     """bf16 tokens under each denominator policy come out as from the eager step, and a watch counts the same."""
     (q, k, v), kwargs = few(1, gate=False, scale=False, state=True).arguments()

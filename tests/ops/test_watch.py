@@ -72,7 +72,7 @@ def test_ranks_count_their_own() -> None:
     assert (tuple(map(sum, zip(*counts, strict=True))),) == _counted_by_hand()
 
 
-@pytest.mark.parametrize("policy", ["floor", "exact", "clamp", "sign_clamp"])
+@pytest.mark.parametrize("policy", ["floor", "exact", "clamp", "sign_clamp", "abs_clamp"])
 def test_watching_changes_nothing(policy: str) -> None:
     """Outputs and gradients are bitwise those without a watch, and `exact` guards nothing."""
     results = []

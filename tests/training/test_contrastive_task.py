@@ -12,6 +12,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
+from dist_attn.models.dropout import use_dropout
 from dist_attn.text import ByteTokeniser
 from dist_attn.training import TrainingConfig, chapters, train
 from dist_attn.training.chapters import Chapter, ChapterPairs, ContrastiveTask, contrast_loss, find_chapters
@@ -79,10 +80,11 @@ def test_rows_add_up_to_the_batch(tmp_path):
 
 
 def _gradients(config: TrainingConfig, comm: Communicator, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """One step's loss and gradients, summed over the ranks."""
+    """One step's loss under dropout and its gradients, summed over the ranks."""
     with Mesh(comm, *shape) as mesh:
         share = mesh.share()
         task = ContrastiveTask(config, share)
+        use_dropout(task.model, 0.2, seed=1).first_row = share.rows(3).start * task.sequences_per_row
         loss = task.loss(1, share.rows(3))
         loss.backward()
         learned = list(task.model.parameters())

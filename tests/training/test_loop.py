@@ -14,10 +14,11 @@ from dist_attn.checkpoints import load_model, load_model_and_tokeniser
 from dist_attn.conversion import Conversion, convert_folder
 from dist_attn.errors import ConfigError, EngineError, InputError
 from dist_attn.model_config.language_model import LearnedPositions
-from dist_attn.models import LanguageModel
+from dist_attn.models import LanguageModel, build_model
 from dist_attn.training import TrainingConfig, checkpointing, language_task, train
-from dist_attn.training.config import read_config
+from dist_attn.training.config import OptimiserConfig, read_config
 from dist_attn.training.language_task import LanguageTask, SegmentStream
+from dist_attn.training.optim import build_optimisers
 from dist_attn.training.task import first_model
 from tests.support.hugging_face import write_foreign_folder
 from tests.support.models import small_config, write_small_folder
@@ -135,6 +136,30 @@ def test_the_state_is_carried_from_segment_to_segment(tmp_path):
     carried = load_file(tmp_path / "run" / "checkpoints" / "step-000006" / "carried_state.safetensors")
     positions = carried[str(len(carried) - 1)]
     assert positions.tolist() == [6 * 24, 6 * 24]
+
+
+def test_a_carried_state_and_a_pool_of_features_are_refused(tmp_path):
+    """A state of one step's random features would be read by those of another: the run does not begin."""
+    config = small_run(tmp_path)
+    mixer = config.model.mixer.model_copy(update={"pool": 20})
+    config = config.model_copy(update={"model": small_config(mixer=mixer.model_dump())})
+    with pytest.raises(ConfigError, match=r"from a pool of 20 at every step.*set data\.stateful = false, or pool = 0"):
+        train(config)
+    alone = config.model_copy(update={"data": config.data.model_copy(update={"stateful": False})})
+    assert train(alone)["step"] == 6
+
+
+def test_sigma_learns_at_a_rate_of_its_own():
+    """The sigmas, and they alone, have the step size that the optimiser is told; a model without any is refused."""
+    config = OptimiserConfig(sigma_learning_rate=0.5)
+    model = build_model(small_config())
+    (optimiser,) = build_optimisers(model, config)
+    rates = {id(p): group["peak_lr"] for group in optimiser.param_groups for p in group["params"]}
+    assert {name: rates[id(p)] for name, p in model.named_parameters()} == {
+        name: 0.5 if name.endswith("sigma_H1K") else config.learning_rate for name, _ in model.named_parameters()
+    }
+    with pytest.raises(ConfigError, match="the model learns no sigma"):
+        build_optimisers(build_model(small_config("softmax")), config)
 
 
 def test_segments_stand_alone_where_the_run_is_not_stateful(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from torch import Tensor
 from dist_attn.checkpoints import load_any_model
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ConfigError
+from dist_attn.models.dropout import use_dropout
 from dist_attn.text import ByteTokeniser, load_tokeniser
 from dist_attn.training import parallel, train
 from dist_attn.training.averaging import average_folders
@@ -98,9 +99,10 @@ def _doubled(task: Task) -> Task:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_ranks_change_nothing(tmp_path: Path, kind: str) -> None:
-    """Shares of loss, gradients and validation on a mesh of data x sequence ranks add up to those of one process."""
+    """Shares of loss (under dropout), gradients and validation on a mesh of ranks add up to those of one process."""
     config = small_task(kind, tmp_path, data={"batch": 5})
     whole = _doubled(build_task(config, Whole()))
+    use_dropout(whole.model, 0.2, seed=1)
     loss = whole.loss(3, slice(0, 5))
     loss.backward()
     whole.model.eval()
@@ -112,8 +114,9 @@ def test_ranks_change_nothing(tmp_path: Path, kind: str) -> None:
     def body(comm: Communicator) -> tuple[Tensor, dict[str, Tensor], dict[str, float | int]]:
         with Mesh(comm, 2, 2) as place:
             task = _doubled(build_task(config, place.share()))
-            shares = []
+            draw, shares = use_dropout(task.model, 0.2, seed=1), []
             for rows in place.micro_batches(5, 2):
+                draw.first_row = rows.start * task.sequences_per_row
                 shares.append(task.loss(3, rows))
                 shares[-1].backward()
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in task.model.named_parameters()}

@@ -184,24 +184,30 @@ register_mixer(ScaleformerConfig, "dist_attn.mixers.scaleformer:ScaleformerAtten
 
 
 RANDOM_KERNELS = ("rfa", "performer")
+# Of rfa over all keys, whose number it is a share of: 0.3 of them would hide one key among a hundred.
+ALL_KEYS_FLOOR = 0.03
 
 
 class AttentionConfig(FeaturesConfig):
     """Attention that sees all keys, by one of the kernels; the options of features are those of `rfa`."""
 
     attention: Literal["rfa", "elu", "performer", "efficient", "scaleformer", "softmax"]
-    # Of rfa, elu, performer and efficient. None: the default floor for rfa; exact division for elu, whose weights are
-    # positive; a floor that only keeps 0 / 0 away for performer and efficient.
+    # Of rfa, elu, performer and efficient; what is not given is filled in for rfa (docs/decisions/0036). None: exact
+    # division for elu, whose weights are positive; a floor that only keeps 0 / 0 away for performer and efficient; for
+    # rfa the floor of 0.3, which is what null means in the files of models that were trained under it.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
     relative: RelativeConfig | None = None  # of softmax
 
     @model_validator(mode="before")
     @classmethod
-    def _performer_is_orthogonal(cls, values: Any) -> Any:
-        """Unless it is said otherwise, as for the causal mixer."""
-        if isinstance(values, Mapping) and values.get("attention") == "performer":
-            return {"orthogonal": True, **values}
+    def _defaults_of_kernels(cls, values: Any) -> Any:
+        """Unless it is said otherwise, performer is orthogonal, as the causal mixer, and rfa has a low floor."""
+        match values.get("attention") if isinstance(values, Mapping) else None:
+            case "performer":
+                return {"orthogonal": True, **values}
+            case "rfa":
+                return {"denominator": {"kind": "floor", "eps": ALL_KEYS_FLOOR}, **values}
         return values
 
     @model_validator(mode="after")
@@ -210,6 +216,8 @@ class AttentionConfig(FeaturesConfig):
             check_key_weights(self.denominator, "attention by weighted keys")
         if self.attention != "rfa" and self.weighting != "unit_norm":
             raise ValueError(f"weighting is an option of 'rfa'; attention is {self.attention!r}")
+        if self.attention != "rfa" and self.sigma is not None:
+            raise ValueError(f"sigma is learned by 'rfa' alone; attention is {self.attention!r}")
         if self.attention not in RANDOM_KERNELS and (self.pool or self.orthogonal):
             raise ValueError(
                 f"pool and orthogonal are options of 'rfa' and 'performer'; attention is {self.attention!r}"

@@ -10,7 +10,7 @@ from dist_attn.model_config.mixer import FrozenConfig
 class DenominatorConfig(FrozenConfig):
     """The saved form of `ops.Denominator`."""
 
-    kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
+    kind: Literal["floor", "exact", "clamp", "sign_clamp", "abs_clamp"] = "floor"
     # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0003).
     eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
 
@@ -112,10 +112,14 @@ class FeaturesConfig(MatricesConfig):
     feature: Literal["gaussian", "arc_cosine"] = "gaussian"
     # Queries and keys have unit norm, or keys weigh exp(|sigma k|^2 / 2) and neither is normalised.
     weighting: Literal["unit_norm", "norm"] = "unit_norm"
+    # Where the learned sigma begins. None: 1 for unit norms; else at softmax's temperature, logits q.k / sqrt(K).
+    sigma: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @property
     def first_sigma(self) -> float:
-        """Where sigma begins: 1 for unit norms; else at softmax's temperature, logits q.k / sqrt(K)."""
+        """Where sigma begins."""
+        if self.sigma is not None:
+            return self.sigma
         return 1.0 if self.weighting == "unit_norm" else self.softmax_scale
 
     @model_validator(mode="after")

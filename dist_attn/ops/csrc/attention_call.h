@@ -3,7 +3,7 @@
 #include "tensors.h"
 
 enum { AS_GIVEN = 0, GAUSSIAN = 1, ARC_COSINE = 2, ELU = 3 };
-enum { FLOOR = 0, EXACT = 1, CLAMP = 2, SIGN_CLAMP = 3, MASS = 4, ONE = 5 };
+enum { FLOOR = 0, EXACT = 1, CLAMP = 2, SIGN_CLAMP = 3, MASS = 4, ONE = 5, ABS_CLAMP = 6 };
 
 typedef struct {
     int64_t batch, heads, tokens, size, values, projections, features;

@@ -89,6 +89,9 @@ INLINE float divisor(const call *c, float den, float mass, float *of_den, float 
     case SIGN_CLAMP:
         *of_den = fabsf(den) < eps ? 0.0f : 1.0f;
         return fabsf(den) < eps ? (den < 0.0f ? -eps : eps) : den;
+    case ABS_CLAMP:
+        *of_den = fabsf(den) < eps ? 0.0f : (den < 0.0f ? -1.0f : 1.0f);
+        return fabsf(den) < eps ? eps : fabsf(den);
     case ONE: return 1.0f;
     case MASS:
         if (mass == 0.0f) return 1.0f;

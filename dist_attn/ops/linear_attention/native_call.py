@@ -13,7 +13,7 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
 
 KINDS: Final = {"gaussian": 1, "arc_cosine": 2, "elu": 3}
-POLICIES: Final = {"floor": 0, "exact": 1, "clamp": 2, "sign_clamp": 3, "mass": 4, "one": 5}
+POLICIES: Final = {"floor": 0, "exact": 1, "clamp": 2, "sign_clamp": 3, "mass": 4, "one": 5, "abs_clamp": 6}
 
 
 class Call(ctypes.Structure):

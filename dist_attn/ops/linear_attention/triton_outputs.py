@@ -54,9 +54,9 @@ def guard(denominator, mass, eps, KIND: tl.constexpr):
         return denominator
     elif KIND == "clamp":
         return tl.maximum(denominator, eps, propagate_nan=tl.PropagateNan.ALL)
-    elif KIND == "sign_clamp":
+    elif KIND == "sign_clamp" or KIND == "abs_clamp":
         size = tl.maximum(tl.abs(denominator), eps, propagate_nan=tl.PropagateNan.ALL)
-        return tl.where(denominator < 0.0, -size, size)
+        return size if KIND == "abs_clamp" else tl.where(denominator < 0.0, -size, size)
     elif KIND == "one":
         return tl.zeros_like(denominator) + 1.0
     else:

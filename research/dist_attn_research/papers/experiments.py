@@ -12,6 +12,7 @@ from dist_attn_research.papers.quantised_memory import QUANTISED_MEMORY
 from dist_attn_research.papers.quantised_projection import QUANTISED_PROJECTION
 from dist_attn_research.papers.rfa_appendix_c import RFA_APPENDIX_C
 from dist_attn_research.papers.rfa_decoding import RFA_DECODING
+from dist_attn_research.papers.rfa_floors import RFA_FLOORS
 from dist_attn_research.papers.rfa_table1 import RFA_TABLE1
 from dist_attn_research.papers.rfa_table2 import RFA_TABLE2
 from dist_attn_research.papers.rfa_table3 import RFA_TABLE3
@@ -30,6 +31,7 @@ _ALL: tuple[Experiment, ...] = (
     RFA_TABLE3,
     RFA_TABLE3_SPEED,
     RFA_APPENDIX_C,
+    RFA_FLOORS,
     SCALEFORMER_FIGURES,
     TRAINED_ON_SHORT,
     SCALEFORMER_TRANSLATION,
