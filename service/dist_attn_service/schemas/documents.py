@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from dist_attn_service.schemas.base import (
     MAX_WINDOW,
     MOST,
+    Cut,
     Granularity,
     Input,
     Pooling,
@@ -18,6 +19,8 @@ from dist_attn_service.schemas.base import (
 )
 from dist_attn_service.schemas.completions import Texts
 from dist_attn_service.schemas.neutral_fields import NeutralEmbedding
+
+MOST_BOUNDARIES = 1_000_000
 
 
 class EmbeddingRequest(NeutralEmbedding, Input):
@@ -50,7 +53,7 @@ class EncodingOptions(Query):
     """Which rows to return; in the query of any request, or in a JSON body."""
 
     model: str | None = None
-    granularity: Granularity = "window"
+    granularity: Granularity | Cut = "window"
     window: Annotated[int, BeforeValidator(digits)] = Field(
         default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
     )
@@ -68,6 +71,12 @@ class EncodingRequest(EncodingOptions):
 
     input: str | None = None
     file_id: str | None = Field(default=None, description="a file in place of `input`")
+    boundaries: Annotated[list[Annotated[int, Field(ge=1, le=MOST)]], Field(fail_fast=True)] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MOST_BOUNDARIES,
+        description="in place of `granularity`: rising byte offsets at which rows end, but for the last row",
+    )
 
 
 class EstimateRequest(Input):
@@ -93,7 +102,7 @@ class JobRequest(Input):
     model: str | None = None
     input: str | None = Field(default=None, description="the text of an encoding")
     file_id: str | None = Field(default=None, description="a file in place of `input`")
-    granularity: Granularity | None = None
+    granularity: Granularity | Cut | None = None
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
     pooling: Pooling | None = None
     completion: dict[str, Any] | None = Field(
