@@ -45,10 +45,11 @@ _LAST_WORD = re.compile(rb"([^\W\d_](?:\.?[^\W\d_]){0,14})\Z")
 _ABBREVIATIONS = frozenset(
     b"mr mrs ms dr prof st jr sr messrs mme mlle rev hon gen col maj capt lt sgt gov sen rep pres supt insp esq "
     b"inc ltd co corp bros dept univ assn vs etc cf al ca approx viz ibid "
-    b"jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri sat sun "
     b"e.g i.e a.m p.m u.s u.k d.c n.y ph.d b.c a.d z.b d.h bzw usw".split()
 )
-_BEFORE_NUMBERS = frozenset(b"no nos vol vols fig figs p pp art sec ch chap eq op nr".split())
+_BEFORE_NUMBERS = frozenset(
+    b"no nos vol vols fig figs p pp art sec ch chap eq op nr jan feb mar apr jun jul aug sep sept oct nov dec".split()
+)
 
 
 @final

@@ -24,6 +24,7 @@ from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.schemas.documents import EncodingOptions
+from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.generate import GenerateService
 from dist_attn_service.sessions.store_service import StoreService
@@ -83,6 +84,7 @@ class Services(ServiceContext):
     estimates: EstimateService
     sessions: SessionServices
     jobs: JobServices
+    search: SearchService
     open_requests: OpenRequests
     json_memory: BodyMemory
     budget: DiskBudget

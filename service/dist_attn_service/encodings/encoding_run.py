@@ -40,6 +40,10 @@ class RowBlock:
         drop = min(max(row - self.first_row, 0), len(self))
         return RowBlock(self.first_row + drop, self.ranges_N4[drop:], self.vectors_ND[drop:])
 
+    def first(self, count: int) -> "RowBlock":
+        """So many of them at most."""
+        return RowBlock(self.first_row, self.ranges_N4[:count], self.vectors_ND[:count])
+
 
 def row_block(rows: Rows, first: int, count: int, spans: list[tuple[int, int]], dim: int) -> RowBlock:
     """Rows [first, first + count) of one message; `spans` are the byte ranges of exactly these.

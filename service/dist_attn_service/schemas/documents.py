@@ -17,10 +17,11 @@ from dist_attn_service.schemas.base import (
     RowFormatName,
     digits,
 )
-from dist_attn_service.schemas.completions import Texts
+from dist_attn_service.schemas.completions import HowSoon, Texts
 from dist_attn_service.schemas.neutral_fields import NeutralEmbedding
 
 MOST_BOUNDARIES = 1_000_000
+ShortText = Annotated[str, Field(min_length=1, max_length=8192)]
 
 
 class EmbeddingRequest(NeutralEmbedding, Input):
@@ -94,6 +95,48 @@ class EstimateRequest(Input):
     granularity: Granularity = "window"
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
     max_tokens: int | None = Field(default=None, ge=1, le=MOST, description="of a completion; left out: an encoding")
+
+
+class SearchDocument(Input):
+    """One of the documents of a search, in one of three ways; without `id` it is known by its number."""
+
+    id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    text: str | None = None
+    file_id: str | None = Field(default=None, description="a file")
+    job_id: str | None = Field(default=None, description="the encoding that a job has made, or still makes")
+
+
+class SearchRequest(HowSoon, Input):
+    """A query, and the documents whose rows may answer it; `granularity` and `window` are of those without a job."""
+
+    model: str | None = None
+    query: ShortText
+    documents: Annotated[list[SearchDocument], Field(min_length=1, max_length=256, fail_fast=True)]
+    mode: Literal["hybrid", "dense", "lexical"] = "hybrid"
+    top_k: Annotated[int, Field(ge=1, le=100)] = 10
+    granularity: Literal["window", "document"] | Cut = "window"
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
+
+
+class RerankText(Input):
+    """A text as an object."""
+
+    text: str
+
+
+RerankTexts = Annotated[list[str | RerankText], Field(min_length=1, fail_fast=True)]
+
+
+class RerankRequest(HowSoon, Input):
+    """A query and documents to be put in order, as Cohere and Jina have it; `texts` is text-embeddings-inference's."""
+
+    model: str | None = None
+    query: ShortText
+    documents: RerankTexts | None = None
+    texts: RerankTexts | None = Field(default=None, description="another name of `documents`")
+    top_n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = Field(default=None, description="another name of `return_documents`")
 
 
 class JobRequest(Input):
