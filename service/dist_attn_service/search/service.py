@@ -12,6 +12,7 @@ from typing import Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from dist_attn.text.base import TokenArray
 from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_api.types import (
@@ -191,11 +192,7 @@ class SearchService:
                 else:
                     blocks = await self._rows(data, query.spec, pieces, found, name, terms)
             block = _joined(blocks)
-            passages = Passages(
-                lambda first, count, block=block: block.after(first).first(count),
-                lambda a, b, data=data: data[a:b],
-                len(data),
-            )
+            passages = _in_memory(block, data)
             while passages.rows < len(block):
                 await self._context.beside(passages.grow, len(block))
             found.passages[place] = passages
@@ -235,7 +232,7 @@ class SearchService:
 
         Raises: BadRequest for texts without tokens, ServiceError when the engine fails.
         """
-        texts = [utf8(query, "query", "query")]
+        texts: list[bytes | TokenArray] = [utf8(query, "query", "query")]
         texts += [utf8(text, f"documents[{place}]", "documents") for place, text in enumerate(documents)]
         async with _in_time(terms):
             with _naming("input[0]", "query"):
@@ -314,6 +311,18 @@ async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: 
     found.take_rows(len(edges) - 1)
     ranges_N4 = np.column_stack((edges[:-1], edges[1:], end_T[edges[:-1]], end_T[edges[1:]]))
     return [RowBlock(0, ranges_N4, np.empty((len(edges) - 1, 0), np.float32))]
+
+
+def _in_memory(block: RowBlock, data: bytes) -> Passages:
+    """A document whose rows and text are here; nothing of it is taken in yet."""
+
+    def read(first: int, count: int) -> RowBlock:
+        return block.after(first).first(count)
+
+    def read_text(start: int, stop: int) -> bytes:
+        return data[start:stop]
+
+    return Passages(read, read_text, len(data))
 
 
 def _joined(blocks: list[RowBlock]) -> RowBlock:
