@@ -35,7 +35,7 @@ from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, piec
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.passages import Passages, Pool, directions, fused, ranks
-from dist_attn_service.search.words import Floats, places_of, words_of
+from dist_attn_service.search.words import Floats, places_of
 from dist_attn_service.text.tokenising import Piece, TextMark
 
 __all__ = ["Query", "SearchService", "Searched"]
@@ -346,7 +346,7 @@ def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, 
         parts["dense"] = scores_N, ranks(scores_N, np.ones(pool.total, dtype=np.bool_))
     scores_N = fused(*(rank_N for _, rank_N in parts.values())) if query.mode == "hybrid" else parts[query.mode][0]
     has_N = np.logical_or.reduce([rank_N > 0 for _, rank_N in parts.values()])
-    order_N, words = ranks(scores_N, has_N), frozenset(words_of(query.text))
+    order_N, words = ranks(scores_N, has_N), pool.telling(query.text)
     results = []
     for passage in np.argsort(np.where(order_N > 0, order_N, pool.total + 1), kind="stable")[: query.top].tolist():
         if not order_N[passage]:
