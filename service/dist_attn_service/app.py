@@ -47,9 +47,21 @@ from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.jobs.catalogue import JobCatalogue
 from dist_attn_service.jobs.runner import Complete
-from dist_attn_service.routers import about, completions, encodings, files, jobs, session_text, sessions, texts, uploads
+from dist_attn_service.routers import (
+    about,
+    completions,
+    encodings,
+    files,
+    jobs,
+    search,
+    session_text,
+    sessions,
+    texts,
+    uploads,
+)
 from dist_attn_service.routers.openapi import PROBLEM_RESPONSE, openapi_document
 from dist_attn_service.schemas.completions import CompletionRequest
+from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.store_service import StoreService
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
 from dist_attn_service.text.tokenising import ThreadTokeniser
@@ -58,7 +70,7 @@ from dist_attn_service.uploads.service import FileService
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, encodings, texts, jobs, sessions, session_text, files, uploads, about)
+ROUTERS = (completions, encodings, texts, search, jobs, sessions, session_text, files, uploads, about)
 
 
 class LifespanState(TypedDict):
@@ -222,13 +234,15 @@ def _services(
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
     models = tuple(_model_services(context, spools) for context in contexts)
+    kept_jobs = JobServices.over(stores.jobs, [(served, _complete(served, served.completions)) for served in models])
     return Services(
         models=models,
+        searches=tuple(SearchService(served, served.embeddings, kept_jobs) for served in models),
         settings=settings,
         metrics=writer.metrics,
         threads=writer.threads,
         sessions=SessionServices.over(stores.states, writer),
-        jobs=JobServices.over(stores.jobs, [(served, _complete(served, served.completions)) for served in models]),
+        jobs=kept_jobs,
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,

@@ -28,6 +28,7 @@ from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.schemas.documents import EncodingOptions
+from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.generate import GenerateService
 from dist_attn_service.sessions.store_service import StoreService
@@ -52,7 +53,7 @@ __all__ = [
 GZIP = ("gzip", "x-gzip")
 P = ParamSpec("P")
 T = TypeVar("T")
-VECTORS = ("encodings", "embeddings")
+VECTORS = ("encodings", "embeddings", "search", "rerank")
 """What the encoder does where a request names no model."""
 FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
 
@@ -91,15 +92,15 @@ class ModelServices(ServiceContext):
     embeddings: EmbeddingService
     estimates: EstimateService
 
-    def rows(self, options: EncodingOptions) -> RowSpec:
-        """The rows that are asked for; what was left out depends on the model.
+    def rows(self, options: EncodingOptions, granularity: str | None = None) -> RowSpec:
+        """The rows that are asked for; what was left out depends on the model. `granularity` goes before the options'.
 
         Raises: BadRequest for rows that the model does not give.
         """
         window = options.window if "window" in options.model_fields_set else None
         pooling = options.pooling if "pooling" in options.model_fields_set else None
         try:
-            return choose_rows(options.granularity, window, pooling, self.model.reading)
+            return choose_rows(granularity or options.granularity, window, pooling, self.model.reading)
         except RowChoiceError as error:
             raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
 
@@ -112,6 +113,8 @@ class Services:
     """
 
     models: tuple[ModelServices, ...]
+    searches: tuple[SearchService, ...]
+    """Of each model."""
     settings: Settings
     metrics: Metrics
     threads: Executor
@@ -144,6 +147,10 @@ class Services:
     def encoder(self) -> ModelServices:
         """The model that vectors are made by where a request names none."""
         return self.models[-1]
+
+    def search_by(self, served: ModelServices) -> SearchService:
+        """Searches and rerankings by the vectors of a model."""
+        return self.searches[self.models.index(served)]
 
     def context_for(self, name: str | None, capability: str = "") -> ModelServices:
         """The model that a request names or, where it names none, the one that does this kind of work by itself.

@@ -87,7 +87,7 @@ class ServedModel:
     @property
     def capabilities(self) -> list[str]:
         """The routes of /v1 that this model answers."""
-        return [*["completions"] * self.writes, "embeddings", "encodings"]
+        return [*["completions"] * self.writes, "embeddings", "encodings", "search", "rerank"]
 
     @property
     def max_tokens(self) -> int | None:
