@@ -89,6 +89,7 @@ def test_a_million_tokens_are_held_in_bounded_memory(
         page.wait_for_selector("#map canvas[width]:not([width='1'])")
         page.wait_for_timeout(2000)
         grown = renderers() - before
+        page.click("#run > details summary")
         with page.expect_download() as saved:
             page.click("#save-rows")
         rows = np.load(saved.value.path())

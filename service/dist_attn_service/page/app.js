@@ -52,7 +52,7 @@ const ranks = new RanksView();
 const notice = new Notice(byId("page-notice"));
 let asked = false;
 /** Whether the document or the session says this already. @param {string} words */
-const isSaid = (words) => ["document-notice", "write-notice"].some((id) => byId(id).textContent.includes(words));
+const isSaid = (words) => ["document-notice", "write-notice", "carry", "found"].some((id) => byId(id).textContent.includes(words));
 
 const watch = new StatusWatch(
   () => api,
