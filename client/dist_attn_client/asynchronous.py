@@ -3,7 +3,7 @@
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack, cast, final
+from typing import Any, Literal, Self, TypedDict, Unpack, cast, final
 
 import httpx
 import numpy as np
@@ -25,7 +25,6 @@ from dist_attn_api.types import (
 from dist_attn_client.attempts import DEFAULT_RETRY, Retry
 from dist_attn_client.encodings import (
     EncodingProgress,
-    Granularity,
     Row,
     RowOptions,
     RowsPlan,
@@ -58,7 +57,7 @@ class WorkSize(TypedDict, total=False):
     size: int | None
     text: str | None
     file_id: str | None
-    granularity: Granularity | None
+    granularity: Literal["token", "window", "document"] | None
     window: int | None
     max_tokens: int | None
     model: str | None

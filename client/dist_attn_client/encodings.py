@@ -12,7 +12,7 @@ from dist_attn_api.types import EncodingSummary
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
 from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached
 
-Granularity = Literal["token", "window", "document"]
+Granularity = Literal["token", "window", "document", "sentence", "paragraph", "chapter"]
 Pooling = Literal["mean", "last"]
 
 

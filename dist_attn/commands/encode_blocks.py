@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 from typing import final
@@ -18,6 +18,7 @@ from dist_attn.rank.row_pieces import reduce_to_pieces
 from dist_attn.rank.sequence_executor import read_sequences
 from dist_attn.rank_link.rows import GRAIN, sequence_length
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
+from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
 from dist_attn.wire.specs import MODEL_POOLING
@@ -31,8 +32,11 @@ class BlockReader(ABC):
     device: torch.device
 
     @abstractmethod
-    def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
-        """The pieces of rows in this rank's part of the block that begins at `position`; all ranks have the block."""
+    def read(self, tokens_T: torch.Tensor, position: int, ends: Sequence[int] = ()) -> RowPieces:
+        """The pieces of rows in this rank's part of the block that begins at `position`; all ranks have the block.
+
+        Marked rows end at the positions `ends` of the block.
+        """
 
     def carry_bytes(self) -> int:
         """What this rank contributed to the exchange of states for the last block: nothing where no state goes on."""
@@ -60,13 +64,15 @@ class StreamReader(BlockReader):
         self._exchange, self._deterministic = exchange, deterministic
         self._state = model.initial_state(1)
 
-    def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
+    def read(self, tokens_T: torch.Tensor, position: int, ends: Sequence[int] = ()) -> RowPieces:
         """Rows of hidden states that have seen all that came before."""
         layout = SequenceLayout.even(len(tokens_T), self._comm.size, GRAIN)
         start, stop = layout.range(self._comm.rank)
         ops = ShardedSequenceOps(self._comm, layout, exchange=self._exchange, deterministic=self._deterministic)
         h_BLD, self._state = self._model.hidden(tokens_T[None, start:stop], ops, self._state)
-        return reduce_to_pieces(h_BLD[0], position + start, 0, self._spec)
+        return reduce_to_pieces(
+            h_BLD[0], position + start, 0, self._spec, _ends_in(ends, position + start, len(h_BLD[0]))
+        )
 
     def carry_bytes(self) -> int:
         """What this rank sent of its own states; of rings, all that it passed on."""
@@ -90,12 +96,13 @@ class SequenceReader(BlockReader):
         self.device = model.embedding.weight.device
         self._comm, self._model, self._spec = comm, model, spec
 
-    def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
+    def read(self, tokens_T: torch.Tensor, position: int, ends: Sequence[int] = ()) -> RowPieces:
         """Rows of the sequences in this rank's part."""
         start, stop = SequenceLayout.even(len(tokens_T), self._comm.size, self.grain).range(self._comm.rank)
         if start == stop:
             return RowPieces(0, [], [], b"")
-        return read_sequences(self._model, tokens_T[start:stop], position + start, 0, self._spec)
+        own = _ends_in(ends, position + start, stop - start)
+        return read_sequences(self._model, tokens_T[start:stop], position + start, 0, self._spec, own)
 
 
 @final
@@ -112,13 +119,15 @@ class WholeReader(BlockReader):
         self.device = model.embedding.weight.device
         self._comm, self._model, self._spec = comm, model, spec
 
-    def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
+    def read(self, tokens_T: torch.Tensor, position: int, ends: Sequence[int] = ()) -> RowPieces:
         """Rows of the vectors of all positions, kept tokens' own and those interpolated between them."""
         layout = SequenceLayout.even(len(tokens_T), self._comm.size, GRAIN)
         start, stop = layout.range(self._comm.rank)
         ops = ShardedSequenceOps(self._comm, layout)
         h_BLD = self._model.hidden(tokens_T[None, start:stop], ops)
-        return reduce_to_pieces(h_BLD[0], position + start, 0, self._spec)
+        return reduce_to_pieces(
+            h_BLD[0], position + start, 0, self._spec, _ends_in(ends, position + start, stop - start)
+        )
 
 
 def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:
@@ -130,6 +139,11 @@ def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -
     # exchange send what was made of it.
     first = [e for e in carries if deterministic or e.phase == "launch" or e.name == "all_gather"]
     return sum(e.bytes_sent // e.messages for e in first)
+
+
+def _ends_in(ends: Sequence[int], start: int, length: int) -> list[int]:
+    """Those of the ends of rows that lie in tokens [start, start + length)."""
+    return [end for end in ends if start < end <= start + length]
 
 
 TOKENS, ROWS = "tokens", "rows"  # in the traffic log
@@ -183,7 +197,10 @@ def encode_blocks(
             return
         handed_out = time.perf_counter()
         comm.traffic.clear()
-        pieces = reader.read(tokens.to(reader.device, non_blocking=True), position)
+        ends = marked_ends(tokens.numpy(), position).tolist()
+        pieces = reader.read(
+            torch.where(tokens < 0, ~tokens, tokens).to(reader.device, non_blocking=True), position, ends
+        )
         exposed, carry_bytes = comm.traffic.exposed_s, reader.carry_bytes()
         computed = time.perf_counter()
         collected = _collect(comm, pieces, reader.dim)
@@ -215,7 +232,8 @@ def _collect(comm: Communicator, pieces: RowPieces, dim: int) -> list[RowPieces]
         return [pieces]
     count = len(pieces.starts)
     counts = comm.all_gather(torch.tensor([count]), label=ROWS)[:, 0].tolist()
-    ranges = torch.tensor([pieces.starts, pieces.stops], dtype=torch.int64).T.reshape(count, 2)
+    ends = np.isin(pieces.stops, pieces.ends).astype(np.int64)
+    ranges = torch.from_numpy(np.array([pieces.starts, pieces.stops, ends], dtype=np.int64).T.reshape(count, 3).copy())
     vectors = torch.frombuffer(bytearray(pieces.vectors), dtype=torch.float32) if count else torch.empty(0)
     send = [count] + [0] * (comm.size - 1)
     receive = counts if comm.rank == 0 else [0] * comm.size
@@ -224,6 +242,6 @@ def _collect(comm: Communicator, pieces: RowPieces, dim: int) -> list[RowPieces]
     if comm.rank != 0:
         return []
     return [
-        RowPieces(0, r[:, 0].tolist(), r[:, 1].tolist(), v.numpy().tobytes())
+        RowPieces(0, r[:, 0].tolist(), r[:, 1].tolist(), v.numpy().tobytes(), r[r[:, 2] > 0, 1].tolist())
         for r, v in zip(all_ranges.split(counts), all_vectors.split(counts), strict=True)
     ]

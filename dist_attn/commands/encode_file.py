@@ -36,6 +36,7 @@ from dist_attn.rank_link.rows import GRAIN, RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import Tokeniser
+from dist_attn.text.cuts import CutFinder
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
 from dist_attn.wire.specs import SequenceReading, choose_rows
@@ -202,7 +203,8 @@ def _open_together(
             writer = _RowWriter(
                 stack.enter_context(row_file(encoding.target, encoding.source)), reader.dim, encoding.spec
             )
-            blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress)
+            finder = CutFinder(encoding.spec.granularity) if encoding.spec.marked else None
+            blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress, finder)
         except InputError as error:
             problem = str(error)
     note = torch.frombuffer(bytearray(problem.encode()[:1024].ljust(1024, b"\0")), dtype=torch.uint8)
@@ -244,15 +246,20 @@ def _open_text(source: Path) -> IO[bytes]:
 
 
 def _token_blocks(
-    text: IO[bytes], tokeniser: Tokeniser, size: int, on_progress: Callable[[int], None]
+    text: IO[bytes], tokeniser: Tokeniser, size: int, on_progress: Callable[[int], None], finder: CutFinder | None
 ) -> Iterator[np.ndarray]:
-    """The text's tokens in blocks of `size`; the last one is shorter."""
-    tail, waiting, read = b"", np.empty(0, dtype=np.int32), 0
+    """The text's tokens in blocks of `size`, marked by the finder where there is one; the last block is shorter."""
+    tail, waiting, read, gap = b"", np.empty(0, dtype=np.int32), 0, 0
     while True:
         piece = text.read(_READ_BYTES)
         read += len(piece)
-        tokens, consumed = tokeniser.encode_piece(tail + piece, final=not piece)
+        tokens, ends, consumed = tokeniser.encode_with_ends(tail + piece, final=not piece)
         tail = (tail + piece)[consumed:]
+        if finder is not None:
+            finder.push(piece, final=not piece)
+            lengths = np.diff(ends, prepend=-gap)
+            gap = consumed - int(ends[-1]) if len(ends) else gap + consumed
+            tokens, _ = finder.mark(tokens, lengths, final=not piece)
         waiting = np.concatenate([waiting, tokens])
         while len(waiting) >= size or (not piece and len(waiting)):
             block, waiting = waiting[:size], waiting[size:]

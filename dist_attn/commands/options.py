@@ -55,9 +55,10 @@ class EncodeOptions:
     file: Annotated[Path, typer.Argument(help="The text to encode.")]
     out: Annotated[Path, typer.Option(help="Where the vectors go: a NumPy file (.npy) with one in each row, float32.")]
     granularity: Annotated[
-        Literal["token", "window", "document"],
+        Literal["token", "window", "sentence", "paragraph", "chapter", "document"],
         typer.Option(
-            help="What gets a vector: every token (a piece of a word), every passage of --window, or the text."
+            help="What gets a vector: every token (a piece of a word), every passage of --window, sentence, paragraph "
+            "or chapter, or the text."
         ),
     ] = "window"
     window: Annotated[

@@ -112,8 +112,9 @@ class Intake:
         model = self._requests.model
         if model is None:
             return True
-        text = misfit(model, request.work.rows, request.work.draw, request.reading.received)
-        outside = request.reading.queue.first_outside(model.vocab_size)
+        rows = request.work.rows
+        text = misfit(model, rows, request.work.draw, request.reading.received)
+        outside = request.reading.queue.first_outside(model.vocab_size, marked=rows is not None and rows.marked)
         if outside is not None:
             text = f"token {outside} is not in the vocabulary of {model.vocab_size} tokens"
         code = Code.INVALID_VALUE

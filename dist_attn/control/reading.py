@@ -7,6 +7,7 @@ from typing import final
 import numpy as np
 
 from dist_attn.rank_link.rows import RowAssembler, RowBatch
+from dist_attn.text.cuts import unmarked
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces, SavedState
 
@@ -50,10 +51,12 @@ class TokenQueue:
         earlier._pieces.clear()
         earlier._count = 0
 
-    def first_outside(self, vocab_size: int) -> int | None:
-        """A token that is not in [0, vocab_size), or None."""
+    def first_outside(self, vocab_size: int, *, marked: bool = False) -> int | None:
+        """A token that is not in [0, vocab_size), or None; `marked`: nor one with a mark (RowSpec.marked)."""
         for piece in self._pieces:
             tokens = np.frombuffer(piece, dtype="<i4")
+            if marked:
+                tokens = unmarked(tokens)
             outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
             if len(outside):
                 return int(outside[0])

@@ -279,7 +279,8 @@ def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView
     """An encoding: no block has too many rows, and none ends at a row inside a sequence."""
     length = row_length(rows)
     grid = GRAIN if cutting.text_tokens is None else sequence_length(rows, cutting.text_tokens)
-    limit = (ROW_BYTES_PER_BLOCK // (4 * max(1, cutting.hidden_size))) * (length or ROW_BYTES_PER_BLOCK)
+    least = 1 if rows.marked else length or ROW_BYTES_PER_BLOCK
+    limit = (ROW_BYTES_PER_BLOCK // (4 * max(1, cutting.hidden_size))) * least
     chunk = max(1, min(view.chunk, limit) // grid) * grid
     if cutting.text_tokens is None:
         return dataclasses.replace(view, grid=grid, chunk=chunk, row_length=length)

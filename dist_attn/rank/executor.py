@@ -30,6 +30,7 @@ from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.text import end_tokens, load_tokeniser
+from dist_attn.text.cuts import marked_ends, unmarked
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import (
@@ -232,7 +233,8 @@ class ModelExecutor:
             cache: CacheKept = "whole" if needed else "spread"
             ops = ShardedSequenceOps(self._comm, layout, cache=cache)
             start = layout.range(self._comm.rank)[0]
-        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
+        marked_L = np.frombuffer(op.tokens, dtype="<i4")
+        tokens_L = torch.from_numpy(unmarked(marked_L).astype(np.int64))
         if len(tokens_L) != length:
             raise EngineError(f"{len(tokens_L)} tokens of request {op.request} came; this rank's slice has {length}")
         if self._watch.finite is not None:
@@ -250,7 +252,8 @@ class ModelExecutor:
         if not length:
             return None
         if request.rows is not None:
-            return reduce_to_pieces(h_BLD[0], op.start + start, op.request, request.rows)
+            ends = marked_ends(marked_L, op.start + start).tolist()
+            return reduce_to_pieces(h_BLD[0], op.start + start, op.request, request.rows, ends)
         count = None if request.sampling is None else request.sampling.prompt_logprobs
         if count is None or op.following is None:
             return None

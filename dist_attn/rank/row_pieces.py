@@ -1,7 +1,7 @@
 """From a rank's hidden states to the pieces of rows that lie in its slice."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,8 +13,12 @@ from dist_attn.wire.rank_messages import RowPieces
 SCORED_AT_ONCE = 64  # tokens whose logits are there at the same time; it divides the grid on which ranks are cut
 
 
-def reduce_to_pieces(h_LD: torch.Tensor, start: int, request: int, spec: RowSpec) -> RowPieces:
+def reduce_to_pieces(
+    h_LD: torch.Tensor, start: int, request: int, spec: RowSpec, ends: Sequence[int] = ()
+) -> RowPieces:
     """Sums (pooling mean) or last vectors of the row pieces in tokens [start, start + L), as float32.
+
+    Marked rows end at the positions `ends`.
 
     A piece is always summed as one contiguous run in one order, so it has the same bits on any number of ranks.
     """
@@ -22,7 +26,7 @@ def reduce_to_pieces(h_LD: torch.Tensor, start: int, request: int, spec: RowSpec
     if not length:
         return RowPieces(request, [], [], b"")
     h_LD = h_LD.to(device="cpu", dtype=torch.float32)
-    edges = piece_edges(start, start + length, spec)
+    edges = piece_edges(start, start + length, spec, ends)
     starts, stops = edges[:-1].tolist(), edges[1:].tolist()
     if len(starts) == length:
         vectors_ND = h_LD
@@ -31,7 +35,8 @@ def reduce_to_pieces(h_LD: torch.Tensor, start: int, request: int, spec: RowSpec
     else:
         sizes = [b - a for a, b in zip(starts, stops, strict=True)]
         vectors_ND = torch.stack([run_CD.sum(dim=0) for run_CD in h_LD.split(sizes)])
-    return RowPieces(request, starts, stops, vectors_ND.contiguous().numpy().astype("<f4", copy=False).tobytes())
+    data = vectors_ND.contiguous().numpy().astype("<f4", copy=False).tobytes()
+    return RowPieces(request, starts, stops, data, list(ends))
 
 
 def score_pieces(

@@ -1,23 +1,28 @@
 """A text encoder on this rank's device: reads the sequences in its slices of blocks, without the other ranks."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dist_attn.devices import present_compute
 from dist_attn.errors import EngineError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
+from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
-from dist_attn.rank_link.rows import sequence_length
+from dist_attn.rank_link.rows import piece_edges, sequence_length
+from dist_attn.text.cuts import marked_ends, unmarked
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, SavedState
+from dist_attn.wire.specs import MODEL_POOLING
 
 BATCH_TOKENS = 1 << 14
+_WHOLE = RowSpec("document", pooling=MODEL_POOLING)
 
 
 @dataclass
@@ -80,11 +85,13 @@ class SequenceExecutor:
         if start % size and op.lengths[self._rank]:
             raise EngineError(f"a slice of request {op.request} starts at {start}, inside a sequence of {size} tokens")
         request.position += sum(op.lengths)
-        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
+        marked_L = np.frombuffer(op.tokens, dtype="<i4")
+        tokens_L = torch.from_numpy(unmarked(marked_L).astype(np.int64))
         if not len(tokens_L):
             return None
+        ends = marked_ends(marked_L, start).tolist()
         with watching(self._watch):
-            return read_sequences(self._encoder, tokens_L, start, op.request, request.rows)
+            return read_sequences(self._encoder, tokens_L, start, op.request, request.rows, ends)
 
     def decode(self, op: DecodeOp) -> NoReturn:
         """Never called: completions are refused when they are opened.
@@ -114,13 +121,18 @@ class SequenceExecutor:
         return self._requests[request]
 
 
-def read_sequences(model: TextEncoder, tokens_L: torch.Tensor, start: int, request: int, spec: RowSpec) -> RowPieces:
+def read_sequences(
+    model: TextEncoder, tokens_L: torch.Tensor, start: int, request: int, spec: RowSpec, ends: Sequence[int] = ()
+) -> RowPieces:
     """The rows in tokens [start, start + L): one per sequence, or one per token of the text.
 
-    `start` is a multiple of the sequence's length; only the end of the text makes a shorter one.
+    `start` is a multiple of the sequence's length; only the end of the text makes a shorter one. Marked rows end at
+    `ends`: each is a sequence, or as many as the multiples of the model's length cut it into, weighted by their tokens.
     """
     length = len(tokens_L)
     size = sequence_length(spec, model.config.text_tokens)
+    if spec.marked:
+        return _read_marked(model, tokens_L, request, piece_edges(start, start + length, spec, ends, size), ends)
     whole = length - length % size
     batches = [*tokens_L[:whole].reshape(-1, size).split(max(1, BATCH_TOKENS // size)), tokens_L[whole:][None]]
     read, at = [], start
@@ -134,6 +146,23 @@ def read_sequences(model: TextEncoder, tokens_L: torch.Tensor, start: int, reque
     stops = [*starts[1:], start + length]
     data = vectors_ND.to(device="cpu", dtype=torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
     return RowPieces(request, list(starts), stops, data)
+
+
+def _read_marked(
+    model: TextEncoder, tokens_L: torch.Tensor, request: int, edges_N: NDArray[np.int64], ends: Sequence[int]
+) -> RowPieces:
+    """The pieces between edges as sequences, each vector times its tokens; those of one length are read at once."""
+    sizes_N, start = np.diff(edges_N), int(edges_N[0])
+    vectors_ND = torch.empty(len(sizes_N), model.config.encoder.hidden_size)
+    for size in np.unique(sizes_N).tolist():
+        places = np.flatnonzero(sizes_N == size)
+        for some in np.array_split(places, -(-len(places) * size // BATCH_TOKENS)):
+            begins = torch.from_numpy(edges_N[some] - start)
+            text_BT = tokens_L[begins[:, None] + torch.arange(size, device="cpu")]
+            pooled_BD = _rows(model, send(text_BT, model.embedding.weight.device), int(edges_N[some[0]]), _WHOLE)
+            vectors_ND[torch.from_numpy(some)] = pooled_BD.to(device="cpu", dtype=torch.float32) * size
+    data = vectors_ND.numpy().astype("<f4", copy=False).tobytes()
+    return RowPieces(request, edges_N[:-1].tolist(), edges_N[1:].tolist(), data, list(ends))
 
 
 def _rows(model: TextEncoder, text_BT: torch.Tensor, start: int, spec: RowSpec) -> torch.Tensor:

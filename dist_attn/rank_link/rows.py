@@ -4,6 +4,7 @@ Pieces are cut at row edges and at the absolute grid of GRAIN tokens. Ranks are 
 the same ordered sum of the same pieces and does not depend on the number of ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from dist_attn.errors import WireError
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
+from dist_attn.wire.specs import MODEL_POOLING
 
 GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
 
@@ -21,11 +23,12 @@ SCORE_ROWS = RowSpec("token", pooling="last")
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+Ends = npt.NDArray[np.bool_]
 
 
 def row_length(spec: RowSpec) -> int | None:
-    """Tokens per row; None when the whole document is one row."""
-    if spec.granularity == "document":
+    """Tokens per row; None when rows have no length of their own: the whole document is one, or tokens are marked."""
+    if spec.granularity == "document" or spec.marked:
         return None
     return 1 if spec.granularity == "token" else spec.window
 
@@ -42,12 +45,12 @@ def score_width(likeliest: int) -> int:
     return 1 + 2 * likeliest
 
 
-def piece_edges(start: int, stop: int, spec: RowSpec) -> Ints:
-    """The positions between which a rank sums in [start, stop), both ends included."""
+def piece_edges(start: int, stop: int, spec: RowSpec, ends: Sequence[int] = (), grain: int = GRAIN) -> Ints:
+    """The positions between which a rank sums in [start, stop), both ends included; marked rows end at `ends`."""
     length = row_length(spec)
     if length == 1:
         return np.arange(start, stop + 1, dtype=np.int64)
-    inner = [_multiples(GRAIN, start, stop)]
+    inner = [_multiples(grain, start, stop), np.array([end for end in ends if end < stop], dtype=np.int64)]
     if length is not None:
         inner.append(_multiples(length, start, stop))
     edges = np.unique(np.concatenate(inner))
@@ -87,9 +90,9 @@ class RowAssembler:
 
     def __init__(self, spec: RowSpec, dim: int, start: int = 0) -> None:
         self._length = row_length(spec)
-        self._mean = spec.pooling == "mean"
+        self._mean = spec.pooling == "mean" or (spec.marked and spec.pooling == MODEL_POOLING)
         self._dim = dim
-        self._waiting: dict[int, tuple[Ints, Ints, Floats]] = {}
+        self._waiting: dict[int, tuple[Ints, Ints, Floats, Ends]] = {}
         self._open: _OpenRow | None = None
         self._rows = 0
         self._again = 0  # pieces before this position may come a second time
@@ -140,23 +143,22 @@ class RowAssembler:
         if (first < self.position and first >= self._again) or first in self._waiting:
             raise WireError(f"row pieces from token {first} came twice; tokens before {self.position} are done")
         vectors = np.frombuffer(pieces.vectors, dtype="<f4").reshape(len(starts), self._dim)
+        ends = np.isin(stops, np.array(pieces.ends, dtype=np.int64))
+        if self._length is not None:
+            ends |= stops % self._length == 0
         new = int(np.searchsorted(starts, self.position)) if first < self._again else 0
         if new == len(starts):
             return first
-        starts, stops, vectors = starts[new:], stops[new:], vectors[new:]
-        first = int(starts[0])
-        self._waiting[first] = (starts, stops, vectors)
+        first = int(starts[new])
+        self._waiting[first] = (starts[new:], stops[new:], vectors[new:], ends[new:])
         return first
 
-    def _consume(self, starts: Ints, stops: Ints, vectors: Floats, total: int | None) -> list[RowBatch]:
+    def _consume(self, starts: Ints, stops: Ints, vectors: Floats, ends: Ends, total: int | None) -> list[RowBatch]:
         """Go through one gapless run of pieces: whole rows in bulk, parts of rows one by one."""
         batches: list[RowBatch] = []
-        ends = stops == total if total is not None else np.zeros(len(stops), dtype=bool)
-        if self._length is not None:
-            ends |= stops % self._length == 0
-            whole = ends & (starts % self._length == 0)
-        else:
-            whole = ends & (starts == 0)
+        if total is not None:
+            ends = ends | (stops == total)
+        whole = ends & np.append(self._open is None, ends[:-1])
         partial = np.append(np.flatnonzero(~whole), len(whole))
         at = 0
         while at < len(starts):

@@ -26,6 +26,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.models import CausalModel, LanguageModel
 from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.text.cuts import CHAPTER_HEADING
 from dist_attn.training.config import ContrastConfig, TrainingConfig
 from dist_attn.training.datasets.config import TextDataConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
@@ -33,8 +34,7 @@ from dist_attn.training.evaluation import score_tokens, token_loss
 from dist_attn.training.language_task import read_validation_text, tokenise_files
 from dist_attn.training.task import Criterion, Share, Task, first_model
 
-# "CHAPTER IV", "Chapter 12. The Carpet-Bag", "  CHAPTER THE LAST"; not "Chapter of accidents".
-_HEADING = re.compile(rb"^[ \t]*(?:CHAPTER|Chapter)[ \t]+(?:\d+|[A-Z])[^\n]*(?:\n|\Z)", re.MULTILINE)
+_HEADING = re.compile(CHAPTER_HEADING + rb"[^\n]*(?:\n|\Z)", re.MULTILINE)
 
 LONGEST_CHAPTER = 32_768
 """Tokens. What is longer is no chapter but a book whose headings look otherwise."""

@@ -79,7 +79,10 @@ class OpenWork(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """Tokens [start, start + n) of a request, int32; `final` marks the end of its input."""
+    """Tokens [start, start + n) of a request, int32; `final` marks the end of its input.
+
+    Where `RowSpec.marked`, the last token of each row but the last one travels as ~token.
+    """
 
     request_id: Name
     start: Count

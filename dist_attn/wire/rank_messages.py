@@ -52,8 +52,9 @@ class OpenOp(msgspec.Struct, frozen=True, tag="open"):
 class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
     """Feed block [start, start + sum(lengths)) of a request, split over the ranks by `lengths`.
 
-    `tokens` is this rank's slice only (int32). The state before `start` is equal on all ranks, and so
-    is the state after the block. `following` is the token after the slice, where the tokens of a prompt are scored.
+    `tokens` is this rank's slice only (int32, with the marks that they came with). The state before `start` is equal on
+    all ranks, and so is the state after the block. `following` is the token after the slice, where the tokens of a
+    prompt are scored.
     """
 
     request: Count
@@ -195,13 +196,15 @@ class RowPieces(msgspec.Struct, frozen=True):
     """Sums (pooling mean), last vectors or the model's own over ranges of tokens, in order, float32 [n, dim].
 
     A range is a whole row or the part of a row that lies in this rank's slice of the block. Of a completion there is a
-    row for each token, about the one that follows it: see `rank_link.rows.score_width`.
+    row for each token, about the one that follows it: see `rank_link.rows.score_width`. `ends` are those of `stops` at
+    which a marked row ends.
     """
 
     request: Count
     starts: list[Count]
     stops: list[Count]
     vectors: bytes
+    ends: list[Count] = []
 
 
 class Drawn(msgspec.Struct, frozen=True):

@@ -27,14 +27,22 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which rows an encoding returns: one per token, per window of `window` tokens, or one in all.
+    """Which rows an encoding returns: one per token, per window of `window` tokens, one in all, or by marks of tokens.
 
-    `pooling` is `model` for models that make a vector of a whole sequence in a way of their own.
+    Marked rows have any length: the last token of each travels as its complement, ~token. `pooling` is `model` for
+    models that make a vector of a whole sequence in a way of their own.
     """
 
-    granularity: Annotated[str, Meta(pattern="^(token|window|document)$")] = "window"
+    granularity: Annotated[str, Meta(pattern="^(token|window|document|sentence|paragraph|chapter|boundaries)$")] = (
+        "window"
+    )
     window: Annotated[int, Meta(ge=1, le=1 << 53)] = 512
     pooling: Annotated[str, Meta(pattern="^(mean|last|model)$")] = "mean"
+
+    @property
+    def marked(self) -> bool:
+        """Whether marks of tokens say where rows end."""
+        return self.granularity not in ("token", "window", "document")
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -45,9 +45,21 @@ from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.jobs.catalogue import JobCatalogue
 from dist_attn_service.jobs.runner import Complete
-from dist_attn_service.routers import about, completions, encodings, files, jobs, session_text, sessions, texts, uploads
+from dist_attn_service.routers import (
+    about,
+    completions,
+    encodings,
+    files,
+    jobs,
+    search,
+    session_text,
+    sessions,
+    texts,
+    uploads,
+)
 from dist_attn_service.routers.openapi import PROBLEM_RESPONSE, openapi_document
 from dist_attn_service.schemas.completions import CompletionRequest
+from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.store_service import StoreService
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
 from dist_attn_service.text.tokenising import ThreadTokeniser
@@ -56,7 +68,7 @@ from dist_attn_service.uploads.service import FileService
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, encodings, texts, jobs, sessions, session_text, files, uploads, about)
+ROUTERS = (completions, encodings, texts, search, jobs, sessions, session_text, files, uploads, about)
 
 
 class LifespanState(TypedDict):
@@ -198,17 +210,19 @@ def _services(context: ServiceContext, stores: Stores, disk: Executor, open_requ
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
     prefixes = PrefixCache(context)
-    completions = CompletionService(context, prefixes)
+    completions, embeddings = CompletionService(context, prefixes), EmbeddingService(context)
+    kept_jobs = JobServices.over(stores.jobs, context, _complete(context, completions))
     return Services(
         **vars(context),
         completions=completions,
         prefixes=prefixes,
         chat=ChatService(context, ChatTemplate.read(settings.model, context.tokeniser.special_tokens)),
         documents=DocumentService(context, spools),
-        embeddings=EmbeddingService(context),
+        embeddings=embeddings,
         estimates=EstimateService(context),
         sessions=SessionServices.over(stores.states, context),
-        jobs=JobServices.over(stores.jobs, context, _complete(context, completions)),
+        jobs=kept_jobs,
+        search=SearchService(context, embeddings, kept_jobs),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,

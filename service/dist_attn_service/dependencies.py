@@ -24,6 +24,7 @@ from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.schemas.documents import EncodingOptions
+from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.generate import GenerateService
 from dist_attn_service.sessions.store_service import StoreService
@@ -83,6 +84,7 @@ class Services(ServiceContext):
     estimates: EstimateService
     sessions: SessionServices
     jobs: JobServices
+    search: SearchService
     open_requests: OpenRequests
     json_memory: BodyMemory
     budget: DiskBudget
@@ -110,15 +112,15 @@ class Services(ServiceContext):
                 param="model",
             )
 
-    def rows(self, options: EncodingOptions) -> RowSpec:
-        """The rows that are asked for; what was left out depends on the model.
+    def rows(self, options: EncodingOptions, granularity: str | None = None) -> RowSpec:
+        """The rows that are asked for; what was left out depends on the model. `granularity` goes before the options'.
 
         Raises: BadRequest for rows that the model does not give.
         """
         window = options.window if "window" in options.model_fields_set else None
         pooling = options.pooling if "pooling" in options.model_fields_set else None
         try:
-            return choose_rows(options.granularity, window, pooling, self.model.reading)
+            return choose_rows(granularity or options.granularity, window, pooling, self.model.reading)
         except RowChoiceError as error:
             raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
 

@@ -14,6 +14,7 @@ from dist_attn.commands import encode_file as module
 from dist_attn.commands.encode_file import BLOCK_TOKENS_PER_RANK, EncodeReport, Encoding, encode_file
 from dist_attn.errors import InputError, StorageError
 from dist_attn.text import ByteTokeniser
+from dist_attn.text.cuts import CutFinder, marked_ends
 from dist_attn.wire.messages import RowSpec
 from tests.support.closeness import assert_close
 from tests.support.models import SIZE, small_config, small_model
@@ -29,6 +30,7 @@ SPECS = {
     "one token windows": RowSpec("window", 1),
     "wide window": RowSpec("window", 3000),
     "last of window": RowSpec("window", 300, "last"),
+    "sentence": RowSpec("sentence"),
     "document": RowSpec("document"),
     "last of document": RowSpec("document", pooling="last"),
 }
@@ -50,7 +52,13 @@ def source(tmp_path: Path) -> Path:
 
 
 def _naive_rows(hidden_LD: torch.Tensor, spec: RowSpec) -> torch.Tensor:
-    length = {"token": 1, "window": spec.window, "document": len(hidden_LD)}[spec.granularity]
+    length: int | list[int] = {"token": 1, "window": spec.window}.get(spec.granularity, len(hidden_LD))
+    if spec.marked:
+        finder, tokens = CutFinder(spec.granularity), ByteTokeniser().encode(TEXT)
+        finder.push(TEXT, final=True)
+        ends = marked_ends(finder.mark(tokens, np.ones(len(tokens), np.int64), final=True)[0])
+        length = np.diff([0, *ends, len(TEXT)]).tolist()
+        assert len(length) > 20
     runs = hidden_LD.double().split(length)
     return torch.stack([run[-1] if spec.pooling == "last" else run.mean(0) for run in runs]).float()
 

@@ -13,14 +13,16 @@ from tests.support.fake_rank import DIE, drawn_after, fake_hidden, fake_scores
 from tests.support.opening import open_completion, open_encoding
 from tests.support.simulated_engine import RANKS, SETTINGS, Engine, disturb
 
+MARKED = 91  # tokens of a row whose end is marked
+
 
 def check(engine, texts, prompts):
     """Every row and every token is there once, as an undisturbed run gives them."""
     for name, (tokens, window) in texts.items():
         starts, vectors = engine.rows(name)
-        assert starts == list(range(0, len(tokens), window))
+        assert starts == list(range(0, len(tokens), window or MARKED))
         hidden = fake_hidden(tokens, 0).astype(np.float64)
-        means = [hidden[at : at + window].mean(0) for at in starts]
+        means = [hidden[at : at + (window or MARKED)].mean(0) for at in starts]
         assert np.array_equal(vectors, np.array(means, dtype=np.float32))
     for name, (prompt, count) in prompts.items():
         assert engine.tokens(name) == drawn_after(prompt[-1], count)
@@ -29,8 +31,9 @@ def check(engine, texts, prompts):
 def open_all(engine, texts, prompts):
     """Open the requests and send all of their tokens."""
     for name, (tokens, window) in texts.items():
-        engine.api(open_encoding(name, RowSpec("window", window)))
-        engine.api(Tokens(name, 0, np.asarray(tokens, dtype="<i4").tobytes(), True))
+        engine.api(open_encoding(name, RowSpec("window", window) if window else RowSpec("sentence")))
+        sent = tokens if window else np.where(np.arange(1, len(tokens) + 1) % MARKED, tokens, ~tokens)
+        engine.api(Tokens(name, 0, np.asarray(sent, dtype="<i4").tobytes(), True))
     for name, (prompt, count) in prompts.items():
         engine.api(open_completion(name, SamplingSpec(count, temperature=0.0)))
         engine.api(Tokens(name, 0, np.asarray(prompt, dtype="<i4").tobytes(), True))
@@ -38,11 +41,12 @@ def open_all(engine, texts, prompts):
 
 @pytest.mark.parametrize("max_active", [128, 2], ids=["room", "crowded"])
 @given(
-    st.lists(st.tuples(st.integers(1, 7000), st.sampled_from([64, 300, 512])), max_size=3),
+    st.lists(st.tuples(st.integers(1, 7000), st.sampled_from([64, 300, 512, None])), max_size=3),
     st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 20)), max_size=4),
     st.integers(0, 1 << 32),
 )
 @example([(4097, 64)], [], 3600)
+@example([(5000, None), (182, None)], [], 7)
 @example([], [(2050, 1), (1, 3), (1026, 1), (1, 1)], 1)  # put aside at a state that was here already
 def test_a_rank_may_be_lost_at_any_moment(max_active, lengths, asked, seed):
     """Kills between any two messages, in prefill, in decoding, between rounds of decoding of one step, while states

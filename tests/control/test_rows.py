@@ -17,7 +17,7 @@ DIM = 3
 
 SPECS = st.builds(
     RowSpec,
-    st.sampled_from(["token", "window", "document"]),
+    st.sampled_from(["token", "window", "document", "sentence"]),
     st.sampled_from([1, 3, 64, 500, 512, 700, 1024, 5000]),
     st.sampled_from(["mean", "last"]),
 )
@@ -28,14 +28,22 @@ def hidden_states(total):
     return (np.random.default_rng(total).standard_normal((total, DIM)) * 1000).astype(np.float32)
 
 
+def ends_of(total, spec):
+    """Where marked rows of a text of so many tokens end, but for the last one."""
+    number = np.random.default_rng(total).integers(0, 12)
+    ends = np.random.default_rng(total + 1).integers(1, max(2, total), number) if spec.marked and total > 1 else []
+    return sorted(set(map(int, ends)))
+
+
 def pieces_of(hidden, start, stop, spec):
     """What a rank sends for its slice [start, stop)."""
-    edges = piece_edges(start, stop, spec)
+    ends = [end for end in ends_of(len(hidden), spec) if start < end <= stop]
+    edges = piece_edges(start, stop, spec, ends)
     if spec.pooling == "mean":
         vectors = [hidden[a:b].sum(0) for a, b in pairwise(edges)]
     else:
         vectors = [hidden[b - 1] for b in edges[1:]]
-    return RowPieces(1, edges[:-1].tolist(), edges[1:].tolist(), np.stack(vectors).astype("<f4").tobytes())
+    return RowPieces(1, edges[:-1].tolist(), edges[1:].tolist(), np.stack(vectors).astype("<f4").tobytes(), ends)
 
 
 def assemble(pieces, total, spec, *, total_known=True):
@@ -54,8 +62,9 @@ def test_rows_are_the_means_or_last_vectors_of_their_tokens(total, spec):
     hidden = hidden_states(total)
     starts, stops, vectors = assemble([pieces_of(hidden, 0, total, spec)], total, spec)
     length = row_length(spec) or total
-    assert starts.tolist() == list(range(0, total, length))
-    assert stops.tolist() == [min(total, start + length) for start in range(0, total, length)]
+    edges = [0, *ends_of(total, spec)] if spec.marked else list(range(0, total, length))
+    assert starts.tolist() == edges
+    assert stops.tolist() == [*edges[1:], total]
     for start, stop, vector in zip(starts, stops, vectors, strict=True):
         wanted = hidden[start:stop].mean(0, dtype=np.float64) if spec.pooling == "mean" else hidden[stop - 1]
         np.testing.assert_allclose(vector, wanted, rtol=1e-4, atol=1e-2)

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,32 @@ def test_blocks_over_ranks_give_the_rows_of_each_sequence(spec: RowSpec, ranks: 
     guards = [executor.take_guards() for executor in executors]
     framed = len(TOKENS) + 2 * -(-len(TOKENS) // grid)
     assert sum(counts.denominators for counts in guards if counts) == 2 * 2 * framed
+
+
+def test_marked_rows_over_ranks() -> None:
+    """A row that ends where a token is marked is a sequence, or the mean of those that the model's length cuts it into,
+    by their tokens; on any number of ranks.
+    """
+    model, spec, total = small_encoder(), RowSpec("sentence", pooling="model"), 100
+    ends, tokens = [3, 14, 20, 50], TOKENS[:total].astype("<i4").copy()
+    tokens[[end - 1 for end in ends]] = ~tokens[[end - 1 for end in ends]]
+    expected = []
+    with torch.inference_mode():
+        for start, stop in pairwise([0, *ends, total]):
+            cuts = [start, *(at for at in range(0, total, TEXT_TOKENS) if start < at < stop), stop]
+            texts = [torch.from_numpy(TOKENS[a:b].astype(np.int64))[None] for a, b in pairwise(cuts)]
+            expected.append(sum(model.encode(text)[0] * text.shape[1] for text in texts) / (stop - start))
+    for ranks in (1, 3):
+        assembler, rows, before = RowAssembler(spec, DIM), [], 0
+        lengths = split(0, total, ranks, TEXT_TOKENS)
+        for rank, length in enumerate(lengths):
+            executor = SequenceExecutor(model, rank, name="small")
+            executor.open(OpenOp(1, spec))
+            pieces = executor.prefill(PrefillOp(1, 0, list(lengths), tokens[before : before + length].tobytes()))
+            before += length
+            rows += [] if pieces is None else assembler.add(pieces, total)
+        assert np.concatenate([batch.stops for batch in rows]).tolist() == [*ends, total]
+        assert_close(torch.from_numpy(np.concatenate([batch.vectors for batch in rows])), torch.stack(expected))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

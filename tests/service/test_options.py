@@ -16,6 +16,8 @@ from dist_attn_service.schemas.documents import (
     EncodingRequest,
     EstimateRequest,
     JobRequest,
+    RerankRequest,
+    SearchRequest,
     TokenizeRequest,
 )
 from pydantic import BaseModel
@@ -134,7 +136,8 @@ ENCODINGS: Cases = {
     "model": (["tiny", None], ["other"]),
     "input": (["a"], ["", 5, ["a"]]),
     "file_id": ([None], ["file-x", 5]),
-    "granularity": (["token", "window", "document"], ["page"]),
+    "granularity": (["token", "window", "document", "sentence", "paragraph", "chapter"], ["page"]),
+    "boundaries": ([[1], [1, 2], None], [[], [0], [2, 1], [9], [0.5], 5]),
     "window": ([1, 512, 1_000_000], [0, 1_000_001, 0.5]),
     "pooling": (["mean", "last"], ["max"]),
     "format": (["ndjson", "arrow", "npy"], ["xml"]),
@@ -160,10 +163,34 @@ JOBS: Cases = {
     "model": (["tiny", None], ["other"]),
     "input": (["a"], ["", 5]),
     "file_id": ([None], ["file-x", 5]),
-    "granularity": (["token", "window", "document", None], ["page"]),
+    "granularity": (["token", "window", "document", "sentence", "paragraph", "chapter", None], ["page"]),
     "window": ([1, 512, None], [0, 1_000_001, 0.5]),
     "pooling": (["mean", "last", None], ["max"]),
     "completion": ([None], [5]),
+}
+HOW_SOON: Cases = {name: COMPLETIONS[name] for name in ("priority", "deadline_seconds")}
+SEARCH: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "query": (["a", "ab c"], ["", " ", "a" * 8193, 5]),
+    "documents": (
+        [[{"text": "a"}], [{"id": "a", "text": "a"}, {"text": "a"}]],
+        [[], [{}], [{"text": ""}], [{"text": "a", "file_id": "file-x"}], [{"text": "a"}] * 257, ["a"], "a"],
+    ),
+    "mode": (["hybrid", "dense", "lexical"], ["both", None]),
+    "top_k": ([1, 100], [0, 101, 0.5]),
+    "granularity": (["window", "document", "sentence", "paragraph", "chapter"], ["token", "page"]),
+    "window": ([1, 512, None], [0, 1_000_001, 0.5]),
+    **HOW_SOON,
+}
+RERANK: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "query": (["a"], ["", " ", 5]),
+    "documents": ([["a"], [{"text": "a"}, "b"]], [[], [""], [{"wat": "a"}], "a", None]),
+    "texts": ([None], [["a"], [], "a"]),
+    "top_n": ([1, 1000, None], [0, 0.5]),
+    "return_documents": ([True, False, None], [1]),
+    "return_text": ([True, False, None], ["yes"]),
+    **HOW_SOON,
 }
 DETOKENIZE: Cases = {"model": (["tiny", None], ["other"]), "tokens": ([[], [97]], [[999], ["a"], "a"])}
 FAMILIES: list[tuple[str, str, type[BaseModel], dict[str, Any], Cases]] = [
@@ -171,6 +198,8 @@ FAMILIES: list[tuple[str, str, type[BaseModel], dict[str, Any], Cases]] = [
     ("Chats", "/v1/chat/completions", ChatRequest, {"messages": [MESSAGE]}, CHATS),
     ("Embeddings", "/v1/embeddings", EmbeddingRequest, {"input": "abc"}, EMBEDDINGS),
     ("Encodings", "/v1/encodings", EncodingRequest, {"input": "abc"}, ENCODINGS),
+    ("Search", "/v1/search", SearchRequest, {"query": "abc", "documents": [{"text": "abc"}]}, SEARCH),
+    ("Rerank", "/v1/rerank", RerankRequest, {"query": "abc", "documents": ["abc"]}, RERANK),
     ("Jobs", "/v1/jobs", JobRequest, {"input": "abc"}, JOBS),
     ("Estimates", "/v1/estimate", EstimateRequest, {"input": "abc"}, ESTIMATES),
     ("Tokenise and detokenise", "/tokenize", TokenizeRequest, {"prompt": "abc"}, TOKENIZE),

@@ -15,6 +15,7 @@ from dist_attn.rank.worker import run_rank
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.rank_link.rows import piece_edges
+from dist_attn.text.cuts import marked_ends, unmarked
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import (
     DecodeEntry,
@@ -137,6 +138,8 @@ class FakeExecutor:
         for _ in range(self.pauses):
             pause()
         self.denominators += len(tokens)
+        ends = marked_ends(tokens, op.start + sum(op.lengths[: self.rank])).tolist()
+        tokens = unmarked(tokens)
         self._misbehave(set(tokens.tolist()))
         has_last = bool(len(tokens)) and not any(op.lengths[self.rank + 1 :])
         if op.request in self.kept:
@@ -151,13 +154,13 @@ class FakeExecutor:
             return RowPieces(op.request, positions[:-1], positions[1:], scores.tobytes())
         if spec is None or not len(tokens):
             return None
-        edges = piece_edges(start, start + len(tokens), spec)
+        edges = piece_edges(start, start + len(tokens), spec, ends)
         hidden = fake_hidden(tokens, start)
         if spec.pooling == "mean":
             vectors = np.stack([hidden[a - start : b - start].sum(0) for a, b in pairwise(edges)])
         else:
             vectors = hidden[edges[1:] - start - 1]
-        return RowPieces(op.request, edges[:-1].tolist(), edges[1:].tolist(), vectors.astype("<f4").tobytes())
+        return RowPieces(op.request, edges[:-1].tolist(), edges[1:].tolist(), vectors.astype("<f4").tobytes(), ends)
 
     def decode(self, op: DecodeOp) -> list[Drawn]:
         drawn = []

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from dist_attn.text.cuts import marked_ends, unmarked
 from dist_attn.wire.messages import Rows, RowSpec
 
 __all__ = ["HIDDEN", "RowMaker", "row_vector"]
@@ -34,8 +35,9 @@ class RowMaker:
         self._tokens = np.concatenate([self._tokens, tokens])
         every = {"token": 1, "window": self.spec.window}.get(self.spec.granularity, 1 << 60)
         starts, stops, vectors, used = [], [], [], 0
-        while len(self._tokens) - used >= every or (final and used < len(self._tokens)):
-            part = self._tokens[used : used + every]
+        ends = marked_ends(self._tokens).tolist() if self.spec.marked else []
+        while len(self._tokens) - used >= every or ends or (final and used < len(self._tokens)):
+            part = unmarked(self._tokens[used : ends.pop(0) if ends else used + every])
             starts.append(self.position + used)
             used += len(part)
             stops.append(self.position + used)

@@ -1,6 +1,6 @@
 """A long document through the engine: body -> tokens -> controller -> rows, all at once and in bounded memory."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 
@@ -12,14 +12,14 @@ from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLar
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group, unbroken
-from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, count_rows
+from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, count_rows, pieces_of
 from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.text.spool import Spool, SpoolFactory
-from dist_attn_service.text.tokenising import Piece
+from dist_attn_service.text.tokenising import Piece, TextMark
 
 __all__ = ["DocumentService", "RowRequest", "Source"]
 
@@ -58,6 +58,7 @@ class RowRequest:
     spec: RowSpec
     form: str = "ndjson"
     first_row: int = 0
+    boundaries: Sequence[int] = ()
     terms: RequestTerms = field(default_factory=RequestTerms)
 
 
@@ -118,14 +119,16 @@ class DocumentService:
         Raises: TooLarge for more tokens than may wait for being counted.
         """
         size = self._context.settings.piece_bytes
-        pieces: AsyncIterator[Piece] = self._context.tokeniser.pieces(_blocks(document.inbox, size))
+        spec, given = document.request.spec, document.request.boundaries
+        pieces = pieces_of(self._context.tokeniser, spec, _blocks(document.inbox, size), TextMark(), given)
         if not FORMATS[document.request.form].needs_count:
             return pieces, None
         limit = self._context.settings.npy_tokens
         spool = spools.enter_context(self._spools.open("tokens", TOKEN_BYTES * limit))
-        count = document.input_bytes = 0
+        count = marks = document.input_bytes = 0
         async for piece in pieces:
             count += len(piece.tokens)
+            marks += int((piece.tokens < 0).sum())
             document.input_bytes += int(piece.byte_lengths.sum())
             if count > limit:
                 raise TooLarge(
@@ -135,7 +138,7 @@ class DocumentService:
                 )
             await spool.put(piece.tokens.astype("<i4").tobytes())
         spool.end()
-        return _spooled(spool, size), count_rows(document.request.spec, count)
+        return _spooled(spool, size), marks + min(count, 1) if spec.marked else count_rows(spec, count)
 
     def _ahead(self, request: RowRequest, count: int | None) -> RowsAhead:
         spec = request.spec

@@ -1,7 +1,8 @@
 """One document in the engine: pieces of tokens go in as fast as it gives credit, blocks of rows come out in order."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -9,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.text.base import TokenArray
+from dist_attn.text.cuts import CutFinder, marked_ends
 from dist_attn.wire.messages import Rows, RowSpec
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
-from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
+from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks, TokeniserPort
 
 FLOATS_PER_CALL = 1 << 15  # about 4 ms of formatting: other threads get their turn
 
@@ -37,6 +39,10 @@ class RowBlock:
         """Those from row `row` of the document on."""
         drop = min(max(row - self.first_row, 0), len(self))
         return RowBlock(self.first_row + drop, self.ranges_N4[drop:], self.vectors_ND[drop:])
+
+    def first(self, count: int) -> "RowBlock":
+        """So many of them at most."""
+        return RowBlock(self.first_row, self.ranges_N4[:count], self.vectors_ND[:count])
 
 
 def row_block(rows: Rows, first: int, count: int, spans: list[tuple[int, int]], dim: int) -> RowBlock:
@@ -68,15 +74,18 @@ class ByteOffsets:
         self.edge = edge
         """Where the next row begins: its token and its byte."""
 
-    def push(self, byte_lengths: npt.NDArray[np.integer]) -> None:
-        """The next tokens of the input, by their lengths in bytes."""
+    def push(self, byte_lengths: npt.NDArray[np.integer], tokens: TokenArray | None = None) -> None:
+        """The next tokens of the input, by their lengths in bytes, and themselves where rows are marked."""
         count = len(byte_lengths)
         ends = self.bytes + np.cumsum(byte_lengths, dtype=np.int64)
+        at = np.empty(0, dtype=np.int64)
         if self._every and count:
             first = self.tokens + self._every - self.tokens % self._every
             at = np.arange(first, self.tokens + count + 1, self._every, dtype=np.int64)
-            if len(at):
-                self._ends.append((at, ends[at - self.tokens - 1]))
+        elif tokens is not None:
+            at = marked_ends(tokens, self.tokens)
+        if len(at):
+            self._ends.append((at, ends[at - self.tokens - 1]))
         self.tokens += count
         self.bytes = int(ends[-1]) if count else self.bytes
 
@@ -110,8 +119,32 @@ class ByteOffsets:
         raise EngineFailure(f"the engine sent a row that ends at token {stop}, which no row was asked to do")
 
 
+async def pieces_of(
+    tokeniser: TokeniserPort, spec: RowSpec, blocks: AsyncIterator[bytes], begin: TextMark, given: Sequence[int] = ()
+) -> AsyncGenerator[Piece]:
+    """The tokens of a stream of bytes, marked where the rows' ends are to be found or are `given`, as byte offsets.
+
+    Marked ones are those of a whole text: `begin` is its beginning.
+    """
+    finder = CutFinder(spec.granularity, given) if spec.marked else None
+
+    async def seen() -> AsyncIterator[bytes]:
+        async for block in blocks:
+            if finder is not None:
+                finder.push(block)
+            yield block
+
+    async with aclosing(tokeniser.pieces(seen(), begin)) as pieces:
+        async for piece in pieces:
+            yield piece if finder is None else Piece(*finder.mark(piece.tokens, piece.byte_lengths), piece.mark)
+    if finder is not None:
+        finder.push(b"", final=True)
+        none = np.empty(0, dtype=np.int32)
+        yield Piece(*finder.mark(none, none, final=True))
+
+
 def count_rows(spec: RowSpec, tokens: int) -> int:
-    """How many rows a document of so many tokens has."""
+    """How many rows a document of so many tokens has, which are not marked."""
     match spec.granularity:
         case "token":
             return tokens
@@ -202,7 +235,7 @@ class EncodingRun:
         """Those that are not in the state to begin with."""
         async for piece in pieces:
             known = max(0, self.begin.tokens - self._offsets.tokens)
-            self._offsets.push(piece.byte_lengths)
+            self._offsets.push(piece.byte_lengths, piece.tokens if self._spec.marked else None)
             if self._marks is not None:
                 self._marks.push(piece.mark)
             self.load.tokenised(len(piece.tokens), int(piece.byte_lengths.sum()))

@@ -96,6 +96,14 @@ class JobResults:
         summary = EncodingSummary(tokens=ended.tokens, rows=ended.rows, model=self._model.id, usage=usage)
         await writer.finish(await beside(self._threads, lambda: form.end(summary)))
 
+    def kept(self, name: str) -> tuple[Callable[[int, int], RowBlock], Callable[[int, int], bytes]]:
+        """Calls, which block, for rows [first, first + count) that are safe, and bytes [start, stop) of the input.
+
+        They raise FileNotFoundError when the job is deleted meanwhile.
+        """
+        rows = self._files.rows(name, self._model.hidden_size)
+        return rows.read, lambda start, stop: self._files.read_input(name, start, stop - start)
+
     async def _npy(self, name: str, wanted: ResultWanted, form: RowFormat, writer: ResponseWriter) -> None:
         """The file, or the part of it that is asked for."""
         head, total = form.head(), form.length or 0

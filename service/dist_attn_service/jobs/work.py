@@ -9,7 +9,7 @@ from typing import Any, final
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.base.tasks import beside, unbroken
-from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint
+from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
@@ -25,7 +25,8 @@ UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
 class EncodingWork:
     """Goes on from the last state that was kept; rows that are there are made again behind it, and not written again.
 
-    Models without states that can be stored, and documents that are one row, begin with the first byte each time.
+    Models without states that can be stored, and documents that are one row or whose rows end where their text says,
+    begin with the first byte each time.
     """
 
     def __init__(self, context: ServiceContext, files: JobFiles, states: JobStates) -> None:
@@ -103,7 +104,7 @@ class EncodingWork:
                     _tell(report, run, rows, record.input_bytes)
                     try:
                         blocks = self._blocks(name, begin.mark.byte, self._context.settings.piece_bytes)
-                        pieces = self._context.tokeniser.pieces(blocks, begin.mark)
+                        pieces = pieces_of(self._context.tokeniser, spec, blocks, begin.mark)
                         state = None if point is None else self._states.pieces(record.caller, point)
                         await run.work(stream, pieces, state=state, keep=keep if step else None)
                     finally:
@@ -128,7 +129,7 @@ class EncodingWork:
     def _step(self, spec: RowSpec) -> int:
         """Tokens between two states, which stand on the grid of blocks and between two rows; 0: there are none."""
         manifest = self._context.watch.ready_status().manifest
-        if manifest is None or spec.granularity == "document":
+        if manifest is None or spec.granularity == "document" or spec.marked:
             return 0
         unit = lcm(manifest.computed.chunk_tokens, spec.window if spec.granularity == "window" else 1)
         return -(-self._context.settings.checkpoint_tokens // unit) * unit

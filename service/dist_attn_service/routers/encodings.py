@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -47,14 +48,20 @@ async def create_encoding(request: Request) -> Response:
     """Stream rows back while the document is still being sent."""
     asked = Incoming(request)
     services, record = asked.services, asked.record
-    source, options = await _source(asked, asked.query(EncodingOptions))
+    source, options, boundaries = await _source(asked, asked.query(EncodingOptions))
     services.check_model(options.model)
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, request.headers.get("accept", ""))
-    spec = services.rows(options)
-    wanted = RowRequest(spec, form, options.from_row, terms_of(request))
+    spec = services.rows(options, "boundaries" if boundaries else None)
+    wanted = RowRequest(spec, form, options.from_row, boundaries, terms_of(request))
     _check_length(form, source)
     if await becomes_job(services, request.headers, source):
+        if boundaries:
+            raise BadRequest(
+                "boundaries are not offered of a job; leave out `Prefer: respond-async`, or take granularity",
+                code=Code.UNSUPPORTED_PARAMETER,
+                param="boundaries",
+            )
         with asked.place():
             made = await services.jobs.api.encoding(asked.caller, spec, source.chunks(), source.size)
         return await job_response(services, *made, preference_applied="respond-async")
@@ -64,18 +71,39 @@ async def create_encoding(request: Request) -> Response:
     )
 
 
-async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, EncodingOptions]:
-    """Where the document is, and the options of query and JSON together."""
+async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, EncodingOptions, list[int]]:
+    """Where the document is, the options of query and JSON together, and where rows end, if that is given."""
     if media_type(asked.request, gzip=True) != JSON:
-        return document_source(asked), options
+        return document_source(asked), options, []
     wanted = await asked.json(EncodingRequest)
-    return await named_source(asked, wanted.input, wanted.file_id), _merged(options, wanted)
+    source, options = await named_source(asked, wanted.input, wanted.file_id), _merged(options, wanted)
+    if wanted.boundaries is not None:
+        _check_boundaries(wanted.boundaries, options, source)
+    return source, options, wanted.boundaries or []
+
+
+def _check_boundaries(boundaries: list[int], options: EncodingOptions, source: Source) -> None:
+    """Raises: BadRequest for offsets that do not rise or lie outside the document, and beside another granularity."""
+    if named := options.model_fields_set & {"granularity", "window"}:
+        other = min(named)
+        raise BadRequest(f"boundaries and {other} were given; rows end at one or the other", param="boundaries")
+    places = np.array(boundaries, dtype=np.int64)
+    if len(falls := np.flatnonzero(np.diff(places) <= 0)):
+        before, after = places[falls[0]], places[falls[0] + 1]
+        raise BadRequest(
+            f"boundaries must rise: {after} stands behind {before}, as number {falls[0] + 1}", param="boundaries"
+        )
+    if source.size is not None and places[-1] > source.size:
+        raise BadRequest(
+            f"boundaries has {places[-1]}, and the document {source.size} bytes: offsets are in bytes of its UTF-8",
+            param="boundaries",
+        )
 
 
 def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
     """JSON options and query options; a contradiction is refused rather than resolved silently."""
     values = {name: getattr(query, name) for name in query.model_fields_set}
-    for name in wanted.model_fields_set - {"input", "file_id"}:
+    for name in wanted.model_fields_set - {"input", "file_id", "boundaries"}:
         value = getattr(wanted, name)
         if values.setdefault(name, value) != value:
             raise BadRequest(f"{name} is {values[name]!r} in the query and {value!r} in the body", param=name)

@@ -29,6 +29,7 @@ def digits(value: Any) -> Any:
 
 
 Granularity = Literal["token", "window", "document"]
+Cut = Literal["sentence", "paragraph", "chapter"]
 Pooling = Literal["mean", "last"]
 RowFormatName = Literal["ndjson", "arrow", "npy"]
 Position = Annotated[int, Field(ge=0, le=MOST)]

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from dist_attn_service.schemas.base import (
     MAX_WINDOW,
     MOST,
+    Cut,
     Granularity,
     Input,
     Pooling,
@@ -16,8 +17,11 @@ from dist_attn_service.schemas.base import (
     RowFormatName,
     digits,
 )
-from dist_attn_service.schemas.completions import Texts
+from dist_attn_service.schemas.completions import HowSoon, Texts
 from dist_attn_service.schemas.neutral_fields import NeutralEmbedding
+
+MOST_BOUNDARIES = 1_000_000
+ShortText = Annotated[str, Field(min_length=1, max_length=8192)]
 
 
 class EmbeddingRequest(NeutralEmbedding, Input):
@@ -50,7 +54,7 @@ class EncodingOptions(Query):
     """Which rows to return; in the query of any request, or in a JSON body."""
 
     model: str | None = None
-    granularity: Granularity = "window"
+    granularity: Granularity | Cut = "window"
     window: Annotated[int, BeforeValidator(digits)] = Field(
         default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
     )
@@ -68,6 +72,12 @@ class EncodingRequest(EncodingOptions):
 
     input: str | None = None
     file_id: str | None = Field(default=None, description="a file in place of `input`")
+    boundaries: Annotated[list[Annotated[int, Field(ge=1, le=MOST)]], Field(fail_fast=True)] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MOST_BOUNDARIES,
+        description="in place of `granularity`: rising byte offsets at which rows end, but for the last row",
+    )
 
 
 class EstimateRequest(Input):
@@ -87,13 +97,55 @@ class EstimateRequest(Input):
     max_tokens: int | None = Field(default=None, ge=1, le=MOST, description="of a completion; left out: an encoding")
 
 
+class SearchDocument(Input):
+    """One of the documents of a search, in one of three ways; without `id` it is known by its number."""
+
+    id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    text: str | None = None
+    file_id: str | None = Field(default=None, description="a file")
+    job_id: str | None = Field(default=None, description="the encoding that a job has made, or still makes")
+
+
+class SearchRequest(HowSoon, Input):
+    """A query, and the documents whose rows may answer it; `granularity` and `window` are of those without a job."""
+
+    model: str | None = None
+    query: ShortText
+    documents: Annotated[list[SearchDocument], Field(min_length=1, max_length=256, fail_fast=True)]
+    mode: Literal["hybrid", "dense", "lexical"] = "hybrid"
+    top_k: Annotated[int, Field(ge=1, le=100)] = 10
+    granularity: Literal["window", "document"] | Cut = "window"
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
+
+
+class RerankText(Input):
+    """A text as an object."""
+
+    text: str
+
+
+RerankTexts = Annotated[list[str | RerankText], Field(min_length=1, fail_fast=True)]
+
+
+class RerankRequest(HowSoon, Input):
+    """A query and documents to be put in order, as Cohere and Jina have it; `texts` is text-embeddings-inference's."""
+
+    model: str | None = None
+    query: ShortText
+    documents: RerankTexts | None = None
+    texts: RerankTexts | None = Field(default=None, description="another name of `documents`")
+    top_n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = Field(default=None, description="another name of `return_documents`")
+
+
 class JobRequest(Input):
     """Work that outlives its connection: the encoding of `input` or of a file, or a completion."""
 
     model: str | None = None
     input: str | None = Field(default=None, description="the text of an encoding")
     file_id: str | None = Field(default=None, description="a file in place of `input`")
-    granularity: Granularity | None = None
+    granularity: Granularity | Cut | None = None
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
     pooling: Pooling | None = None
     completion: dict[str, Any] | None = Field(

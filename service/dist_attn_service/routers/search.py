@@ -1,0 +1,118 @@
+"""POST /v1/search and /v1/rerank: passages that answer a query, and documents in order of how well they do."""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dist_attn_api.types import RerankResults, SearchResults
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code
+from dist_attn_service.base.parsing import terms_of
+from dist_attn_service.encodings.documents import Source
+from dist_attn_service.http.exchange import while_connected
+from dist_attn_service.routers.incoming import Incoming, json_response, named_source
+from dist_attn_service.routers.openapi import described
+from dist_attn_service.schemas.documents import (
+    EncodingOptions,
+    RerankRequest,
+    RerankText,
+    SearchDocument,
+    SearchRequest,
+)
+from dist_attn_service.search.service import Query, Searched
+
+router = APIRouter(tags=["search"])
+
+
+@router.post(
+    "/v1/search",
+    response_model=SearchResults,
+    summary="Find passages that answer a query",
+    openapi_extra=described(SearchRequest),
+)
+async def search(request: Request) -> Response:
+    """Rows of texts, files and jobs, by their words, by their vectors, or by both."""
+    asked = Incoming(request)
+    services, wanted = asked.services, await asked.json(SearchRequest)
+    services.check_model(wanted.model)
+    window = {} if wanted.window is None else {"window": wanted.window}
+    spec = services.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
+    _check_query(wanted.query)
+    documents = [await _document(asked, one, str(place)) for place, one in enumerate(wanted.documents)]
+    if len({one.id for one in documents}) < len(documents):
+        raise BadRequest("two documents have the same id; give each its own", param="documents")
+    query = Query(wanted.query, wanted.mode, wanted.top_k, spec)
+    terms = terms_of(request, wanted)
+    name = asked.record.request_id
+    return await _answered(asked, lambda: services.search.search(documents, query, asked.caller, name, terms))
+
+
+async def _document(asked: Incoming, one: SearchDocument, number: str) -> Searched:
+    """Where one of the documents is.
+
+    Raises: BadRequest unless it is given in one way, and for one that is empty; NotFound, TooLarge.
+    """
+    given = [name for name in ("text", "file_id", "job_id") if getattr(one, name) is not None]
+    if len(given) != 1:
+        raise BadRequest(
+            f"documents[{number}] has {' and '.join(given) or 'no text'}; give it one of text, file_id and job_id",
+            param="documents",
+        )
+    source: Source | None = None
+    if one.job_id is None:
+        try:
+            source = await named_source(asked, one.text, one.file_id)
+        except BadRequest as error:
+            words = error.message.replace("input", f"documents[{number}].text", 1)
+            raise BadRequest(words, code=error.code, param="documents") from None
+    return Searched(one.id if one.id is not None else number, one.job_id, source)
+
+
+@router.post(
+    "/v1/rerank",
+    response_model=RerankResults,
+    summary="Put documents in order of how well they answer a query",
+    openapi_extra=described(RerankRequest),
+)
+async def rerank(request: Request) -> Response:
+    """By the cosine of the vectors that /v1/embeddings gives the query and each document."""
+    asked = Incoming(request)
+    services, wanted = asked.services, await asked.json(RerankRequest)
+    services.check_model(wanted.model)
+    _check_query(wanted.query)
+    documents = wanted.texts if wanted.documents is None else wanted.documents
+    if documents is None:
+        raise BadRequest("documents is missing; send a list of texts", code=Code.MISSING_PARAMETER, param="documents")
+    if wanted.documents is not None and wanted.texts is not None:
+        raise BadRequest("texts is another name of documents; send one of them", param="texts")
+    texts = [one.text if isinstance(one, RerankText) else one for one in documents]
+    name, limit = "texts" if wanted.documents is None else "documents", services.settings.embedding_inputs
+    if len(texts) > limit:
+        raise BadRequest(f"{name} holds {len(texts)} texts; one request takes at most {limit}", param=name)
+    if "" in texts:
+        raise BadRequest(f"{name}[{texts.index('')}] is empty; send a text", code=Code.EMPTY_INPUT, param=name)
+    told = bool(wanted.return_documents or wanted.return_text)
+    asked.record.note(inputs=len(texts))
+    terms = terms_of(request, wanted)
+    request_id = asked.record.request_id
+    return await _answered(
+        asked, lambda: services.search.rerank(wanted.query, texts, wanted.top_n, request_id, terms, told=told)
+    )
+
+
+def _check_query(query: str) -> None:
+    if not query.strip():
+        raise BadRequest("query is blank; send a word", code=Code.EMPTY_INPUT, param="query")
+
+
+async def _answered(asked: Incoming, work: Callable[[], Awaitable[SearchResults | RerankResults]]) -> Response:
+    """What the work comes to, unless the client leaves before."""
+    try:
+        with asked.place():
+            results = await while_connected(asked.body, work())
+    except ClientGone:
+        asked.record.reason = "client_gone"
+        return Response(status_code=499)
+    asked.services.count(asked.record, "embedding", results.usage.total_tokens)
+    return await asked.services.beside(json_response, results)

@@ -1,0 +1,118 @@
+"""Documents as they are searched: rows with their texts, words counted in them, vectors about their mean, and ranks.
+
+Letters: N passages of all documents, D model width.
+"""
+
+import asyncio
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn_service.encodings.encoding_run import RowBlock
+from dist_attn_service.search.words import Floats, WordCounts, bm25
+
+__all__ = ["Passages", "Pool", "directions", "fused", "ranks"]
+
+ROWS_AT_ONCE = 2048
+FUSION = 60
+
+
+@dataclass(eq=False)
+class Passages:
+    """The first `rows` rows of a document. Calls block: they belong beside the event loop, and `grow` behind `lock`.
+
+    `read` gives rows [first, first + count), `read_text` the bytes [start, stop) of the document, of `size` bytes.
+    """
+
+    read: Callable[[int, int], RowBlock]
+    read_text: Callable[[int, int], bytes]
+    size: int
+    rows: int = 0
+    words: tuple[WordCounts, ...] = ()
+    total_D: npt.NDArray[np.float64] | float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def grow(self, upto: int) -> None:
+        """Take in some more of the rows before `upto`."""
+        block = self.read(self.rows, min(ROWS_AT_ONCE, upto - self.rows))
+        counted = WordCounts.of(self.texts(block), self.rows)
+        # What searches look at is replaced whole: others may be under way in other threads.
+        self.words = (*self.words, counted)
+        self.total_D = self.total_D + block.vectors_ND.sum(0, dtype=np.float64)
+        self.rows += len(block)
+
+    def texts(self, block: RowBlock) -> list[str]:
+        """The text of each row; half a character at an edge becomes U+FFFD."""
+        if not len(block):
+            return []
+        begin, stop = int(block.ranges_N4[0, 2]), int(block.ranges_N4[-1, 3])
+        data = self.read_text(begin, stop)
+        return [data[a - begin : b - begin].decode("utf-8", "replace") for a, b in block.ranges_N4[:, 2:].tolist()]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Documents that are searched together, each as far as it had been taken in when this was made.
+
+    Row n of document d is passage `edges[d] + n`; the last edge is the number of all passages.
+    """
+
+    documents: tuple[Passages, ...]
+    edges: tuple[int, ...]
+    words: tuple[WordCounts, ...]
+
+    @classmethod
+    def of(cls, documents: Sequence[Passages]) -> "Pool":
+        """All of these."""
+        edges, words = [0], list[WordCounts]()
+        for document in documents:
+            words += [dataclasses.replace(each, first=edges[-1] + each.first) for each in document.words]
+            edges.append(edges[-1] + document.rows)
+        return cls(tuple(documents), tuple(edges), tuple(words))
+
+    @property
+    def total(self) -> int:
+        """How many passages there are."""
+        return self.edges[-1]
+
+    def place(self, passage: int) -> tuple[int, int]:
+        """Its document and its row there."""
+        document = bisect_right(self.edges, passage) - 1
+        return document, passage - self.edges[document]
+
+    def bm25(self, query: str) -> Floats:
+        """The score of each passage by its words, [N]."""
+        return bm25(query, self.words, self.total)
+
+    def cosines(self, query_D: npt.NDArray[np.float32]) -> Floats:
+        """The cosine of each passage's vector and a query's, both less the mean of all where there are two, [N]."""
+        mean_D = sum(document.total_D for document in self.documents) / self.total if self.total > 1 else 0.0
+        scores_N, direction_D = np.zeros(self.total), directions(query_D - mean_D)
+        for document, (first, stop) in zip(self.documents, pairwise(self.edges), strict=True):
+            for at in range(first, stop, ROWS_AT_ONCE):
+                vectors_ND = document.read(at - first, min(ROWS_AT_ONCE, stop - at)).vectors_ND
+                scores_N[at : at + len(vectors_ND)] = directions(vectors_ND - mean_D) @ direction_D
+        return scores_N
+
+
+def directions(vectors_ND: npt.NDArray[np.floating]) -> Floats:
+    """The vectors at length 1; one of no length stays as it is."""
+    return np.asarray(vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=-1, keepdims=True), 1e-12), np.float64)
+
+
+def ranks(scores_N: Floats, has_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """The place of each passage by falling score, from 1; 0 for those that have none. Equal ones stay in order."""
+    ranks_N = np.zeros(len(scores_N), dtype=np.int64)
+    order = np.argsort(-np.where(has_N, scores_N, -np.inf), kind="stable")[: int(has_N.sum())]
+    ranks_N[order] = np.arange(1, len(order) + 1)
+    return ranks_N
+
+
+def fused(*ranks_N: npt.NDArray[np.int64]) -> Floats:
+    """Sums of 1 / (60 + rank) over the rankings that have the passage (Cormack et al. 2009), [N]."""
+    return sum((np.where(each > 0, 1.0 / (FUSION + each), 0.0) for each in ranks_N), np.zeros(len(ranks_N[0])))

@@ -1,0 +1,368 @@
+"""Searches and rerankings: documents are encoded for a request, or were by a job; the query is read alone."""
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.text.cuts import marked_ends
+from dist_attn.wire.messages import OpenWork, RowSpec
+from dist_attn_api.types import (
+    RerankDocument,
+    RerankResult,
+    RerankResults,
+    SearchedDocument,
+    SearchPart,
+    SearchParts,
+    SearchResult,
+    SearchResults,
+    Usage,
+)
+from dist_attn_service.base.errors import BadRequest, NotFound, TooLarge
+from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms, utf8
+from dist_attn_service.base.tasks import task_group
+from dist_attn_service.encodings.documents import Source
+from dist_attn_service.encodings.embeddings import EmbeddingService
+from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, pieces_of
+from dist_attn_service.engine.run import ServiceContext
+from dist_attn_service.jobs.api import JobServices
+from dist_attn_service.search.passages import Passages, Pool, directions, fused, ranks
+from dist_attn_service.search.words import Floats, places_of, words_of
+from dist_attn_service.text.tokenising import Piece, TextMark
+
+__all__ = ["Query", "SearchService", "Searched"]
+
+MIB = 1 << 20
+ENCODED_BYTES, ENCODED_ROWS = 16 * MIB, 20_000  # of documents that one request encodes
+SEARCHED_BYTES, SEARCHED_ROWS = 64 * MIB, 200_000  # of all documents of one request
+KEPT_BYTES = 64 * MIB  # of texts of jobs whose words this process keeps counted
+AT_ONCE = 4  # documents of one request in the engine
+PIECE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A document of a search, under the name that results have: the job that has encoded it, or where it is."""
+
+    id: str
+    job: str | None = None
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked, and how: `mode` is hybrid, dense or lexical. `spec` is of documents that are not encoded yet."""
+
+    text: str
+    mode: Literal["hybrid", "dense", "lexical"]
+    top: int
+    spec: RowSpec
+
+
+@dataclass
+class _Found:
+    """What one request has of its documents, by their places, and the tokens that it has read."""
+
+    passages: dict[int, Passages] = field(default_factory=dict)
+    complete: dict[int, bool] = field(default_factory=dict)
+    bytes: int = 0
+    rows: int = 0
+    tokens: int = 0
+
+    def take_bytes(self, size: int) -> None:
+        """Raises: TooLarge for more than one request may encode."""
+        self.bytes += size
+        if self.bytes > ENCODED_BYTES:
+            raise _too_large(f"the documents of this request have more than {ENCODED_BYTES} bytes")
+
+    def take_rows(self, count: int) -> None:
+        """Raises: TooLarge for more than one request may encode."""
+        self.rows += count
+        if self.rows > ENCODED_ROWS:
+            raise _too_large(f"the documents of this request have more than {ENCODED_ROWS} rows")
+
+
+@final
+class SearchService:
+    """Answers searches and rerankings; keeps the words of jobs that were searched last."""
+
+    def __init__(self, context: ServiceContext, embeddings: EmbeddingService, jobs: JobServices) -> None:
+        self._context = context
+        self._embeddings = embeddings
+        self._jobs = jobs
+        self._places = asyncio.Semaphore(context.settings.embeddings_at_once)
+        self._kept: OrderedDict[str, Passages] = OrderedDict()
+
+    # ---- searches ------------------------------------------------------------------------------
+
+    async def search(
+        self, documents: Sequence[Searched], query: Query, caller: str, name: str, terms: RequestTerms
+    ) -> SearchResults:
+        """The passages that answer a query best; `name` is the request's in the log.
+
+        Raises: ServiceError for documents that cannot be had or are too large, and when the engine fails.
+        """
+        async with _in_time(terms):
+            found, query_D = _Found(), None
+            if query.mode != "lexical":
+                await self._context.watch.until_ready()
+                query_D, found.tokens = await self._read_query(query.text, name, terms)
+            for place, one in enumerate(documents):
+                if one.job is not None:
+                    await self._take_job(one.job, place, found, caller)
+            waiting = iter([(place, one.source) for place, one in enumerate(documents) if one.source is not None])
+            async with task_group() as group:
+                for _ in range(min(AT_ONCE, len(documents))):
+                    group.create_task(self._encode(waiting, found, query, name, terms))
+            pool = Pool.of([found.passages[place] for place in range(len(documents))])
+            with _deleted_is_not_found():
+                results = await self._context.beside(_results, pool, query, query_D, [one.id for one in documents])
+        told = [
+            SearchedDocument(id=one.id, rows=stop - start, complete=found.complete.get(place, True))
+            for place, (one, (start, stop)) in enumerate(zip(documents, pairwise(pool.edges), strict=True))
+        ]
+        usage = Usage(prompt_tokens=found.tokens, total_tokens=found.tokens)
+        return SearchResults(
+            model=self._context.model.id, mode=query.mode, documents=told, results=results, usage=usage
+        )
+
+    async def _read_query(self, text: str, name: str, terms: RequestTerms) -> tuple[npt.NDArray[np.float32], int]:
+        """Its vector, read alone, and its tokens. Raises: BadRequest for one that has none."""
+        with _naming("input[0]", "query"):
+            vectors = await self._embeddings.embed([utf8(text, "query", "query")], name, terms)
+        return vectors.rows_ND[0], vectors.tokens
+
+    async def _take_job(self, name: str, place: int, found: _Found, caller: str) -> None:
+        """The rows of a job that are safe by now, their words counted.
+
+        Raises: NotFound, BadRequest for a completion and for another model's, TooLarge.
+        """
+        try:
+            record = await self._jobs.api.get(caller, name)
+        except NotFound as error:
+            raise NotFound(error.message, param="documents") from None
+        if record.kind != "encoding":
+            raise BadRequest(f"the job {name[:80]!r} draws a completion; name one that encodes", param="documents")
+        record.check_model(self._context.model.identity)
+        sizes = [*((each.size, each.rows) for each in found.passages.values()), (record.input_bytes, record.rows)]
+        size, rows = (sum(numbers) for numbers in zip(*sizes, strict=True))
+        if size > SEARCHED_BYTES or rows > SEARCHED_ROWS:
+            raise _too_large(
+                f"the documents have {size} bytes and {rows} rows; one search goes through {SEARCHED_BYTES} bytes and "
+                f"{SEARCHED_ROWS} rows at most"
+            )
+        rows_of, text_of = self._jobs.results.kept(name)
+        passages = self._kept.pop(name, None) or Passages(rows_of, text_of, record.input_bytes)
+        self._kept[name] = passages
+        while sum(each.size for each in self._kept.values()) > KEPT_BYTES and len(self._kept) > 1:
+            self._kept.popitem(last=False)
+        async with passages.lock:
+            while passages.rows < record.rows:
+                with _deleted_is_not_found():
+                    await self._context.beside(passages.grow, record.rows)
+        found.passages[place], found.complete[place] = passages, record.state == "succeeded"
+
+    async def _encode(
+        self,
+        waiting: Iterator[tuple[int, Source]],
+        found: _Found,
+        query: Query,
+        name: str,
+        terms: RequestTerms,
+    ) -> None:
+        """Encode documents, one after the other, and count their words."""
+        for place, source in waiting:
+            text = bytearray()
+            async with self._places, aclosing(source.chunks()) as chunks:
+                async for chunk in chunks:
+                    found.take_bytes(len(chunk))
+                    text += chunk
+                data = bytes(text)
+                pieces = pieces_of(self._context.tokeniser, query.spec, _once(data), TextMark())
+                if query.mode == "lexical":
+                    blocks = await _without_vectors(query.spec, pieces, found)
+                else:
+                    blocks = await self._rows(data, query.spec, pieces, found, name, terms)
+            block = _joined(blocks)
+            passages = Passages(
+                lambda first, count, block=block: block.after(first).first(count),
+                lambda a, b, data=data: data[a:b],
+                len(data),
+            )
+            while passages.rows < len(block):
+                await self._context.beside(passages.grow, len(block))
+            found.passages[place] = passages
+
+    async def _rows(
+        self,
+        data: bytes,
+        spec: RowSpec,
+        pieces: AsyncGenerator[Piece],
+        found: _Found,
+        name: str,
+        terms: RequestTerms,
+    ) -> list[RowBlock]:
+        """The rows of a document by the engine."""
+        blocks: list[RowBlock] = []
+
+        async def put(block: RowBlock) -> None:
+            found.take_rows(len(block))
+            blocks.append(block)
+
+        with self._context.workload.document(size=len(data)) as load:
+            run = EncodingRun(spec, self._context.model.hidden_size, put, load=load)
+            async with (
+                aclosing(pieces),
+                self._context.open(OpenWork(name, rows=spec, terms=terms.for_engine())) as stream,
+            ):
+                await run.work(stream, pieces)
+        found.tokens += run.tokens
+        return blocks
+
+    # ---- rerankings ----------------------------------------------------------------------------
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], top: int | None, name: str, terms: RequestTerms, *, told: bool
+    ) -> RerankResults:
+        """Documents by how near their vectors are to the query's, the best first; `told`: with their texts.
+
+        Raises: BadRequest for texts without tokens, ServiceError when the engine fails.
+        """
+        texts = [utf8(query, "query", "query")]
+        texts += [utf8(text, f"documents[{place}]", "documents") for place, text in enumerate(documents)]
+        async with _in_time(terms):
+            with _naming("input[0]", "query"):
+                vectors = await self._embeddings.embed(texts, name, terms)
+        directions_ND = directions(vectors.rows_ND)
+        scores_N = directions_ND[1:] @ directions_ND[0]
+        order = np.argsort(-scores_N, kind="stable")[:top].tolist()
+        results = [
+            RerankResult(
+                index=place,
+                relevance_score=round(float(scores_N[place]), 6),
+                document=RerankDocument(text=documents[place]) if told else None,
+            )
+            for place in order
+        ]
+        usage = Usage(prompt_tokens=vectors.tokens, total_tokens=vectors.tokens)
+        return RerankResults(model=self._context.model.id, results=results, usage=usage)
+
+
+def _too_large(words: str) -> TooLarge:
+    return TooLarge(f"{words}; encode long texts by jobs, search fewer at once or take longer rows", param="documents")
+
+
+@asynccontextmanager
+async def _in_time(terms: RequestTerms) -> AsyncIterator[None]:
+    """Raises: DeadlineExceeded where the block takes longer than the request's deadline allows."""
+    try:
+        async with asyncio.timeout_at(terms.deadline_at):  # both are of the monotonic clock
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the request's deadline passed before all of it was done") from None
+
+
+@contextmanager
+def _naming(place: str, name: str) -> Iterator[None]:
+    """Refusals of an embedding's input name what it was here."""
+    try:
+        yield
+    except BadRequest as error:
+        inside = error.message.startswith(place)
+        words = error.message.replace(place, name) if inside else _INPUT.sub(_document, error.message)
+        raise BadRequest(words, code=error.code, param=name if inside else "documents") from None
+
+
+_INPUT = re.compile(r"^input\[(\d+)\]")
+
+
+def _document(match: re.Match[str]) -> str:
+    return f"documents[{int(match[1]) - 1}]"
+
+
+@contextmanager
+def _deleted_is_not_found() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise NotFound("a job was deleted while it was searched", param="documents") from None
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+
+
+async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: _Found) -> list[RowBlock]:
+    """The rows of a document that nobody needs vectors of."""
+    tokens, lengths = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    async with aclosing(pieces):
+        async for piece in pieces:
+            tokens.append(piece.tokens)
+            lengths.append(piece.byte_lengths.astype(np.int64))
+    token_T, end_T = np.concatenate(tokens), np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    every = spec.window if spec.granularity == "window" else max(1, len(token_T))
+    ends = marked_ends(token_T) if spec.marked else np.arange(every, len(token_T), every)
+    edges = np.unique(np.concatenate([[0], ends, [len(token_T)]])).astype(np.int64)
+    found.take_rows(len(edges) - 1)
+    ranges_N4 = np.column_stack((edges[:-1], edges[1:], end_T[edges[:-1]], end_T[edges[1:]]))
+    return [RowBlock(0, ranges_N4, np.empty((len(edges) - 1, 0), np.float32))]
+
+
+def _joined(blocks: list[RowBlock]) -> RowBlock:
+    if not blocks:
+        return RowBlock(0, np.empty((0, 4), np.int64), np.empty((0, 0), np.float32))
+    return RowBlock(
+        0,
+        np.concatenate([block.ranges_N4 for block in blocks]),
+        np.concatenate([block.vectors_ND for block in blocks]),
+    )
+
+
+def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, ids: list[str]) -> list[SearchResult]:
+    """The best passages, with what they are found by."""
+    parts: dict[str, tuple[Floats, npt.NDArray[np.int64]]] = {}
+    if query.mode != "dense":
+        scores_N = pool.bm25(query.text)
+        parts["lexical"] = scores_N, ranks(scores_N, scores_N > 0)
+    if query_D is not None:
+        scores_N = pool.cosines(query_D)
+        parts["dense"] = scores_N, ranks(scores_N, np.ones(pool.total, dtype=np.bool_))
+    scores_N = fused(*(rank_N for _, rank_N in parts.values())) if query.mode == "hybrid" else parts[query.mode][0]
+    has_N = np.logical_or.reduce([rank_N > 0 for _, rank_N in parts.values()])
+    order_N, words = ranks(scores_N, has_N), frozenset(words_of(query.text))
+    results = []
+    for passage in np.argsort(np.where(order_N > 0, order_N, pool.total + 1), kind="stable")[: query.top].tolist():
+        if not order_N[passage]:
+            break
+        document, row = pool.place(passage)
+        block = pool.documents[document].read(row, 1)
+        (text,) = pool.documents[document].texts(block)
+        start, stop, byte_start, byte_stop = block.ranges_N4[0].tolist()
+        told = {
+            name: SearchPart(rank=int(rank_N[passage]), score=round(float(part_N[passage]), 6))
+            for name, (part_N, rank_N) in parts.items()
+            if rank_N[passage]
+        }
+        results.append(
+            SearchResult(
+                document=ids[document],
+                index=row,
+                score=round(float(scores_N[passage]), 6),
+                parts=SearchParts(**told),
+                start=start,
+                stop=stop,
+                byte_start=byte_start,
+                byte_stop=byte_stop,
+                text=text,
+                words=places_of(text, words),
+            )
+        )
+    return results

@@ -1,0 +1,87 @@
+"""Words of passages, counted, and Okapi BM25 over these counts.
+
+A few lines rather than a library: counts are taken in segments while rows still come, and rarity is of all documents of
+a request together, whichever of them were counted before.
+
+Letters: N passages of all documents, V different words.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["WordCounts", "bm25", "places_of", "words_of"]
+
+# Robertson and Zaragoza 2009, Eq. 3.15, with the constants that most engines set.
+K1, B = 1.2, 0.75
+_WORD = re.compile(r"[^\W_]+")
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def words_of(text: str) -> list[str]:
+    """Runs of letters and digits, in any case."""
+    return [word.casefold() for word in _WORD.findall(text)]
+
+
+def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
+    """Where these words stand in a text, in characters, stops exclusive."""
+    return [match.span() for match in _WORD.finditer(text) if match[0].casefold() in words]
+
+
+@dataclass(frozen=True)
+class WordCounts:
+    """How often which word stands in each of some passages, the first of which is number `first`.
+
+    The passages with word v are `rows[starts[v] : starts[v + 1]]`, in order, and `counts` says how often. Shapes:
+    starts [V + 1], rows and counts alike, lengths [passages] in words.
+    """
+
+    first: int
+    numbers: dict[str, int]
+    starts: Ints
+    rows: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    lengths: Ints
+
+    @classmethod
+    def of(cls, texts: Sequence[str], first: int = 0) -> "WordCounts":
+        """The words of these passages."""
+        numbers: dict[str, int] = {}
+        found = [[numbers.setdefault(word, len(numbers)) for word in words_of(text)] for text in texts]
+        lengths = np.array([len(words) for words in found], dtype=np.int64)
+        word = np.fromiter((number for words in found for number in words), dtype=np.int64, count=int(lengths.sum()))
+        places = word * len(texts) + np.repeat(np.arange(len(texts)), lengths)
+        places, counts = np.unique(places, return_counts=True)
+        starts = np.searchsorted(places, np.arange(len(numbers) + 1) * len(texts))
+        rows = (places % max(1, len(texts))).astype(np.int32)
+        return cls(first, numbers, starts, rows, counts.astype(np.int32), lengths)
+
+    def having(self, word: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """The passages that have a word, counted from the first of these, and how often."""
+        number = self.numbers.get(word)
+        some = slice(0) if number is None else slice(self.starts[number], self.starts[number + 1])
+        return self.rows[some], self.counts[some]
+
+
+def bm25(query: str, segments: Sequence[WordCounts], total: int) -> Floats:
+    """The score of each of `total` passages for a query, [N]; 0 where no word is shared.
+
+    `first` of a segment counts over all of them.
+    """
+    scores_N = np.zeros(total)
+    lengths = sum((int(segment.lengths.sum()) for segment in segments), 0)
+    mean = max(1.0, lengths / max(1, total))
+    for word, times in Counter(words_of(query)).items():
+        found = [segment.having(word) for segment in segments]
+        number = sum((len(rows) for rows, _ in found), 0)
+        rarity = np.log1p((total - number + 0.5) / (number + 0.5))
+        for segment, (rows, counts) in zip(segments, found, strict=True):
+            length = 1 - B + B * segment.lengths[rows] / mean
+            scores_N[segment.first + rows] += times * rarity * counts * (K1 + 1) / (counts + K1 * length)
+    return scores_N

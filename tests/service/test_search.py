@@ -1,0 +1,227 @@
+"""POST /v1/search and /v1/rerank: what is found, by what, and what is refused."""
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
+
+TEXT = "One cat sat. Two dogs ran! A red fox slept here. Dogs bark at the FOX, fox. Nobody came.\n"
+SENTENCES = [TEXT[:12], TEXT[12:26], TEXT[26:48], TEXT[48:75], TEXT[75:]]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """One service."""
+    with running_service(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+def post(service: RunningService, route: str, **body: Any) -> httpx.Response:
+    """The answer to a request."""
+    return httpx.post(service.url + route, json=body, timeout=60)
+
+
+def search(service: RunningService, query: str, documents: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The results of a search over sentences."""
+    answer = post(service, "/v1/search", query=query, documents=documents, granularity="sentence", **more)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def bm25(query: str, passages: list[str]) -> list[float]:
+    """Robertson and Zaragoza 2009, Eq. 3.15, by the plainest loop."""
+    words = [re.findall(r"[a-z0-9]+", passage.lower()) for passage in passages]
+    mean, scores = sum(map(len, words)) / len(words), []
+    for own in words:
+        score = 0.0
+        for word in re.findall(r"[a-z0-9]+", query.lower()):
+            having, count = sum(word in other for other in words), Counter(own)[word]
+            rarity = math.log(1 + (len(words) - having + 0.5) / (having + 0.5))
+            score += rarity * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(own) / mean))
+        scores.append(score)
+    return scores
+
+
+def test_words_are_found_and_marked(service: RunningService) -> None:
+    """BM25 over the rows of all documents; ranges are those of rows, and words those of the text in any case."""
+    documents = [{"id": "a", "text": TEXT}, {"text": "A fox.\n\nA cat."}]
+    found = search(service, "Fox cat", documents, mode="lexical")
+    passages = [*SENTENCES, "A fox.", "\n\nA cat."]
+    scores = dict(enumerate(bm25("fox cat", passages)))
+    wanted = [number for number in sorted(scores, key=lambda n: -scores[n]) if scores[number] > 0]
+    assert [(one["document"], one["index"]) for one in found["results"]] == [
+        ("a", n) if n < len(SENTENCES) else ("1", n - len(SENTENCES)) for n in wanted
+    ]
+    for rank, (one, number) in enumerate(zip(found["results"], wanted, strict=True), 1):
+        assert one["text"] == passages[number]
+        assert one["parts"]["lexical"]["rank"] == rank and one["parts"]["dense"] is None
+        assert one["score"] == one["parts"]["lexical"]["score"] == pytest.approx(scores[number], abs=1e-6)
+        assert {one["text"][a:b].lower() for a, b in one["words"]} <= {"fox", "cat"} and one["words"]
+    last = next(one for one in found["results"] if one["index"] == 3)
+    assert TEXT.encode()[last["byte_start"] : last["byte_stop"]].decode() == last["text"]
+    assert found["documents"] == [
+        {"id": "a", "rows": 5, "complete": True},
+        {"id": "1", "rows": 2, "complete": True},
+    ]
+    assert found["usage"]["total_tokens"] == 0
+
+
+def test_vectors_are_compared_about_their_mean(service: RunningService) -> None:
+    """Dense scores are cosines of what the routes of encodings and embeddings give, less the mean row."""
+    lines = post(service, "/v1/encodings", input=TEXT, granularity="sentence").text.splitlines()[:-1]
+    rows = np.array([httpx.Response(200, text=line).json()["embedding"] for line in lines])
+    query = np.array(post(service, "/v1/embeddings", input="fox").json()["data"][0]["embedding"])
+    about, wanted = rows - rows.mean(0), query - rows.mean(0)
+    cosines = about @ wanted / np.linalg.norm(about, axis=1) / np.linalg.norm(wanted)
+    found = search(service, "fox", [{"text": TEXT}], mode="dense", top_k=3)
+    assert len(found["results"]) == 3 and found["usage"]["total_tokens"] == len(TEXT) + 3
+    for one in found["results"]:
+        assert one["score"] == pytest.approx(cosines[one["index"]], abs=1e-5) and one["parts"]["lexical"] is None
+    assert [one["parts"]["dense"]["rank"] for one in found["results"]] == [1, 2, 3]
+
+
+def test_both_are_fused_by_rank(service: RunningService) -> None:
+    """The score of a hybrid search is the sum of 1 / (60 + rank) over the parts that have the row."""
+    found = search(service, "fox", [{"text": TEXT}])
+    assert found["mode"] == "hybrid" and len(found["results"]) == len(SENTENCES)
+    for one in found["results"]:
+        ranks = [part["rank"] for part in one["parts"].values() if part is not None]
+        assert one["score"] == pytest.approx(sum(1 / (60 + rank) for rank in ranks), abs=1e-6)
+    scores = [one["score"] for one in found["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert sum(one["parts"]["lexical"] is not None for one in found["results"]) == 2
+
+
+def job(service: RunningService, text: str, query: str = "granularity=sentence") -> str:
+    """The id of a job that has ended well."""
+    made = httpx.post(f"{service.url}/v1/jobs?{query}", content=text, headers={"content-type": "text/plain"}).json()
+
+    def ended() -> bool:
+        return bool(httpx.get(f"{service.url}/v1/jobs/{made['id']}").json()["status"] == "succeeded")
+
+    eventually(ended, "the job to end")
+    return str(made["id"])
+
+
+def test_a_job_is_searched_as_its_text_is(service: RunningService) -> None:
+    """Rows that a job keeps give the results that its text gives, without being read again; deleted, it is gone."""
+    name = job(service, TEXT)
+    for mode in ("hybrid", "dense", "lexical"):
+        for query in ("fox", "dogs that bark"):
+            documents = [{"id": "x", "text": "A fox. A cat."}]
+            kept = search(service, query, [{"id": "t", "job_id": name}, *documents], mode=mode)
+            inline = search(service, query, [{"id": "t", "text": TEXT}, *documents], mode=mode)
+            assert kept["results"] == inline["results"]
+    assert search(service, "fox", [{"job_id": name}])["usage"]["total_tokens"] == len("fox")
+    httpx.delete(f"{service.url}/v1/jobs/{name}")
+    answer = post(service, "/v1/search", query="fox", documents=[{"job_id": name}])
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "documents"
+
+
+def test_files_are_documents_too(service: RunningService) -> None:
+    """A stored file is read as an encoding reads it."""
+    sent = httpx.post(
+        f"{service.url}/v1/files", files={"file": ("a.txt", TEXT.encode(), "text/plain")}, data={"purpose": "user_data"}
+    ).json()
+    by_file = search(service, "fox", [{"id": "t", "file_id": sent["id"]}])
+    assert by_file["results"] == search(service, "fox", [{"id": "t", "text": TEXT}])["results"]
+
+
+def test_rows_of_a_job_that_runs_are_found(tmp_path: Path) -> None:
+    """What is safe is searched, and `complete` says that more will come."""
+    engine = FakeEngine(credit=len(SENTENCES[0]) + len(SENTENCES[1]), stingy=True)
+    with running_service(tmp_path, engine) as service:
+        made = httpx.post(
+            f"{service.url}/v1/jobs?granularity=sentence", content=TEXT, headers={"content-type": "text/plain"}
+        ).json()
+        found: dict[str, Any] = {}
+
+        def two_rows() -> bool:
+            found.update(search(service, "dogs", [{"id": "t", "job_id": made["id"]}], mode="lexical"))
+            return bool(found["documents"][0]["rows"])
+
+        eventually(two_rows, "rows of the job")
+        assert found["documents"][0]["complete"] is False
+
+
+def test_documents_that_cannot_be_searched(service: RunningService) -> None:
+    """Each is refused by its place, before anything is encoded."""
+    completion = httpx.post(f"{service.url}/v1/jobs", json={"completion": {"prompt": "a", "max_tokens": 1}}).json()
+    for documents, words in (
+        ([{"text": "a", "job_id": "job_x"}], "text and job_id"),
+        ([{"id": "a"}], "no text"),
+        ([{"text": ""}], "documents[0].text is empty"),
+        ([{"text": "a", "id": "1"}, {"text": "b"}], "same id"),
+        ([{"job_id": completion["id"]}], "draws a completion"),
+    ):
+        answer = post(service, "/v1/search", query="a", documents=documents)
+        assert answer.status_code == 400 and words in answer.json()["detail"], answer.text
+        assert answer.json()["error"]["param"] == "documents"
+
+
+def test_too_many_rows_or_bytes_are_refused(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request encodes so much and no more, and searches so much."""
+    name = job(service, TEXT)
+    for limit, documents in (
+        ("ENCODED_BYTES", [{"text": TEXT}, {"text": TEXT}]),
+        ("ENCODED_ROWS", [{"text": TEXT}]),
+        ("SEARCHED_BYTES", [{"job_id": name}]),
+        ("SEARCHED_ROWS", [{"job_id": name}]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dist_attn_service.search.service.{limit}", 4 if "ROWS" in limit else len(TEXT) - 1)
+            for mode in ("lexical", "dense"):
+                answer = post(service, "/v1/search", query="a", documents=documents, granularity="sentence", mode=mode)
+                assert answer.status_code == 413 and answer.json()["error"]["param"] == "documents", answer.text
+
+
+def test_a_deadline_ends_a_search(tmp_path: Path) -> None:
+    """An engine that takes too long is not waited for."""
+    with running_service(tmp_path, FakeEngine(credit=1, stingy=True)) as service:
+        began = time.monotonic()
+        answer = post(service, "/v1/search", query="a", documents=[{"text": TEXT}], deadline_seconds=0.5)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
+        assert time.monotonic() > began + 0.4
+        eventually(lambda: not service.engine.open_count, "the engine to be told")
+
+
+# ---- reranking -----------------------------------------------------------------------------------
+
+
+def test_documents_in_order_of_their_cosines(service: RunningService) -> None:
+    """Texts or objects, under either name; each result says its place, and its text where that is asked for."""
+    texts = ["zebra", "a", "fox fox"]
+    vectors = [one["embedding"] for one in post(service, "/v1/embeddings", input=["fox", *texts]).json()["data"]]
+    unit = np.array(vectors) / np.linalg.norm(vectors, axis=1, keepdims=True)
+    answer = post(service, "/v1/rerank", query="fox", documents=[texts[0], {"text": texts[1]}, texts[2]]).json()
+    assert sorted(one["index"] for one in answer["results"]) == [0, 1, 2] and answer["model"] == "tiny"
+    for one in answer["results"]:
+        assert one["relevance_score"] == pytest.approx(float(unit[0] @ unit[1 + one["index"]]), abs=1e-5)
+    told = post(service, "/v1/rerank", query="fox", texts=texts, top_n=2, return_documents=True).json()["results"]
+    assert [one["document"] for one in told] == [{"text": texts[one["index"]]} for one in told] and len(told) == 2
+    assert answer["usage"]["total_tokens"] == len("fox") + sum(map(len, texts))
+
+
+def test_rerankings_that_are_refused(service: RunningService) -> None:
+    """By the name of what is wrong."""
+    for body, param in (
+        ({"query": "a"}, "documents"),
+        ({"query": "a", "documents": ["a"], "texts": ["a"]}, "texts"),
+        ({"query": "a", "documents": ["a", ""]}, "documents"),
+        ({"query": "a", "documents": ["a"] * 2049}, "documents"),
+        ({"query": " ", "documents": ["a"]}, "query"),
+    ):
+        answer = post(service, "/v1/rerank", **body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
