@@ -338,7 +338,7 @@ def test_the_sample_is_read_and_asked_with_one_click(browser: "Browser", service
         page.wait_for_selector(".hit .chapter:has-text('V. The Wine-shop')")
         assert "cask" in marks(page) and page.input_value("#query").startswith("A cask")
         page.reload()
-        page.click(".questions button:has-text('garret')")
+        page.click("#found button:has-text('garret')")
         page.wait_for_selector(".hit")
 
 

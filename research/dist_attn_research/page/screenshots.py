@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default="books-6m-chapters")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--bytes", type=int, default=300_000, help="of the book")
-    parser.add_argument("--query", default="the whale struck the ship")
+    parser.add_argument("--query", default="sharing a bed with a harpooneer")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args(arguments)
     lack = why_no_chromium() or (None if given.book.is_file() else f"{given.book} is no file")

@@ -97,9 +97,10 @@ export class VectorsPanel {
       return { hits: [], rows, size: 0, note: `${part}No passage has any of these words.`, instead };
     }
     const found = answer.results.map((/** @type {any} */ one) => {
-      const read = this.read({ begin: one.byte_start, end: one.byte_stop }).then((text) => ({ text, ranges: matched(one, text) }));
+      const at = judgedAt(one);
+      const read = this.read({ begin: one.byte_start, end: one.byte_stop }).then((text) => ({ text, ranges: matched(one, text), at }));
       const { lexical: words, dense: meaning } = one.parts;
-      return { row: one.index, begin: one.byte_start, end: one.byte_stop, parts: { words, meaning }, read };
+      return { row: one.index, begin: one.byte_start, at, parts: { words, meaning }, read };
     });
     const doubt = mode === "dense" && !this.isEncoder() ? "By manner and subject; this model knows no facts." : "";
     return this.placed(found, rows, part + doubt);
@@ -110,15 +111,16 @@ export class VectorsPanel {
     const near = await this.worker.ask("like", { row, most: HITS });
     const ranges = await this.worker.ask("ranges", { rows: near.map((/** @type {{row: number}} */ one) => one.row) });
     const found = ranges.map((/** @type {any} */ range, /** @type {number} */ i) => {
-      const read = this.read(range).then((text) => ({ text, ranges: [] }));
-      return { ...range, parts: { meaning: { rank: i + 1, score: near[i].cosine } }, read };
+      const at = (range.begin + range.end) / 2;
+      const read = this.read(range).then((text) => ({ text, ranges: [], at }));
+      return { ...range, at, parts: { meaning: { rank: i + 1, score: near[i].cosine } }, read };
     });
     return this.placed(found, this.documentPanel.at.rows, found.length ? `Like passage ${count(row + 1)}:` : "There is no other passage.");
   }
 
   /** @param {any[]} found @param {number} rows @param {string} note @returns {Promise<import("./view/search_view.js").Found>} */
   async placed(found, rows, note) {
-    const places = await this.worker.ask("under", { places: found.map(({ begin, end }) => (begin + end) / 2) });
+    const places = await this.worker.ask("under", { places: found.map(({ at }) => at) });
     this.marked = found.map(({ row }) => row);
     this.mark(this.marked);
     return { hits: found.map((one, i) => ({ ...one, place: places[i] })), rows, size: this.documentPanel.at.size, note };
@@ -163,6 +165,13 @@ export class VectorsPanel {
 
 /** @param {{part: string, chapter: string}} place */
 const namesOf = ({ part, chapter }) => [chapter, part].filter(Boolean).join(", ");
+
+/** The byte whose chapter is told: that of the first word that matched, else the middle. @param {any} result */
+function judgedAt({ byte_start: begin, byte_stop: end, text, words: [first] }) {
+  if (!first) return (begin + end) / 2;
+  const [[before]] = inUnits(text, [first]);
+  return Math.min(end, begin + new TextEncoder().encode(text.slice(0, before)).length);
+}
 
 /** Where the words that matched stand in the passage as the page shows it: with the words whole that its edges cut. @param {any} result @param {string} text */
 function matched(result, text) {

@@ -48,7 +48,8 @@ export class PassageView {
     const held = /** @type {HTMLElement | null} */ (document.activeElement);
     const range = await this.asks.range(row);
     this.range = range;
-    const [place, share] = [await this.asks.place((range.begin + range.end) / 2), percent(range.begin / Math.max(1, this.asks.size()))];
+    const at = await found?.then((read) => read.at, () => undefined);
+    const [place, share] = [await this.asks.place(at ?? (range.begin + range.end) / 2), percent(range.begin / Math.max(1, this.asks.size()))];
     if (this.range !== range) return;
     const title = [`Passage ${count(row + 1)} of ${count(this.asks.rows())}`, place, `at ${share}`].filter(Boolean).join(" · ");
     byId("passage-title").textContent = title;

@@ -8,7 +8,7 @@ import { excerpt } from "./set_text.js";
 const SHOWN = 420; // characters of a passage in its card
 
 /** @typedef {import("./set_text.js").Range} Range */
-/** @typedef {{text: string, ranges: Range[]}} Read a passage, with the words that matched */
+/** @typedef {{text: string, ranges: Range[], at: number}} Read a passage, the words that matched, and the byte whose chapter is told */
 /** @typedef {{rank: number, score: number} | null} Part how a passage stands by words or by meaning, where it was judged by that */
 /**
  * @typedef {{row: number, begin: number, place: {part: string, chapter: string}, parts: {words?: Part, meaning?: Part}, read: Promise<Read>}} Hit
