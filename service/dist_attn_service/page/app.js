@@ -125,8 +125,10 @@ show(byId("docs-link").parentElement, !key);
 watch.look();
 try {
   const models = (await api.json("/v1/models")).data;
-  writer = models.find(writes) ?? null;
-  reader = models.find((/** @type {any} */ model) => !writes(model)) ?? models[0];
+  writer = models.find(writes) ?? null; // the one that writes stands first, the one that reads documents last
+  reader = models.at(-1);
+  const card = (/** @type {any} */ model) => JSON.stringify({ ...model, id: "" });
+  if (writer && card(writer) === card(reader)) reader = writer; // under another of its names
   documentPanel.longest = reader.max_model_len ?? Infinity;
   show(byId("tab-continue"), Boolean(writer));
   await documentPanel.resume();

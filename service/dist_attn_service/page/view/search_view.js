@@ -109,11 +109,9 @@ function placed(fraction) {
 
 /** Why a passage came. @param {Hit["parts"]} parts @param {number} rows */
 function why({ words, meaning }, rows) {
-  const said = [
-    words && `${ordinal(words.rank)} by its words`,
-    words === null && "has none of the words",
-    meaning && `${ordinal(meaning.rank)} by its meaning`,
-  ].filter(Boolean).join(", ");
+  const of = `of ${count(rows)} passages`;
+  const told = words ? [`${ordinal(words.rank)} ${of} by its words`] : words === null ? ["Has none of the words"] : [];
+  if (meaning) told.push(`${ordinal(meaning.rank)}${words ? "" : ` ${of}`} by its meaning`);
   const exact = [words && `words: BM25 ${words.score.toFixed(2)}`, meaning && `meaning: cosine ${meaning.score.toFixed(2)}`].filter(Boolean).join("; ");
-  return h("span", { class: "why", title: exact || null }, `${said.charAt(0).toUpperCase()}${said.slice(1)} of ${count(rows)} passages`);
+  return h("span", { class: "why", title: exact || null }, told.join(", "));
 }

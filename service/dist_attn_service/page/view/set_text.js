@@ -79,5 +79,5 @@ export function excerpt(text, ranges, most) {
   }
   let to = Math.min(plain.length, from + most);
   if (to < plain.length) to = Math.max(plain.lastIndexOf(" ", to), from);
-  return [from ? "… " : "", ...marked(plain, ranges, from, to), to < plain.length ? " …" : ""];
+  return [from || /^\s*\p{Ll}/u.test(plain) ? "… " : "", ...marked(plain, ranges, from, to), to < plain.length ? " …" : ""];
 }
