@@ -99,7 +99,8 @@ export class VectorsPanel {
     const found = answer.results.map((/** @type {any} */ one) => {
       const at = judgedAt(one);
       const read = this.read({ begin: one.byte_start, end: one.byte_stop }).then((text) => ({ text, ranges: matched(one, text), at }));
-      const { lexical: words, dense: meaning } = one.parts;
+      const { lexical, dense: meaning } = one.parts;
+      const words = mode === "dense" ? undefined : lexical; // null: none of the words is there
       return { row: one.index, begin: one.byte_start, at, parts: { words, meaning }, read };
     });
     const doubt = mode === "dense" && !this.isEncoder() ? "By manner and subject; this model knows no facts." : "";
