@@ -44,7 +44,7 @@ class Camera:
 
     def take(self, name: str, *, dark: bool = False, narrow: bool = False, whole: bool = False) -> None:
         """One picture, in light or dark colours."""
-        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.page.emulate_media(color_scheme="dark" if dark else "light", reduced_motion="reduce")
         if narrow:
             self.page.set_viewport_size(NARROW)
         self.page.wait_for_timeout(400)
