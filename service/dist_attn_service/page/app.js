@@ -129,6 +129,7 @@ try {
   reader = models.at(-1);
   const card = (/** @type {any} */ model) => JSON.stringify({ ...model, id: "" });
   if (writer && card(writer) === card(reader)) reader = writer; // under another of its names
+  watch.look(); // which can name them now
   documentPanel.longest = reader.max_model_len ?? Infinity;
   show(byId("tab-continue"), Boolean(writer));
   await documentPanel.resume();
