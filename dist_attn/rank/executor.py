@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+import numpy as np
 import torch
 
 from dist_attn.checkpoints import kind_of_model, load_causal_model, load_model, load_stream_encoder, load_text_encoder
@@ -30,7 +31,7 @@ from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.text import end_tokens, load_tokeniser
-from dist_attn.text.cuts import marked_ends, unmarked
+from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import (

@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from dist_attn_research.page import search as page_search
 from dist_attn_research.page import tokens as page_tokens
 from dist_attn_research.page import upload as page_upload
-from tests.support.browser import opened_page
-from tests.support.chromium import chromium, why_no_chromium
+from tests.support.chromium import why_no_chromium
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import running_service
 
@@ -36,14 +36,13 @@ def test_a_file_is_watched_from_the_click_to_the_map() -> None:
     assert json.loads(found.as_json())["case"] == "page-upload" and "page-upload" in found.as_markdown()
 
 
-def test_the_search_is_measured_by_the_scripts_of_the_page(tmp_path: Path) -> None:
-    """Each way ranks all passages; words find the one passage that has them."""
+def test_searches_are_measured_over_the_service(tmp_path: Path) -> None:
+    """Each mode is asked every question; words find the one passage that has them, and what fits nothing counts 0."""
     text = "".join(f"Line {i} of the sea and of {i * 7919 % 1000} ships.\n" for i in range(400)).encode()
     with (
         running_service(tmp_path, FakeEngine(keep=False)) as service,
-        chromium() as browser,
-        opened_page(browser, service.url) as page,
+        httpx.Client(base_url=service.url, timeout=60) as http,
     ):
-        found = page_search.measure(service.url, page, text, {"line 217 of the sea": "line 217", "nothing": "no such"})
-    assert list(found) == list(page_search.WAYS)
-    assert found["words + 0 cosine"] == [1.0, 0.0] and all(0 < ranks[0] <= 1 for ranks in found.values())
+        found = page_search.measure(http, text, {"line 217 of the sea": "line 217", "nothing": "no such"})
+    assert tuple(found) == page_search.MODES and all(ranks[1] == 0 for ranks in found.values())
+    assert found["lexical"] == [1.0, 0.0]

@@ -11,6 +11,7 @@ import pytest
 from tests.support.browser import opened_page
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -35,7 +36,7 @@ def write(page: "Page", text: str, tokens: int) -> None:
     page.fill("#prompt", text)
     page.fill("#max-tokens", str(tokens))
     page.click("#write")
-    page.wait_for_selector(f"#paper-speed:has-text('{tokens} tokens,')")
+    page.wait_for_selector(f"#paper-speed:has-text('{tokens} word pieces,')")
     page.wait_for_selector("#write:enabled")
 
 
@@ -53,7 +54,7 @@ def test_text_goes_on_and_the_gauge_compares(browser: "Browser", service: Runnin
         assert page.inner_text("#paper .read") == BEGINNING and page.inner_text("#paper .drawn")
         tokens = len(BEGINNING) + 40
         assert position(service, BEGINNING) == tokens
-        assert "kB" in page.inner_text(".gauge-bar:has-text('KV cache') strong")
+        assert "kB" in page.inner_text(".gauge-bar:has-text('keeps every word') strong")
         cache = 2 * 4 * 3 * 8 * tokens  # two of float32, layers, width
         assert f"{cache / 1000:.0f} kB" in page.inner_text("#gauge-words")
         page.click("#tab-code")
@@ -101,42 +102,68 @@ def test_a_state_is_saved_and_opened_again(browser: "Browser", service: RunningS
         assert names.count("kept") == 0
 
 
-def test_a_document_is_continued(browser: "Browser", service: RunningService) -> None:
-    """The whole text of a document goes into a session, once, and the model goes on with it."""
+def read(page: "Page", text: bytes, name: str) -> None:
+    """Let a document be read."""
+    page.set_input_files("#file", files=[{"name": name, "mimeType": "text/plain", "buffer": text}])
+    page.wait_for_selector("#plan-figures:not([aria-busy])")
+    page.click("#start")
+    page.wait_for_selector("#bar[data-phase=done]", state="attached")
+
+
+def test_a_document_is_continued_and_continued_again(browser: "Browser", service: RunningService) -> None:
+    """The stored text goes into a session once, without being sent again; the model goes on as often as asked."""
     text = ("A line of the document, and another one.\n" * 6000).encode()
     with opened_page(browser, service.url) as page:
-        page.set_input_files("#file", files=[{"name": "lines.txt", "mimeType": "text/plain", "buffer": text}])
-        page.wait_for_selector("#plan-figures:not([aria-busy])")
-        page.click("#start")
-        page.wait_for_selector("#bar[data-phase=done]", state="attached")
-        page.click("#to-session")
-        page.wait_for_selector(".session.current:has-text('lines.txt') .dot")
-        page.wait_for_selector("#write:enabled")
-        assert position(service, "lines.txt") == len(text)
-        write(page, "", 5)
-        assert position(service, "lines.txt") == len(text) + 5
+        appends: list[str | None] = []
+        page.on("request", lambda one: appends.append(one.post_data) if one.url.endswith("/append") else None)
+        read(page, text, "lines.txt")
+        for turn in range(3):
+            page.click("#to-session")
+            page.wait_for_selector(".session.current:has-text('lines.txt') .dot")
+            page.wait_for_selector("#write:enabled")
+            assert "another one." in page.inner_text("#paper")
+            assert position(service, "lines.txt") == len(text) + 5 * turn
+            write(page, "", 5)
+            assert position(service, "lines.txt") == len(text) + 5 * (turn + 1)
+            page.click("#tab-document")
+            if turn == 1:
+                page.reload()
+                page.wait_for_selector("#bar[data-phase=done]", state="attached")
+        assert len(appends) == 2 and all('"file_id"' in (sent or "") for sent in appends)  # one after the reload
+        names = [session["name"] for session in httpx.get(f"{service.url}/v1/sessions").json()["data"]]
+        assert names.count("lines.txt") == 1
 
 
-def test_reading_a_document_shows_how_far_it_is(browser: "Browser", service: RunningService) -> None:
-    """From the first moment: before a token is read, and while the first piece is under way."""
+def test_reading_to_continue_shows_how_far_it_is(browser: "Browser", service: RunningService) -> None:
+    """From the first moment, beside the search and on the paper; whoever leaves it can begin it again."""
     text = ("A line of the document, and another one.\n" * 500).encode()
     with opened_page(browser, service.url) as page:
-        page.set_input_files("#file", files=[{"name": "slow.txt", "mimeType": "text/plain", "buffer": text}])
-        page.wait_for_selector("#plan-figures:not([aria-busy])")
-        page.click("#start")
-        page.wait_for_selector("#bar[data-phase=done]", state="attached")
-        service.engine.paused = True
+        page.route("**/append", lambda route: (setattr(service.engine, "paused", True), route.continue_()))
+        read(page, text, "slow.txt")
         try:
+            page.wait_for_selector("#carry:has-text('0 %')")
             page.click("#to-session")
-            page.wait_for_selector("#paper-speed:has-text('Reading · 0 % · 0 of 20,500 tokens')")
+            page.wait_for_selector("#paper-speed:has-text('Reading · 0 %')")
             assert "The model reads the text" in page.inner_text("#paper")
             assert page.inner_text("#paper-title") == "slow.txt"
+            page.click("#write-stop")
+            page.wait_for_selector("#write:enabled")
+            assert page.locator("#carry").is_hidden() and page.inner_text("#paper-title") == "New session"
         finally:
+            page.unroute("**/append")
             service.engine_port.resume()
+        page.click("#tab-document")
+        page.click("#to-session")
         page.wait_for_selector(".session.current:has-text('slow.txt') .dot")
         page.wait_for_selector("#write:enabled")
-        page.locator(".session.current button:text-is('End')").click()
-        page.wait_for_selector("#paper-title:has-text('New session')")
+        assert position(service, "slow.txt") == len(text)
+        page.click("#tab-document")
+        page.click("#another")
+        page.wait_for_selector("#pick")
+        left = f"{service.url}/v1/sessions"
+        eventually(
+            lambda: "slow.txt" not in httpx.get(left).text, "a session that nobody wrote to to go with its document"
+        )
 
 
 def test_what_is_drawn_stays_in_sight(browser: "Browser", service: RunningService) -> None:

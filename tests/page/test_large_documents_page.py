@@ -52,7 +52,7 @@ def test_a_book_over_four_ranks_one_of_them_killed(browser: "Browser", tmp_path:
     with served(tmp_path, ranks=4) as whole, opened_page(browser, whole.url) as page:
         begin(page, book)
         page.wait_for_selector("#bar[data-phase=reading]", state="attached")
-        page.wait_for_selector(".rank:nth-child(4)")
+        page.wait_for_selector(".rank:nth-child(4)", state="attached")
         eventually(lambda: int(page.get_attribute("#bar", "aria-valuenow") or 0) >= 5, "some of the book", 120)
         assert page.locator("#bar[data-phase=reading]").count()
         whole.parts()["rank 3"].kill()
@@ -81,7 +81,7 @@ def test_a_million_tokens_are_held_in_bounded_memory(
     with running_service(tmp_path, engine, model=model) as service, opened_page(browser, service.url) as page:
         page.set_input_files("#file", file)
         page.wait_for_selector("#plan-figures:not([aria-busy])")
-        page.click("#windows label:has-text('128')")
+        page.click("#windows label[title='128 tokens']")
         page.wait_for_selector("#plan-figures:not([aria-busy])")
         before = renderers()
         page.click("#start")
@@ -89,6 +89,7 @@ def test_a_million_tokens_are_held_in_bounded_memory(
         page.wait_for_selector("#map canvas[width]:not([width='1'])")
         page.wait_for_timeout(2000)
         grown = renderers() - before
+        page.click("#run > details summary")
         with page.expect_download() as saved:
             page.click("#save-rows")
         rows = np.load(saved.value.path())

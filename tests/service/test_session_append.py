@@ -32,6 +32,7 @@ from tests.support.waiting import eventually
 BOOK = "".join(f"Line {n} of a book that is long enough. " for n in range(130)).encode()  # 4,900 tokens
 
 JSON = {"content-type": "application/json"}
+JSON_HEAD = "Content-Type: application/json"
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,21 @@ def fed(engine: FakeEngine, since: int) -> list[tuple[int, int]]:
     return [(message.start, message.start + len(message.tokens) // 4) for message in messages if message.tokens]
 
 
-@pytest.mark.parametrize("form", ["whole", "pieces", "json"])
+def uploaded(client: SessionClient) -> str:
+    """The id of a file that holds the book."""
+    files = {"file": ("book.txt", BOOK, "text/plain")}
+    made: str = client.post("/v1/files", files=files, data={"purpose": "user_data"}).json()["id"]
+    return made
+
+
+@pytest.mark.parametrize("form", ["whole", "pieces", "json", "file"])
 def test_a_text_is_read_into_the_session(service: RunningService, form: str) -> None:
     """However it is sent, the state is that of its tokens, and the last line says what was done."""
     client = SessionClient(service.url)
     session = client.make()
-    if form == "json":
-        answer = client.post(f"/v1/sessions/{session}/append", json={"input": BOOK.decode()})
+    if form in ("json", "file"):
+        body = {"input": BOOK.decode()} if form == "json" else {"file_id": uploaded(client)}
+        answer = client.post(f"/v1/sessions/{session}/append", json=body)
         lines = [json.loads(line) for line in answer.text.splitlines()]
     else:
         pieces = (BOOK[at : at + 700] for at in range(0, len(BOOK), 700))
@@ -73,6 +82,24 @@ def test_a_text_is_read_into_the_session(service: RunningService, form: str) -> 
     assert all(line["object"] == "session.append.progress" and line["kept"] <= line["position"] for line in progress)
     assert client.state(session).content == stored(after(0, BOOK), len(BOOK))
     assert client.state(session, position=1024).content == stored(after(0, BOOK[:1024]), 1024)
+
+
+def test_a_file_is_read_to_its_end_without_its_client(tmp_path: Path) -> None:
+    """A client that leaves an append of a file cuts nothing off, and is told under its key what it came to."""
+    engine = FakeEngine(paused=True)
+    with running_service(tmp_path, engine, checkpoint_tokens=512) as service:
+        client = SessionClient(service.url)
+        session, file = client.make(), uploaded(client)
+        path, body = f"/v1/sessions/{session}/append", json.dumps({"file_id": file}).encode()
+        with service.connect() as connection:
+            connection.sendall(head(path, JSON_HEAD, "Idempotency-Key: book", f"Content-Length: {len(body)}") + body)
+            eventually(lambda: client.get(f"/v1/sessions/{session}").json()["busy"], "the append to begin")
+        service.engine_port.resume()
+        eventually(lambda: position(client, session) == len(BOOK), "the whole file")
+        answer = client.post(path, content=body, headers={**JSON, "idempotency-key": "book"})
+        assert json.loads(answer.text.splitlines()[-1])["replayed"]
+        both = client.post(path, json={"input": "x", "file_id": file})
+        assert both.status_code == 400 and both.json()["error"]["param"] == "file_id"
 
 
 def test_each_append_is_tokenised_by_itself(service: RunningService) -> None:

@@ -44,7 +44,7 @@ class Camera:
 
     def take(self, name: str, *, dark: bool = False, narrow: bool = False, whole: bool = False) -> None:
         """One picture, in light or dark colours."""
-        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.page.emulate_media(color_scheme="dark" if dark else "light", reduced_motion="reduce")
         if narrow:
             self.page.set_viewport_size(NARROW)
         self.page.wait_for_timeout(400)
@@ -57,7 +57,7 @@ class Camera:
 
 
 def _encode(camera: Camera, book: Path, size: int, query: str) -> dict[str, Any]:
-    """From the empty page to the finished map; gives what the page said at the end."""
+    """From the empty page to an open passage; gives what the page said at the end."""
     page = camera.page
     camera.take("start")
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def _continue(camera: Camera) -> dict[str, Any]:
     return said
 
 
-def _narrow(browser: "Browser", camera: Camera, url: str) -> None:
+def _narrow(browser: "Browser", camera: Camera, url: str, query: str) -> None:
     """The same document in a second, narrow window, found by its ids as after a reload."""
     saved = camera.page.context.storage_state()
     context = browser.new_context(viewport=NARROW, storage_state=saved, device_scale_factor=1)
@@ -124,6 +124,10 @@ def _narrow(browser: "Browser", camera: Camera, url: str) -> None:
     page.wait_for_selector("#bar[data-phase=done]", state="attached", timeout=LONGEST_MS)
     page.wait_for_timeout(2000)
     narrow = Camera(page, camera.folder, camera.sizes)
+    page.fill("#query", query)
+    page.click("#search button")
+    page.wait_for_selector(".hit")
+    page.wait_for_timeout(500)
     narrow.take("narrow")
     narrow.take("narrow-dark", dark=True, whole=True)
     context.close()
@@ -136,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default="books-6m-chapters")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--bytes", type=int, default=300_000, help="of the book")
-    parser.add_argument("--query", default="the whale struck the ship")
+    parser.add_argument("--query", default="sharing a bed with a harpooneer")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args(arguments)
     lack = why_no_chromium() or (None if given.book.is_file() else f"{given.book} is no file")
@@ -157,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
             camera = Camera(page, given.out)
             seen = _encode(camera, given.book, given.bytes, given.query)
             seen |= _continue(camera)
-            _narrow(browser, camera, service.url)
+            _narrow(browser, camera, service.url, given.query)
     print(json.dumps({**seen, "ranks": given.ranks, "bytes_of_pictures": camera.sizes}, indent=1))
     return 0
 

@@ -1,9 +1,8 @@
-"""How well the page's search finds: by vectors, by words, and by both together.
+"""How well searches find that the page asks for: by words, by vectors, and by both together.
 
-`dist-attn bench page-search FOLDER` encodes the books of `QUESTIONS` in a folder (`moby_dick.txt` …) with
-`--model`, and lets the page's own scripts rank their passages in a headless Chromium. It prints, for each way, the mean
-of one over the rank of the first right passage. A passage is right if it fits the question's pattern; questions and
-patterns were written before anything was ranked.
+`dist-attn bench page-search FOLDER` lets a service encode the books of `QUESTIONS` in a folder (`moby_dick.txt` …) with
+`--model`, and asks `/v1/search`. It prints, for each mode, the mean of one over the rank of the first right passage. A
+passage is right if it fits the question's pattern; questions and patterns were written before anything was ranked.
 """
 
 import argparse
@@ -15,16 +14,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import httpx
 
 from benchmarks.service_process import ServiceProcess, until_ready
-from dist_attn_client import Client
-from tests.support.chromium import chromium, why_no_chromium
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 __all__ = ["QUESTIONS", "main", "measure"]
 
@@ -80,46 +73,27 @@ QUESTIONS: dict[str, dict[str, dict[str, str]]] = {
         },
     },
 }
-WEIGHTS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
-RANKED = """async ([texts, vectors, asked, questions, weights]) => {
-  const { fused, Words } = await import("/page/vectors/words.js");
-  const { nearest } = await import("/page/vectors/geometry.js");
-  const { Rows } = await import("/page/vectors/rows.js");
-  const [rows, words] = [new Rows(), new Words()];
-  const range = { start: 0, stop: 0, byte_start: 0, byte_stop: 0 };
-  vectors.forEach((embedding, index) => rows.push({ index, ...range, embedding }));
-  texts.forEach((text) => words.push(text));
-  const order = (found) => found.map(({ row }) => row);
-  return questions.map((question, i) => {
-    const [near, scores] = [nearest(rows, asked[i], rows.count), words.scores(question)];
-    const fusedBy = weights.map((weight) => order(fused(scores, near, weight, rows.count)));
-    const [byVectors, byWords] = [order(near), fusedBy[0]];
-    const share = new Float64Array(rows.count);
-    for (const one of [byVectors, byWords]) one.forEach((row, rank) => (share[row] += 1 / (60 + rank + 1)));
-    return [byVectors, ...fusedBy, [...byVectors].sort((a, b) => share[b] - share[a])];
-  });
-}"""
-WAYS = ("vectors", *(f"words + {weight:g} cosine" for weight in WEIGHTS), "reciprocal ranks")
+MODES = ("lexical", "dense", "hybrid")
+MOST = 100  # results of a search; a right passage behind them counts as not found
 
 
-def first_right(order: Sequence[int], texts: Sequence[str], pattern: str) -> float:
-    """One over the rank of the first passage that fits a pattern; 0 where none does."""
-    right = {row for row, text in enumerate(texts) if re.search(pattern, " ".join(text.lower().split()))}
-    return next((1 / rank for rank, row in enumerate(order, 1) if row in right), 0.0)
+def first_right(texts: Sequence[str], pattern: str) -> float:
+    """One over the rank of the first passage that fits a pattern, of passages in their order; 0 where none does."""
+    fits = (re.search(pattern, " ".join(text.lower().split())) for text in texts)
+    return next((1 / rank for rank, fit in enumerate(fits, 1) if fit), 0.0)
 
 
-def measure(url: str, page: "Page", data: bytes, questions: dict[str, str]) -> dict[str, list[float]]:
-    """One over the rank of the first right passage of a text, for each way and each question; the page is at `url`."""
-    with Client(url) as client:
-        rows = list(client.encode(data, window=WINDOW))
-        asked = client.embed(list(questions))
-    texts = [data[row.byte_start : row.byte_stop].decode(errors="ignore") for row in rows]
-    vectors = [row.embedding.tolist() for row in rows]
-    orders = page.evaluate(RANKED, [texts, vectors, asked.tolist(), list(questions), WEIGHTS])
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
-    for ways, pattern in zip(orders, questions.values(), strict=True):
-        for way, order in zip(WAYS, ways, strict=True):
-            found[way].append(first_right(order, texts, pattern))
+def measure(http: httpx.Client, data: bytes, questions: dict[str, str]) -> dict[str, list[float]]:
+    """One over the rank of the first right passage of a text, for each mode and each question."""
+    head = {"content-type": "text/plain"}
+    job = http.post("/v1/jobs", params={"window": WINDOW}, content=data, headers=head).raise_for_status().json()["id"]
+    http.get(f"/v1/jobs/{job}/result").raise_for_status()  # which ends with the job
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for mode in MODES:
+        for query, pattern in questions.items():
+            asked = {"query": query, "mode": mode, "top_k": MOST, "documents": [{"job_id": job}]}
+            results = http.post("/v1/search", json=asked).raise_for_status().json()["results"]
+            found[mode].append(first_right([one["text"] for one in results], pattern))
     return found
 
 
@@ -131,22 +105,22 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     books = sorted({book for kind in QUESTIONS.values() for book in kind})
     missing = [book for book in books if not (given.folder / f"{book}.txt").is_file()]
-    lack = why_no_chromium() or (f"{given.folder} has no {missing[0]}.txt" if missing else None)
-    if lack:
-        print(f"page_search: {lack}", file=sys.stderr)
+    if missing:
+        print(f"page_search: {given.folder} has no {missing[0]}.txt", file=sys.stderr)
         return 2
-    found: dict[str, dict[str, list[float]]] = {kind: {way: [] for way in WAYS} for kind in QUESTIONS}
-    with tempfile.TemporaryDirectory() as place, ServiceProcess(Path(place), ranks=1, model=given.model) as service:
+    found: dict[str, dict[str, list[float]]] = {kind: {mode: [] for mode in MODES} for kind in QUESTIONS}
+    with (
+        tempfile.TemporaryDirectory() as place,
+        ServiceProcess(Path(place), ranks=1, model=given.model) as service,
+        httpx.Client(base_url=service.url, timeout=None) as http,
+    ):
         asyncio.run(_ready(service.url))
-        with chromium() as browser:
-            page = browser.new_page()
-            page.goto(service.url)
-            for kind, of_books in QUESTIONS.items():
-                for book, questions in of_books.items():
-                    data = (given.folder / f"{book}.txt").read_bytes()
-                    for way, ranks in measure(service.url, page, data, questions).items():
-                        found[kind][way] += ranks
-    means = {kind: {way: round(fmean(ranks), 3) for way, ranks in of.items()} for kind, of in found.items()}
+        for kind, of_books in QUESTIONS.items():
+            for book, questions in of_books.items():
+                data = (given.folder / f"{book}.txt").read_bytes()
+                for mode, ranks in measure(http, data, questions).items():
+                    found[kind][mode] += ranks
+    means = {kind: {mode: round(fmean(ranks), 3) for mode, ranks in of.items()} for kind, of in found.items()}
     print(json.dumps({"model": given.model, "mean_reciprocal_rank": means}, indent=1))
     return 0
 

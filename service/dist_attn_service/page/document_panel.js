@@ -1,9 +1,9 @@
 /** A document from the drop to the map: planned, sent, encoded, looked at; and found again after a reload. */
 
-import { beginEncoding, DocumentText, estimate, followJob } from "./api/documents.js";
+import { beginEncoding, DocumentText, estimate, followJob, notUtf8, whyNotText } from "./api/documents.js";
 import { ApiError, isFinal, wasStopped, wordsOf } from "./api/http.js";
 import { Sending } from "./sending.js";
-import { announce, byId, show } from "./view/dom.js";
+import { announce, byId, saveBlob, show } from "./view/dom.js";
 import { bytes, duration, percent } from "./view/figures.js";
 import { Notice } from "./view/notice.js";
 import { PlanView, proposedWindow } from "./view/plan_view.js";
@@ -45,10 +45,7 @@ export class DocumentPanel extends EventTarget {
       this.waits(words ? new ApiError(words) : null, 0);
     });
     byId("cancel").addEventListener("click", () => this.cancel());
-    byId("another").addEventListener("click", () => {
-      this.sending.forget();
-      this.reset();
-    });
+    byId("another").addEventListener("click", () => (this.sending.forget(), this.reset()));
     byId("save-rows").addEventListener("click", () => this.save());
   }
 
@@ -63,18 +60,26 @@ export class DocumentPanel extends EventTarget {
 
   // ---- before ----------------------------------------------------------------------------------
 
-  /** Plan a file. @param {File} file */
-  open(file) {
-    if (!file.size) return this.notice.say("error", `${file.name} is empty; choose a file with a text.`);
+  /** Plan a file, unless it is none that can be read. @param {File} file */
+  async open(file) {
+    const why = file.size ? await whyNotText(file).catch(wordsOf) : `${file.name} is empty; choose a file with a text.`;
+    if (why) return this.notice.say("error", why);
     this.notice.clear();
     this.file = file;
-    show(byId("drop"), false);
+    show(byId("start-view"), false);
     this.run.close();
     this.become("planned");
     this.plan.open(file, (this.window = proposedWindow(file.size, this.longest)), this.longest);
     const come = this.sending.come(file);
     if (come) this.notice.say("note", `${percent(come)} of it is there already; the rest will be sent.`);
     this.estimate(this.window);
+  }
+
+  /** Read a file without a plan. @param {File} file */
+  read(file) {
+    [this.file, this.window] = [file, proposedWindow(file.size, this.longest)];
+    show(byId("start-view"), false);
+    return this.start();
   }
 
   /** @param {number} window */
@@ -108,7 +113,7 @@ export class DocumentPanel extends EventTarget {
     this.plan.close();
     this.run.close();
     this.notice.clear();
-    show(byId("drop"), true);
+    show(byId("start-view"), true);
     byId("pick").focus();
     this.become("empty");
     for (const path of [job && `/v1/jobs/${job}`, file && `/v1/files/${file}`]) {
@@ -156,7 +161,7 @@ export class DocumentPanel extends EventTarget {
     const [standing, stored] = await Promise.all([this.api.json(`/v1/jobs/${job}`), this.api.json(`/v1/files/${file}`)]);
     this.text = new DocumentText(this.api, file, null);
     this.begin(stored.filename, { ...FRESH, size: stored.bytes, sent: stored.bytes, expected: standing.progress.expected_tokens ?? 0 });
-    show(byId("drop"), false);
+    show(byId("start-view"), false);
     await this.guarded(() => this.follow(job));
   }
 
@@ -181,7 +186,7 @@ export class DocumentPanel extends EventTarget {
       const summary = await rows;
       this.moved({ read: this.at.size, tokens: summary.tokens, rows: summary.rows });
       this.become("done");
-      announce(`${this.name} is encoded: ${summary.rows} passages.`);
+      announce(`${this.name} is read: ${summary.rows} passages.`);
     } else if (standing.status === "cancelled") this.become("stopped");
     else throw new ApiError(standing.error?.message ?? "The service gave the work up.", { code: standing.error?.code });
   }
@@ -241,7 +246,7 @@ export class DocumentPanel extends EventTarget {
       this.stop.abort();
       this.at.waiting = false;
       this.become("failed");
-      if (isFinal(error)) return this.notice.say("error", wordsOf(error));
+      if (isFinal(error)) return this.notice.say("error", /** @type {ApiError} */ (error).code === "invalid_utf8" ? notUtf8(this.name) : wordsOf(error));
       const kept = this.sending.begun?.come ? ` At least ${this.there} is kept; trying again goes on from what is there.` : "";
       const again = this.file ? [{ label: "Try again", act: () => this.start() }] : [{ label: "Look again", act: () => location.reload() }];
       this.notice.say("error", wordsOf(error) + kept, again);
@@ -290,11 +295,4 @@ export class DocumentPanel extends EventTarget {
       this.notice.say("error", wordsOf(error));
     }
   }
-}
-
-/** @param {Blob} blob @param {string} name */
-export function saveBlob(blob, name) {
-  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }

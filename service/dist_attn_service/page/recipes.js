@@ -11,11 +11,9 @@ const python = (value) => {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
   if (typeof value !== "object") return JSON.stringify(value);
+  if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
   return `{${Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one)}`).join(", ")}}`;
 };
-
-/** Python that fetches a job's vectors. @param {string} job */
-const rowsOf = (job) => `rows = np.load(io.BytesIO(client.get("/v1/jobs/${job}/result", params={"format": "npy"}).content))`;
 
 /**
  * Each gives a title, the parts of a curl command after `curl`, a line each, and lines of Python that use `client`.
@@ -35,17 +33,17 @@ const RECIPES = {
   rows: (url, { job }) => ({
     title: "Save the vectors",
     curl: [shell(`${url}/v1/jobs/${job}/result?format=npy`), "-o rows.npy"],
-    python: `${rowsOf(job)}\nnp.save("rows.npy", rows)\nprint(rows.shape)`,
+    python: `rows = np.load(io.BytesIO(client.get("/v1/jobs/${job}/result", params={"format": "npy"}).content))\nnp.save("rows.npy", rows)\nprint(rows.shape)`,
   }),
-  search: (url, { input, job }) => ({
-    title: "Find passages, by vectors alone",
-    curl: [shell(`${url}/v1/embeddings`), `--json ${shell(JSON.stringify({ input }))}`],
-    python: `${rowsOf(job)}\nquery = np.array(client.post("/v1/embeddings", json=${python({ input })}).json()["data"][0]["embedding"])\nmean = rows.mean(0)\ncosines = (rows - mean) @ (query - mean) / np.linalg.norm(rows - mean, axis=1) / np.linalg.norm(query - mean)\nfor row in cosines.argsort()[::-1][:6]:\n    print(f"{cosines[row]:.2f}  passage {row + 1}")`,
+  search: (url, { job, ...asked }) => ({
+    title: "Find passages",
+    curl: [shell(`${url}/v1/search`), `--json ${shell(JSON.stringify({ ...asked, documents: [{ job_id: job }] }))}`],
+    python: `found = client.post("/v1/search", json=${python({ ...asked, documents: [{ job_id: job }] })}).json()\nfor one in found["results"]:\n    print(f"passage {one['index'] + 1}:", " ".join(one["text"].split())[:70])`,
   }),
   append: (url, { session, file }) => ({
-    title: "Read a text into a session",
-    curl: [`-X POST ${shell(`${url}/v1/sessions/${session}/append`)}`, "-H 'content-type: text/plain' -H 'idempotency-key: once'", `-T ${shell(file)}`],
-    python: `with open(${python(file)}, "rb") as text:\n    client.post("/v1/sessions/${session}/append", content=text, headers={"content-type": "text/plain"}, timeout=None)`,
+    title: "Read the text into a session",
+    curl: [shell(`${url}/v1/sessions/${session}/append`), "-H 'idempotency-key: once'", `--json ${shell(JSON.stringify({ file_id: file }))}`],
+    python: `read = client.post("/v1/sessions/${session}/append", json={"file_id": "${file}"}, timeout=None).text\nprint(read.splitlines()[-1])`,
   }),
   generate: (url, { session, options }) => ({
     title: "Continue",

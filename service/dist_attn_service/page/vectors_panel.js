@@ -1,19 +1,20 @@
 /** What is to be seen of a document's vectors: both plots, the passage, and the search, kept in step with each other. */
 
+import { search } from "./api/documents.js";
 import { byId } from "./view/dom.js";
 import { count } from "./view/figures.js";
 import { MapView } from "./view/map_view.js";
 import { PassageView } from "./view/passage_view.js";
 import { PlaneView } from "./view/plane_view.js";
 import { SearchView } from "./view/search_view.js";
+import { inUnits } from "./view/set_text.js";
 import { Tip } from "./view/tip.js";
 
 const CELLS = 360; // of the map in each direction; more rows are put together for display
 const POINTS = 4000; // of the projection; of more rows every second, third, … is drawn
-const HITS = 6;
-// Vectors of the shipped language models find less than words do (docs/page.md): they decide between passages that have
-// the words equally, and where none has any. Those of a text encoder were trained to be asked, and count as much.
-const WEIGHTS = { writes: 0.02, encodes: 1 };
+const HITS = 8;
+/** English words that are in nearly every passage: marking them would hide those that tell why it came. */
+const COMMON = new Set("a an and are as at be been but by for from had has have he her him his i in is it its me my no not of on or our she so that the their them they this to was we were what when where which who why with you your".split(" "));
 const REDRAW_MS = 900;
 
 /** Draws what the worker knows, again whenever there is more of it. */
@@ -21,12 +22,15 @@ export class VectorsPanel {
   /**
    * @param {import("./api/http.js").Api} api @param {import("./document_panel.js").DocumentPanel} documentPanel
    * @param {import("./vectors/worker_client.js").WorkerClient} worker @param {import("./recipes.js").Recipes} recipes
-   * @param {(text: string) => void} goOn @param {() => boolean} writes whether the model is one of language
+   * @param {{goOn: (text: string) => void, isEncoder: () => boolean, examples: () => string[]}} asks `isEncoder`: whether the
+   *   model was trained to be asked; `examples`: what this document can be asked
    */
-  constructor(api, documentPanel, worker, recipes, goOn, writes) {
+  constructor(api, documentPanel, worker, recipes, { goOn, isEncoder, examples }) {
     this.api = api;
     this.documentPanel = documentPanel;
     this.worker = worker;
+    this.recipes = recipes;
+    this.isEncoder = isEncoder;
     this.drawing = false;
     this.stale = false;
     /** @type {number[]} the rows of the last search */
@@ -42,29 +46,25 @@ export class VectorsPanel {
     this.map = new MapView(byId("map"), tells);
     this.plane = new PlaneView(byId("plane"), tells);
     this.search = new SearchView({
-      open,
-      find: async (words) => {
-        if (!this.documentPanel.at.rows) return { hits: [], words: [] };
-        const answer = await api.json("/v1/embeddings", { method: "POST", json: { input: words } });
-        recipes.add("search", { input: words, job: this.documentPanel.job });
-        const weight = writes() ? WEIGHTS.writes : WEIGHTS.encodes;
-        const query = { asked: words, vector: answer.data[0].embedding, weight, most: HITS };
-        const { hits, words: telling } = await worker.ask("find", query);
-        return { hits: this.hits(hits), words: telling };
-      },
+      open: (row, card, read) => this.passage.open(row, true, card, read),
+      left: () => this.passage.close(),
+      examples,
+      // Hidden states of a language model find far less than words do (docs/page.md): only an encoder's count.
+      find: (words) => this.find(words, isEncoder() ? "hybrid" : "lexical"),
     });
     this.passage = new PassageView({
       range: async (row) => (await worker.ask("ranges", { rows: [row] }))[0],
       text: (range) => this.read(range),
+      place: async (at) => namesOf((await worker.ask("under", { places: [at] }))[0]),
       rows: () => documentPanel.at.rows,
       size: () => documentPanel.at.size,
-      like: (row) =>
-        void this.search.run(async () => ({ hits: this.hits(await worker.ask("like", { row, most: HITS })), words: [] }), "There is no other passage."),
+      like: (row) => void this.search.run(() => this.like(row)),
       goOn: async (range) => goOn(await this.read(range)),
       opened: (row) => this.mark(row === null ? this.marked : [row, ...this.marked]),
     });
+    this.search.invite();
     documentPanel.addEventListener("rows", () => this.refresh());
-    documentPanel.addEventListener("changed", () => (documentPanel.phase === "empty" || documentPanel.phase === "planned" || documentPanel.phase === "sending" ? this.clear() : this.refresh()));
+    documentPanel.addEventListener("changed", () => (["empty", "planned", "sending", "queued"].includes(documentPanel.phase) ? this.clear() : this.refresh()));
   }
 
   /** @param {number} row */
@@ -77,17 +77,54 @@ export class VectorsPanel {
     return this.read((await this.worker.ask("ranges", { rows: [row] }))[0]);
   }
 
-  /** @param {import("./view/passage_view.js").Range} range */
-  read(range) {
+  /** @param {{begin: number, end: number}} range */
+  async read(range) {
     if (!this.documentPanel.text) throw new Error("The text is not here.");
     return this.documentPanel.text.read(range.begin, range.end);
   }
 
-  /** @param {{row: number, score: number}[]} hits */
-  hits(hits) {
-    this.marked = hits.map(({ row }) => row);
+  /** @param {string} query @param {"hybrid" | "lexical" | "dense"} mode @returns {Promise<import("./view/search_view.js").Found>} */
+  async find(query, mode) {
+    const { job } = this.documentPanel;
+    if (!job || !this.documentPanel.at.rows) return { hits: [], rows: 0, size: 0, note: "Nothing is read yet; ask in a moment." };
+    const asked = { query, mode, top_k: HITS };
+    const answer = await search(this.api, job, asked);
+    this.recipes.add("search", { ...asked, job });
+    const [{ rows, complete }] = answer.documents;
+    const part = complete ? "" : `Of the ${count(rows)} passages that are read so far. `;
+    if (!answer.results.length) {
+      const instead = { label: "Look by meaning", act: () => void this.search.run(() => this.find(query, "dense")) };
+      return { hits: [], rows, size: 0, note: `${part}No passage has any of these words.`, instead };
+    }
+    const found = answer.results.map((/** @type {any} */ one) => {
+      const at = judgedAt(one);
+      const read = this.read({ begin: one.byte_start, end: one.byte_stop }).then((text) => ({ text, ranges: matched(one, text), at }));
+      const { lexical, dense: meaning } = one.parts;
+      const words = mode === "dense" ? undefined : lexical; // null: none of the words is there
+      return { row: one.index, begin: one.byte_start, at, parts: { words, meaning }, read };
+    });
+    const doubt = mode === "dense" && !this.isEncoder() ? "By manner and subject; this model knows no facts." : "";
+    return this.placed(found, rows, part + doubt);
+  }
+
+  /** Passages whose vectors are nearest to a passage's. @param {number} row @returns {Promise<import("./view/search_view.js").Found>} */
+  async like(row) {
+    const near = await this.worker.ask("like", { row, most: HITS });
+    const ranges = await this.worker.ask("ranges", { rows: near.map((/** @type {{row: number}} */ one) => one.row) });
+    const found = ranges.map((/** @type {any} */ range, /** @type {number} */ i) => {
+      const at = (range.begin + range.end) / 2;
+      const read = this.read(range).then((text) => ({ text, ranges: [], at }));
+      return { ...range, at, parts: { meaning: { rank: i + 1, score: near[i].cosine } }, read };
+    });
+    return this.placed(found, this.documentPanel.at.rows, found.length ? `Like passage ${count(row + 1)}:` : "There is no other passage.");
+  }
+
+  /** @param {any[]} found @param {number} rows @param {string} note @returns {Promise<import("./view/search_view.js").Found>} */
+  async placed(found, rows, note) {
+    const places = await this.worker.ask("under", { places: found.map(({ at }) => at) });
+    this.marked = found.map(({ row }) => row);
     this.mark(this.marked);
-    return hits.map((hit) => ({ ...hit, text: this.textOf(hit.row) }));
+    return { hits: found.map((one, i) => ({ ...one, place: places[i] })), rows, size: this.documentPanel.at.size, note };
   }
 
   /** @param {number[]} rows */
@@ -125,4 +162,25 @@ export class VectorsPanel {
     this.search.clear();
     this.passage.close();
   }
+}
+
+/** @param {{part: string, chapter: string}} place */
+const namesOf = ({ part, chapter }) => [chapter, part].filter(Boolean).join(", ");
+
+/** The byte whose chapter is told: that of the first word that matched, else the middle. @param {any} result */
+function judgedAt({ byte_start: begin, byte_stop: end, text, words: [first] }) {
+  if (!first) return (begin + end) / 2;
+  const [[before]] = inUnits(text, [first]);
+  return Math.min(end, begin + new TextEncoder().encode(text.slice(0, before)).length);
+}
+
+/** Where the words that matched stand in the passage as the page shows it: with the words whole that its edges cut. @param {any} result @param {string} text */
+function matched(result, text) {
+  const before = /^\uFFFD*/.exec(result.text)?.[0].length ?? 0;
+  const shift = text.indexOf(result.text.replace(/^\uFFFD+|\uFFFD+$/g, "")) - before;
+  if (shift + before < 0) return [];
+  /** @type {[number, number][]} */
+  const all = inUnits(result.text, result.words).map(([start, stop]) => [start + shift, stop + shift]);
+  const telling = all.filter(([start, stop]) => !COMMON.has(text.slice(start, stop).toLowerCase()));
+  return telling.length ? telling : all;
 }

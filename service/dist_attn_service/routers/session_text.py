@@ -14,7 +14,7 @@ from dist_attn_service.base.parsing import parse_drawing, terms_of, utf8
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.dependencies import media_type
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter
-from dist_attn_service.routers.incoming import Incoming, json_response
+from dist_attn_service.routers.incoming import Incoming, json_response, named_source
 from dist_attn_service.routers.openapi import (
     ANY_BYTES,
     ANY_TEXT,
@@ -159,11 +159,14 @@ async def _appended(asked: Incoming) -> AppendSource:
             raise BadRequest(
                 f"expected_position is {at} in the query and {expected} in the body", param="expected_position"
             )
+        at, terms = at if expected is None else expected, terms_of(asked.request, wanted)
+        if wanted.input is None or wanted.file_id is not None:
+            stored = (await named_source(asked, wanted.input, wanted.file_id)).pieces
+            return AppendSource(body, key, at, stored=stored, terms=terms)
         text = utf8(wanted.input, "input", "input")
         if not text:
             raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-        at = at if expected is None else expected
-        return AppendSource(body, key, at, text, terms=terms_of(asked.request, wanted))
+        return AppendSource(body, key, at, text, terms=terms)
     if kind not in (TEXT, BYTES, ""):
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}",

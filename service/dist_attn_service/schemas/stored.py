@@ -42,9 +42,10 @@ class AppendOptions(Query):
 
 
 class AppendRequest(HowSoon, Input):
-    """The JSON form of an append; for long texts send the text itself as the body."""
+    """The JSON form of an append: a text, or a file that was uploaded; a long text is better sent as the body."""
 
-    input: str
+    input: str | None = None
+    file_id: str | None = Field(default=None, description="a file in place of `input`")
     expected_position: Position | None = None
 
 

@@ -34,12 +34,16 @@ BETWEEN_LINES_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class AppendSource:
-    """What is appended, under which key and where: the body that still arrives, or a text that came as JSON."""
+    """What is appended, under which key and where: the body that still arrives, a text of JSON, or a stored file.
+
+    `stored` checks what it gives; as nothing of it must be sent, a client that leaves does not cut it off.
+    """
 
     body: RequestBody
     key: str
     expected_position: int | None
     text: bytes | None = None
+    stored: AsyncGenerator[bytes] | None = None
     check_utf8: bool = False
     terms: RequestTerms = field(default_factory=RequestTerms)
 
@@ -148,15 +152,17 @@ class AppendService:
         """The text as it comes, in blocks that are tokenised at a time."""
         size, source = self._context.settings.piece_bytes, append.source
         check = Utf8Check() if source.check_utf8 else None
-        async for chunk in source.body.chunks() if source.text is None else _once(source.text):
-            append.text_bytes += len(chunk)
-            if append.text_bytes > self._context.settings.body_bytes:
-                raise TooLarge(f"a text may have {self._context.settings.body_bytes} bytes")
-            if check is not None:
-                check.push(chunk)
-            append.content.update(chunk)
-            for at in range(0, len(chunk), size):
-                yield chunk[at : at + size]
+        chunks = source.stored or (source.body.chunks() if source.text is None else _once(source.text))
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                append.text_bytes += len(chunk)
+                if append.text_bytes > self._context.settings.body_bytes:
+                    raise TooLarge(f"a text may have {self._context.settings.body_bytes} bytes")
+                if check is not None:
+                    check.push(chunk)
+                append.content.update(chunk)
+                for at in range(0, len(chunk), size):
+                    yield chunk[at : at + size]
         if check is not None:
             check.push(b"", final=True)
 
@@ -243,7 +249,7 @@ def _another(append: _Append) -> ServiceError:
     )
 
 
-async def _once(text: bytes) -> AsyncIterator[bytes]:
+async def _once(text: bytes) -> AsyncGenerator[bytes]:
     yield text
 
 

@@ -1,10 +1,21 @@
-/** A document's way through the service: an estimate, a job that encodes it, its events, and its text by ranges of bytes. */
+/** A document's way through the service: an estimate, a job that encodes it, its events, searches, and its text by ranges of bytes. */
 
 import { again, ApiError, pause, sentence } from "./http.js";
 import { serverEvents } from "./streams.js";
 
 const SAMPLE_BYTES = 192 << 10;
 const LONGEST_WORD = 48; // bytes of a word that are looked for beyond an edge
+const HEAD_BYTES = 1024;
+/** What files are that hold no plain text, by how they begin, and what to do about it. @type {[RegExp, string, string][]} */
+const OTHERS = [
+  [/^%PDF-/, "a PDF", "Save it as text, for example from your reader's File menu"],
+  [/^PK\x03\x04[^]*epub/, "an e-book (EPUB)", "Open it in a reader or in Calibre and convert it to TXT"],
+  [/^PK\x03\x04[^]*(?:word\/|Content_Types|opendocument)|^\xd0\xcf\x11\xe0|^\{\\rtf/, "a word processor's document", "Open it there and save it as plain text (File, Save as, Plain text in UTF-8)"],
+  [/^PK\x03\x04|^\x1f\x8b|^\xfd7zXZ|^\x28\xb5\x2f\xfd|^7z\xbc\xaf|^Rar!/, "an archive", "Unpack it first, and choose a text file in it"],
+  [/^(?:\xff\xfe|\xfe\xff)/, "text in UTF-16 or UTF-32", "Open it in an editor and save it with the encoding UTF-8"],
+  [/^(?:\xef\xbb\xbf)?\s*<(?:[^]*<)?(?:!doctype\s+html|html)[\s>]/i, "a web page (HTML)", "Open it in the browser and save it as text (File, Save page as, Text file)"],
+  [/^(?:\x89PNG|\xff\xd8\xff|GIF8|RIFF)/, "a picture", "Read its text with a program for scanned pages (OCR)"],
+];
 const SPACES = new Set([...new TextEncoder().encode(" \n\r\t")]);
 
 /**
@@ -16,6 +27,29 @@ export async function estimate(api, file, window) {
   const body = file.slice(0, SAMPLE_BYTES);
   return again(() => api.json(`/v1/estimate?bytes=${file.size}&window=${window}`, { method: "POST", body, headers }));
 }
+
+/**
+ * Why a file cannot be read, by its beginning, with what to do about it; null where nothing speaks against it. Looks here,
+ * so that nothing of a file that is refused is sent. @param {File} file @returns {Promise<string | null>}
+ */
+export async function whyNotText(file) {
+  const bytes = new Uint8Array(await file.slice(0, SAMPLE_BYTES).arrayBuffer());
+  const head = String.fromCharCode(...bytes.subarray(0, HEAD_BYTES));
+  const other = OTHERS.find(([magic]) => magic.test(head));
+  if (other) return `${file.name} is ${other[1]}; this page reads plain text. ${other[2]}, and drop that here.`;
+  try {
+    new TextDecoder("utf-8", { fatal: true }).decode(bytes, { stream: bytes.length < file.size });
+  } catch {
+    return notUtf8(file.name, head.includes("\0"));
+  }
+  return null;
+}
+
+/** @param {string} name @param {boolean} isBinary */
+export const notUtf8 = (name, isBinary = false) =>
+  isBinary
+    ? `${name} holds no text; this page reads plain text: .txt, .md, .csv, .json, .xml, logs or source code.`
+    : `${name} is not in UTF-8, the usual encoding of plain text. Open it in an editor, save it with the encoding UTF-8, and drop that here.`;
 
 /**
  * Begin to encode a file; the job needs nobody from then on.
@@ -53,6 +87,12 @@ export async function followJob(api, id, seen, signal) {
   );
 }
 
+/**
+ * Passages that answer a question. @param {import("./http.js").Api} api @param {string} job that has encoded the document, or does
+ * @param {{query: string, mode: string, top_k: number}} asked @returns {Promise<any>} the service's answer
+ */
+export const search = (api, job, asked) => api.json("/v1/search", { method: "POST", json: { ...asked, documents: [{ job_id: job }] } });
+
 /** Reads passages: from the file itself while the page has it, else from the service. */
 export class DocumentText {
   /** @param {import("./http.js").Api} api @param {string} id of the stored file @param {Blob | null} file */
@@ -78,18 +118,10 @@ export class DocumentText {
   /** @param {number} begin @param {number} end */
   async fetched(begin, end) {
     if (end <= begin) return "";
-    return (await this.passages([{ begin, end }]))[0];
-  }
-
-  /** The texts of passages that follow each other, in one reading. @param {{begin: number, end: number}[]} ranges @returns {Promise<string[]>} */
-  async passages(ranges) {
-    const from = Math.max(0, ranges[0].begin - LONGEST_WORD);
-    const blob = await this.blob(from, ranges[ranges.length - 1].end + LONGEST_WORD);
-    const bytes = new Uint8Array(await blob.arrayBuffer());
+    const from = Math.max(0, begin - LONGEST_WORD);
+    const bytes = new Uint8Array(await (await this.blob(from, end + LONGEST_WORD)).arrayBuffer());
     // Where a script has no spaces a passage may still begin or end inside a character.
-    return ranges.map(({ begin, end }) =>
-      new TextDecoder().decode(wholeWords(bytes, begin - from, end - from)).replace(/^\uFFFD+|\uFFFD+$/g, ""),
-    );
+    return new TextDecoder().decode(wholeWords(bytes, begin - from, end - from)).replace(/^\uFFFD+|\uFFFD+$/g, "");
   }
 
   /** Bytes [begin, end). A file that was moved or changed since is left for what the service has. @param {number} begin @param {number} end */

@@ -1,9 +1,10 @@
 /** Sessions: what the model knows of a text, kept by the service between requests. */
 
-import { again, ApiError, sentence } from "./http.js";
+import { again, ApiError, pause, sentence } from "./http.js";
 import { jsonLines, serverEvents } from "./streams.js";
 
 const PIECE_BYTES = 96 << 10;
+const BUSY_SECONDS = 0.5;
 const BUSY_TRIES = 40;
 
 /** All sessions of this key. @param {import("./http.js").Api} api @returns {Promise<any[]>} */
@@ -19,6 +20,9 @@ export async function listSessions(api) {
 
 /** @param {import("./http.js").Api} api @param {string} name @returns {Promise<any>} */
 export const createSession = (api, name) => api.json("/v1/sessions", { method: "POST", json: { name } });
+
+/** @param {import("./http.js").Api} api @param {string} id @returns {Promise<any>} */
+export const endSession = (api, id) => api.send(`/v1/sessions/${id}`, { method: "DELETE" });
 
 /** @param {import("./http.js").Api} api @param {string} id @param {number} position @param {string} name @returns {Promise<any>} */
 export const forkSession = (api, id, position, name) =>
@@ -46,6 +50,20 @@ export async function appendText(api, session, text, options = {}) {
   return position;
 }
 
+/**
+ * Append a stored file. The service reads it to its end whoever leaves, and once however often it is asked: where that is
+ * under way already it is waited for. @param {import("./http.js").Api} api @param {string} id @param {string} file
+ * @param {{signal: AbortSignal, seen: (position: number) => void}} options @returns {Promise<number>} where the session stands then
+ */
+export async function appendFile(api, id, file, { signal, seen }) {
+  const asked = { method: "POST", json: { file_id: file, priority: "low" }, headers: { "idempotency-key": `page-${file}` }, signal };
+  const look = async () => {
+    seen((await api.json(`/v1/sessions/${id}`, { signal })).position);
+    await pause(BUSY_SECONDS, signal);
+  };
+  return again(async () => appended(await busyAgain(() => api.send(`/v1/sessions/${id}/append`, asked), look, Infinity), seen), { signal });
+}
+
 /** Where to cut: before the last blank, never inside a character. @param {Uint8Array} bytes */
 function cut(bytes) {
   for (let at = bytes.length - 1; at > bytes.length / 2; at -= 1) if (bytes[at] === 32 || bytes[at] === 10) return at;
@@ -62,6 +80,11 @@ async function appendPiece(api, id, bytes, position, name, { signal, seen }) {
   const headers = { "content-type": "application/octet-stream", "idempotency-key": name };
   const path = `/v1/sessions/${id}/append?expected_position=${position}`;
   const response = await busyAgain(() => api.send(path, { method: "POST", body: bytes, headers, signal }));
+  return appended(response, seen);
+}
+
+/** The lines of an append to its end. @param {Response} response @param {(position: number) => void} [seen] @returns {Promise<number>} */
+async function appended(response, seen) {
   for await (const line of jsonLines(response)) {
     if (line.object === "session.append") return line.position;
     if (line.object === "error") throw new ApiError(sentence(line.error.message), { retry: line.error.type === "server_error" });
@@ -89,15 +112,16 @@ export async function* generate(api, id, options, signal) {
 }
 
 /**
- * Wait for a session that is being written to. @template T @param {() => Promise<T>} work @returns {Promise<T>}
+ * Wait for a session that is being written to. @template T @param {() => Promise<T>} work @param {() => Promise<void>} [wait] between two tries
+ * @param {number} [most] tries @returns {Promise<T>}
  */
-async function busyAgain(work) {
+async function busyAgain(work, wait = () => pause(BUSY_SECONDS), most = BUSY_TRIES) {
   for (let tries = 0; ; tries += 1) {
     try {
       return await work();
     } catch (error) {
-      if (!(error instanceof ApiError) || error.code !== "session_busy" || tries > BUSY_TRIES) throw error;
-      await new Promise((resolve) => setTimeout(resolve, 500));
+      if (!(error instanceof ApiError) || error.code !== "session_busy" || tries > most) throw error;
+      await wait();
     }
   }
 }

@@ -1,10 +1,9 @@
-/** The continue panel: sessions that read a beginning or a whole document, and let the model go on with it. */
+/** The continue panel: sessions that have read a beginning or a whole document, and let the model go on with it. */
 
 import { wasStopped, wordsOf } from "../api/http.js";
-import { appendText, createSession, forkSession, generate, listSessions } from "../api/sessions.js";
-import { saveBlob } from "../document_panel.js";
-import { announce, byId, show } from "../view/dom.js";
-import { count, percent } from "../view/figures.js";
+import { appendText, createSession, endSession, forkSession, generate, listSessions } from "../api/sessions.js";
+import { announce, byId, saveBlob, show } from "../view/dom.js";
+import { count } from "../view/figures.js";
 import { Notice } from "../view/notice.js";
 import { showGauge } from "./gauge.js";
 import { Paper } from "./paper.js";
@@ -133,44 +132,36 @@ export class ContinuePanel {
         first ||= now;
         if (events > 1 && now - shownAt > TELL_MS) {
           shownAt = now;
-          this.paper.tell(`${((1000 * (events - 1)) / (now - first)).toFixed(0)} tokens/s`);
+          this.paper.tell(`${((1000 * (events - 1)) / (now - first)).toFixed(0)} word pieces a second`);
           this.stands(begin + events);
         }
       } else {
         const drawn = piece.usage.completion_tokens;
         const speed = now > first ? ((1000 * Math.max(1, drawn - 1)) / (now - first)).toFixed(0) : "–";
-        this.paper.tell(`${count(drawn)} tokens, ${speed} tokens/s, stands at ${count(piece.session.position)}`);
+        this.paper.tell(`${count(drawn)} word pieces, ${speed} a second; ${count(piece.session.position)} in all`);
         this.stands(piece.session.position);
-        announce(`${drawn} tokens were drawn.`);
+        announce(`${drawn} word pieces were written.`);
       }
     }
     await this.refresh();
   }
 
-  /** A new session that reads a whole document. @param {string} name @param {number} tokens of it @param {() => Promise<Blob>} text */
-  read(name, tokens, text) {
+  /**
+   * The session of a document, as soon as all of it is read. @param {string} name
+   * @param {(signal: AbortSignal, tell: (words: string) => void) => Promise<any>} whole gives the session @param {() => Promise<Blob>} text
+   */
+  read(name, whole, text) {
     return this.guarded(async (signal) => {
-      const reads = (/** @type {number} */ position) => this.paper.tell(`Reading · ${percent(position / tokens)} · ${count(position)} of ${count(tokens)} tokens`);
+      this.session = null;
       this.paper.reads(name);
-      reads(0);
-      const blob = await text();
-      await this.open(await createSession(this.api, name.slice(0, 256)));
-      const { session } = this;
-      this.paper.reads(name);
-      reads(0);
-      this.recipes.add("append", { session: session.id, file: name });
-      await appendText(this.api, session, blob, {
-        signal,
-        seen: (position) => {
-          this.stands(position);
-          reads(position);
-        },
-        onRetry: (error) => (error ? this.notice.say("wait", `${error.message} Going on by itself as soon as it can.`) : this.notice.clear()),
-      });
-      const end = (await blob.slice(-SHOWN_BYTES).text()).replace(/^\uFFFD*\S*\s/, "");
-      this.paper.add(session.id, "read", blob.size > SHOWN_BYTES ? `… ${end}` : end);
+      const session = await whole(signal, (words) => this.paper.tell(words));
+      if (!this.paper.sheets.has(session.id)) {
+        const blob = await text();
+        const end = (await blob.slice(-SHOWN_BYTES).text()).replace(/^\uFFFD*\S*\s/, "");
+        this.paper.add(session.id, "read", blob.size > SHOWN_BYTES ? `… ${end}` : end);
+      }
+      await this.open(session);
       await this.refresh();
-      await this.open(this.session);
       byId("write").focus();
     });
   }
@@ -201,7 +192,7 @@ export class ContinuePanel {
       const headers = { "content-type": "application/octet-stream" };
       await this.open(await this.api.json(`/v1/sessions/${made.id}/state`, { method: "PUT", body: file, headers }));
     } catch (error) {
-      await this.api.send(`/v1/sessions/${made.id}`, { method: "DELETE" }).catch(() => undefined);
+      await endSession(this.api, made.id).catch(() => undefined);
       throw error;
     }
     await this.refresh();
@@ -209,7 +200,7 @@ export class ContinuePanel {
 
   /** @param {any} session */
   async end(session) {
-    await this.api.send(`/v1/sessions/${session.id}`, { method: "DELETE" });
+    await endSession(this.api, session.id);
     this.paper.forget(session.id);
     if (session.id === this.session?.id) await this.open(null);
     await this.refresh();
@@ -217,7 +208,7 @@ export class ContinuePanel {
 
   /** One piece of work at a time, and its failure in words. @param {(signal: AbortSignal) => Promise<unknown>} work */
   async guarded(work) {
-    if (this.work) return;
+    if (this.work) return this.notice.say("note", "Stop what is under way first.");
     this.work = new AbortController();
     this.notice.clear();
     show(byId("write-stop"), true);
@@ -227,6 +218,7 @@ export class ContinuePanel {
     } catch (error) {
       if (wasStopped(error)) {
         this.paper.tell("stopped");
+        if (!this.session) this.paper.open(null);
         await this.refresh().catch(() => undefined);
       } else this.notice.say("error", wordsOf(error));
     } finally {

@@ -20,10 +20,11 @@ export function showGauge(model, tokens, state) {
   if (!known) return;
   const cache = cacheBytes(model, tokens);
   const most = Math.max(cache, state);
-  byId("gauge-bars").replaceChildren(bar("This state", state, most, "state"), bar("KV cache of a softmax model", cache, most, "cache"));
+  byId("gauge-bars").replaceChildren(bar("This model", state, most, "state"), bar("A model that keeps every word", cache, most, "cache"));
   const ratio = cache / state;
-  const times = ratio >= 1 ? `${ratio < 10 ? ratio.toFixed(1) : count(ratio)} times the state` : `still less than the state; it passes it at ${count(state / cacheBytes(model, 1))} tokens`;
-  byId("gauge-words").textContent = `After ${count(tokens)} tokens, a softmax model of the same ${model.num_layers} layers and width would keep ${bytes(cache)} in float32: ${times}. ${model.state_token_bytes ? `Each token adds up to ${bytes(model.state_token_bytes)} to the state.` : "The state stays as it is."}`;
+  const times = ratio >= 1 ? `${ratio < 10 ? ratio.toFixed(1) : count(ratio)} times as much` : `still less; it would be more from ${count(state / cacheBytes(model, 1))} on`;
+  byId("gauge-words").textContent = `To go on with ${count(tokens)} word pieces, this model keeps ${bytes(state)}; a usual one as large (${model.num_layers} layers, of the same width) would keep ${bytes(cache)}: ${times}. ${model.state_token_bytes ? `Each piece adds up to ${bytes(model.state_token_bytes)} here.` : "It does not grow with the text."}`;
+  byId("gauge").title = "The state of this session beside the keys and values (KV cache) of a softmax model in float32";
 }
 
 /** @param {string} name @param {number} value @param {number} most @param {string} kind */

@@ -25,18 +25,19 @@ export class Paper {
   /** @param {any | null} session @param {string} [name] */
   open(session, name) {
     byId("paper-title").textContent = session ? session.name || "Session without a name" : name ?? "New session";
-    byId("paper-speed").textContent = session?.position ? `stands at ${count(session.position)} tokens` : "";
+    byId("paper-speed").textContent = session?.position ? `${count(session.position)} word pieces read` : "";
     this.shown = session?.id ?? "";
     const sheet = this.sheets.get(this.shown);
     if (session && sheet?.parts.length) this.draw(sheet);
-    else if (session?.position) this.hint(`${count(session.position)} tokens were read before. The model knows them; press Continue to go on.`);
-    else this.hint("Write a beginning above, or open a session. What the model draws appears here, token by token.");
+    else if (session?.position) this.hint(`The model knows ${count(session.position)} word pieces (tokens) that it has read before; press Continue to go on.`);
+    else this.hint("Write a beginning above, or open a session. What the model writes appears here, word by word.");
   }
 
-  /** A document is being read into the session that is open. @param {string} name */
+  /** A document is being read. @param {string} name */
   reads(name) {
+    this.shown = "";
     byId("paper-title").textContent = name;
-    this.hint("The model reads the text from its beginning. It can go on with it when that is done.");
+    this.hint("The model reads the text to itself, from its beginning. It can go on with it when that is done, and at once from then on.");
   }
 
   /** @param {string} words */

@@ -43,13 +43,13 @@ export class SessionList {
     const name = session.name || "Session without a name";
     const act = (/** @type {string} */ label, /** @type {() => void} */ run) =>
       h("button", { type: "button", class: "quiet", "data-focus": `${session.id} ${label}`, "aria-label": `${label}: ${name}`, onclick: run }, label);
-    const standing = last ? `${count(last)} tokens` : "empty";
+    const standing = last ? `${about(last)} pieces` : "empty";
     return h(
       "article",
       { class: session.id === this.current ? "session current" : "session", "aria-label": name },
       h("header", {},
         h("button", { type: "button", class: "session-name", "data-focus": `${session.id} open`, "aria-current": session.id === this.current ? "true" : null, onclick: () => asks.open(session) }, name),
-        h("span", { class: "fine" }, session.busy ? "being written to" : standing)),
+        h("span", { class: "fine", title: `${count(last)} tokens: words, or pieces of longer words` }, session.busy ? "being written to" : standing)),
       session.checkpoints.length > 0 && this.timeline(session, chosen ?? 0),
       h("div", { class: "session-acts" },
         session.checkpoints.length > 0 && h("span", { class: "fine" }, chosen === last ? "Newest" : `At ${count(chosen ?? 0)}`),

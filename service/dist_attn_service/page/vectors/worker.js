@@ -1,23 +1,23 @@
-/** The worker: takes a document's rows from the service, keeps them, indexes their words, and computes what is drawn. */
+/** The worker: takes a document's rows from the service, keeps them, finds headings in its text, and computes what is drawn. */
 
 import { DocumentText } from "../api/documents.js";
 import { Api, again, ApiError, sentence, wasStopped, wordsOf } from "../api/http.js";
 import { jsonLines } from "../api/streams.js";
 import { nearest, principalPlane, selfSimilarity } from "./geometry.js";
+import { Headings } from "./headings.js";
 import { Rows } from "./rows.js";
-import { fused, Words } from "./words.js";
 
 const TELL_MS = 120;
-const INDEXED_BYTES = 128 << 10; // of the text at a time, so that nothing waits for long
+const PIECE_BYTES = 128 << 10; // of the text at a time, so that nothing waits for long
 /** What a job waits out, or another process goes on with. */
 const PASSING = new Set(["stopping", "engine_not_ready", "engine_unreachable", "overloaded"]);
 
 let rows = new Rows();
-let words = new Words();
+let headings = new Headings();
 /** @type {DocumentText | null} */
 let text = null;
 /** @type {Promise<void> | null} */
-let indexing = null;
+let looking = null;
 /** @type {Float32Array[]} */
 let components = [];
 let following = new AbortController();
@@ -33,16 +33,16 @@ async function follow({ key, job, stored, file }) {
   const api = new Api(key);
   const kept = new Rows();
   rows = kept;
-  words = new Words();
+  headings = new Headings();
   text = new DocumentText(api, stored, file);
-  indexing = null;
+  looking = null;
   components = [];
   let toldAt = 0;
   const tell = () => {
     const last = kept.count ? kept.range(kept.count - 1) : { stop: 0, end: 0 };
     postMessage({ event: "rows", job, rows: kept.count, tokens: last.stop, bytes: last.end });
     toldAt = performance.now();
-    index().catch(() => undefined); // whoever asks for words tries again, and hears why not
+    look().catch(() => undefined); // whoever asks for a place tries again, and hears why not
   };
   const summary = await again(
     async () => {
@@ -67,29 +67,28 @@ async function follow({ key, job, stored, file }) {
   return summary;
 }
 
-/** Index the words of the rows that are here. @returns {Promise<void>} */
-function index() {
-  const mine = (indexing ??= indexed(rows, words, text).finally(() => {
-    if (indexing === mine) indexing = null;
+/** Look for headings in the text that has been read. @returns {Promise<void>} */
+function look() {
+  const mine = (looking ??= looked(rows, headings, text).finally(() => {
+    if (looking === mine) looking = null;
   }));
   return mine;
 }
 
-/** @param {Rows} rows @param {Words} words @param {DocumentText | null} text */
-async function indexed(rows, words, text) {
-  while (text && words.lengths.length < rows.count && !following.signal.aborted) {
-    const ranges = [rows.range(words.lengths.length)];
-    for (let next = ranges[0].row + 1; next < rows.count && rows.range(next).end - ranges[0].begin <= INDEXED_BYTES; next += 1) {
-      ranges.push(rows.range(next));
-    }
-    for (const passage of await text.passages(ranges)) words.push(passage);
+/** @param {Rows} rows @param {Headings} headings @param {DocumentText | null} text */
+async function looked(rows, headings, text) {
+  for (;;) {
+    const end = rows.count ? rows.range(rows.count - 1).end : 0;
+    if (!text || headings.seen >= end || following.signal.aborted) return;
+    const piece = await text.blob(headings.seen, Math.min(end, headings.seen + PIECE_BYTES));
+    headings.push(new Uint8Array(await piece.arrayBuffer()));
   }
 }
 
-/** @param {{asked: string, vector: number[], weight: number, most: number}} query */
-async function find({ asked, vector, weight, most }) {
-  await index();
-  return { hits: fused(words.scores(asked), nearest(rows, vector, rows.count), weight, most), words: words.telling(asked) };
+/** The part and the chapter of each place in bytes. @param {{places: number[]}} question */
+async function under({ places }) {
+  await look();
+  return places.map((at) => headings.under(at));
 }
 
 /** What the page may ask for. @type {Record<string, (question: any) => any>} */
@@ -99,7 +98,7 @@ const answers = {
   clear: () => {
     following.abort();
     rows = new Rows();
-    words = new Words();
+    headings = new Headings();
     text = null;
     components = [];
   },
@@ -109,8 +108,8 @@ const answers = {
     components = plane.components;
     return { every: plane.every, places: plane.places };
   },
-  find,
-  like: ({ row, most }) => nearest(rows, rows.vector(row), most, row).map(({ row, cosine }) => ({ row, score: cosine })),
+  under,
+  like: ({ row, most }) => nearest(rows, rows.vector(row), most, row),
   ranges: ({ rows: places }) => places.map((/** @type {number} */ row) => rows.range(row)),
   held: () => ({ rows: rows.count, bytes: rows.bytes }),
 };

@@ -57,3 +57,10 @@ export function framed(draw) {
     });
   };
 }
+
+/** Give a file to who uses the page. @param {Blob} blob @param {string} name */
+export function saveBlob(blob, name) {
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}

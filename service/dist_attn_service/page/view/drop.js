@@ -1,9 +1,14 @@
-/** The three ways in: a file dropped anywhere, a file chosen, a text pasted. */
+/** The ways in: a file dropped anywhere, a file chosen, a text pasted, and the sample that the page brings along. */
 
-import { byId, show } from "./dom.js";
+import { byId, h, show } from "./dom.js";
 
-/** @param {(file: File) => void} taken */
-export function startDrop(taken) {
+const SAMPLE = "/page/sample.txt";
+/** What the sample is called, and what it can be asked. */
+export const SAMPLE_NAME = "A Tale of Two Cities, first book.txt";
+export const QUESTIONS = ["What is the answer to the message: recalled to life?", "A cask of wine breaks in the street", "Who makes shoes in the garret?"];
+
+/** @param {(file: File) => void} taken @param {(sample: File, question: string) => void} tried with "" for no question */
+export function startDrop(taken, tried) {
   const [input, form, area] = [byId("file"), byId("paste-form"), byId("pasted")];
   byId("pick").addEventListener("click", () => input.click());
   input.addEventListener("change", () => {
@@ -11,6 +16,13 @@ export function startDrop(taken) {
     input.value = "";
     if (file) taken(file);
   });
+
+  const sampled = async (/** @type {string} */ question) => {
+    const text = await fetch(SAMPLE, { credentials: "omit" }).then((answer) => answer.blob());
+    tried(new File([text], SAMPLE_NAME, { type: "text/plain" }), question);
+  };
+  byId("sample").addEventListener("click", () => sampled(""));
+  byId("sample-questions").replaceChildren(...QUESTIONS.map((words) => h("button", { type: "button", onclick: () => sampled(words) }, words)));
 
   const pasting = (/** @type {boolean} */ on) => {
     show(form, on);
@@ -28,7 +40,7 @@ export function startDrop(taken) {
   });
   addEventListener("paste", (event) => {
     const target = /** @type {Element | null} */ (event.target);
-    if (target?.closest("input, textarea") || byId("drop").hidden) return;
+    if (target?.closest("input, textarea") || byId("start-view").hidden) return;
     const file = event.clipboardData?.files[0];
     const text = event.clipboardData?.getData("text");
     if (file) taken(file);

@@ -42,3 +42,9 @@ export const percent = (fraction) => `${Math.floor(100 * Math.min(1, Math.max(0,
 /** @param {number} seconds since 1970 */
 export const moment = (seconds) =>
   new Date(1000 * seconds).toLocaleString("en", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", hour12: false });
+
+/** @param {number} rank from 1 */
+export function ordinal(rank) {
+  const ends = /** @type {Record<string, string>} */ ({ one: "st", two: "nd", few: "rd", other: "th" });
+  return `${count(rank)}${ends[new Intl.PluralRules("en", { type: "ordinal" }).select(rank)]}`;
+}

@@ -25,7 +25,7 @@ export class MapView {
     this.canvas = h("canvas", {
       tabindex: 0,
       role: "img",
-      "aria-label": "Self-similarity map. Arrow keys move over it, Enter opens the passage.",
+      "aria-label": "Map of what resembles what. Arrow keys move over it, Enter opens the passage.",
       onpointermove: (/** @type {PointerEvent} */ event) => this.pointed(event),
       onpointerleave: () => this.left(),
       onblur: () => this.left(),

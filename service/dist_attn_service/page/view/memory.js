@@ -32,7 +32,7 @@ export class Memory {
     return new Memory(localStorage, `dist-attn ids ${name}`);
   }
 
-  /** @returns {{upload?: string, file?: string, job?: string, session?: string}} */
+  /** @returns {{upload?: string, file?: string, job?: string, reading?: string, session?: string}} */
   read() {
     try {
       return JSON.parse(this.storage.getItem(this.name) ?? "{}");
@@ -41,7 +41,7 @@ export class Memory {
     }
   }
 
-  /** @param {{upload?: string, file?: string, job?: string, session?: string}} ids undefined forgets */
+  /** @param {{upload?: string, file?: string, job?: string, reading?: string, session?: string}} ids undefined forgets */
   write(ids) {
     const all = Object.fromEntries(Object.entries({ ...this.read(), ...ids }).filter(([, id]) => id));
     this.storage.setItem(this.name, JSON.stringify(all));

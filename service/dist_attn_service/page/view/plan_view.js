@@ -8,6 +8,10 @@ const WINDOWS = [128, 256, 512, 1024, 2048];
 /** More passages than this are drawn no finer, and take memory of the page: longer windows are proposed. */
 const MANY_ROWS = 24_000;
 const BYTES_PER_TOKEN = 3.5; // before the service has said
+const BYTES_PER_WORD = 5.6; // of English prose, with the blank behind it
+
+/** About how many words so many tokens are. @param {number} window */
+const wordsOf = (window) => count(10 * Math.round((window * BYTES_PER_TOKEN) / BYTES_PER_WORD / 10));
 
 /** What is offered: a model that reads no text of any length reads a passage at once. @param {number} longest in tokens */
 const offered = (longest) => WINDOWS.filter((window, i) => i === 0 || window < longest);
@@ -44,7 +48,7 @@ export class PlanView {
     byId("plan-size").textContent = bytes(file.size);
     byId("windows").replaceChildren(
       ...offered(longest).map((size) =>
-        h("label", {}, size, h("input", {
+        h("label", { title: `${count(size)} tokens` }, wordsOf(size), h("input", {
           type: "radio", name: "window", value: size, checked: size === window, onchange: () => this.asks.window(size),
         })),
       ),
@@ -55,8 +59,8 @@ export class PlanView {
   }
 
   pending() {
-    const figures = ["Tokens", "Time", "Passages", "Memory of each rank"];
-    byId("plan-figures").replaceChildren(...figures.map((name) => h("div", { class: "pending" }, h("dt", {}, name), h("dd", {}, "000 000"))));
+    byId("plan-figures").replaceChildren(...["Time", "Passages"].map((name) => h("div", { class: "pending" }, h("dt", {}, name), h("dd", {}, "000 000"))));
+    byId("plan-details").replaceChildren();
     byId("plan-notes").textContent = "";
     byId("plan-figures").setAttribute("aria-busy", "true");
   }
@@ -65,15 +69,15 @@ export class PlanView {
   show(plan) {
     const { tokens, total_seconds: time, memory_bytes_per_rank: memory } = plan;
     const wait = plan.queue_seconds > 1 ? `, ${duration(plan.queue_seconds)} of it waiting` : "";
-    const ranks = plan.ranks === null ? "" : plan.ranks === 1 ? "1 rank" : `${plan.ranks} ranks share the text`;
-    const figures = [
-      ["Tokens", about(tokens.value), SOURCES[tokens.source]],
-      ["Time", duration(time.value), between(time.value, time, duration) + wait],
-      ["Passages", count(plan.rows), `${bytes(plan.output_bytes.npy)} of vectors`],
-      ["Memory of each rank", memory ? bytes(memory.peak) : "unknown", ranks],
-    ];
-    byId("plan-figures").replaceChildren(
-      ...figures.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more)))),
+    const ranks = plan.ranks === null ? "" : plan.ranks === 1 ? "1 process reads" : `${plan.ranks} processes share the text`;
+    const figures = (/** @type {string[][]} */ all) => all.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more))));
+    byId("plan-figures").replaceChildren(...figures([["Time", duration(time.value), between(time.value, time, duration) + wait], ["Passages", count(plan.rows), ""]]));
+    byId("plan-details").replaceChildren(
+      ...figures([
+        ["Tokens", about(tokens.value), SOURCES[tokens.source]],
+        ["Memory of each process", memory ? bytes(memory.peak) : "unknown", ranks],
+        ["Vectors", bytes(plan.output_bytes.npy), "as NumPy has them"],
+      ]),
     );
     byId("plan-figures").removeAttribute("aria-busy");
     byId("plan-notes").replaceChildren(...plan.notes.map((/** @type {string} */ note) => h("span", {}, ...prose(sentence(note)))));

@@ -23,7 +23,7 @@ export class RanksView {
     if (!ranks.length) return;
     for (const rank of ranks) this.remember(rank, status.epoch);
     const most = Math.max(0.5, ...[...this.past.values()].flatMap(({ steps }) => smoothed(steps)));
-    const words = h("p", { class: "fine" }, "Each rank is a process with a part of the text; its bars are the steps it made lately.");
+    const words = h("p", { class: "fine" }, "Each process (rank) has a part of the text; its bars are the steps it made lately.");
     this.host.replaceChildren(...ranks.map((/** @type {any} */ rank) => this.drawn(rank, most)), words);
   }
 
@@ -47,10 +47,10 @@ export class RanksView {
     return h(
       "div",
       { class: silent ? "rank silent" : "rank" },
-      h("b", {}, `Rank ${rank.rank}`),
+      h("b", {}, `Process ${rank.rank}`),
       h("span", { class: "phase-word" }, doing),
       h("span", {}, rank.peak_rss_bytes ? bytes(rank.peak_rss_bytes) : ""),
-      s("svg", { class: "beat", viewBox: `0 0 ${3 * PAST} 22`, preserveAspectRatio: "none", role: "img", "aria-label": `Steps of rank ${rank.rank} lately; ${doing}` }, ...bars),
+      s("svg", { class: "beat", viewBox: `0 0 ${3 * PAST} 22`, preserveAspectRatio: "none", role: "img", "aria-label": `Steps of process ${rank.rank} lately; ${doing}` }, ...bars),
     );
   }
 }

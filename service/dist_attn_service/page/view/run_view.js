@@ -6,7 +6,7 @@ import { byId, h, show } from "./dom.js";
 /** @typedef {"sending" | "queued" | "reading" | "done" | "failed" | "stopped"} Phase */
 
 const WORDS = /** @type {Record<Phase, string>} */ ({
-  sending: "Sending", queued: "Waiting for its turn", reading: "Reading", done: "Encoded", failed: "Failed", stopped: "Stopped",
+  sending: "Sending", queued: "Waiting for its turn", reading: "Reading", done: "Read", failed: "Failed", stopped: "Stopped",
 });
 
 /** Shows the state of one run. */
@@ -41,32 +41,30 @@ export class RunView {
     this.bar.setAttribute("aria-valuetext", `${WORDS[phase]}, ${percent(fraction)}`);
     const words = at.waiting ? `Interrupted · ${percent(fraction)}` : running && phase !== "queued" ? `${WORDS[phase]} · ${percent(fraction)}` : WORDS[phase];
     byId("run-phase").textContent = words;
-    byId("run-figures").replaceChildren(
-      ...this.figures(phase, at).map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, more)))),
-    );
-    show(byId("vectors-view"), phase !== "failed" || at.rows > 0);
+    this.fill("run-figures", this.figures(phase, at));
+    this.fill("run-details", this.details(phase, at));
+    show(byId("vectors-view"), running || at.rows > 0);
     show(byId("cancel"), running);
-    for (const id of ["to-session", "save-rows"]) show(byId(id), phase === "done");
+    show(byId("save-rows"), phase === "done");
     show(byId("another"), !running);
+  }
+
+  /** @param {string} id @param {string[][]} figures */
+  fill(id, figures) {
+    byId(id).replaceChildren(...figures.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, more)))));
   }
 
   /** @param {Phase} phase @param {any} at @returns {string[][]} */
   figures(phase, at) {
     if (phase === "sending") return [["Sent", bytes(at.sent), `of ${bytes(at.size)}`]];
-    if (phase === "done") {
-      return [
-        ["Text", bytes(at.size)],
-        ["Tokens", count(at.tokens)],
-        ["Passages", count(at.rows)],
-        ["Time", duration(at.seconds), at.speed ? `${about(at.speed)} tokens/s` : ""],
-      ];
-    }
-    return [
-      ["Read", bytes(at.read), `of ${bytes(at.size)}`],
-      ["Tokens", count(at.tokens), at.expected ? `of about ${about(at.expected)}` : ""],
-      ["Speed", at.speed ? about(at.speed) : "–", "tokens/s"],
-      ["To go", at.eta === null ? "–" : duration(at.eta)],
-      ["Passages", count(at.rows)],
-    ];
+    if (phase === "done") return [["Text", bytes(at.size)], ["Passages", count(at.rows)], ["Took", duration(at.seconds)]];
+    return [["Read", bytes(at.read), `of ${bytes(at.size)}`], ["Passages", count(at.rows)], ["To go", at.eta === null ? "–" : duration(at.eta)]];
+  }
+
+  /** For who runs the service. @param {Phase} phase @param {any} at @returns {string[][]} */
+  details(phase, at) {
+    if (phase === "sending") return [];
+    const expected = phase !== "done" && at.expected ? `of about ${about(at.expected)}` : "";
+    return [["Tokens", count(at.tokens), expected], ["Speed", at.speed ? about(at.speed) : "–", "tokens/s"]];
   }
 }

@@ -1,21 +1,26 @@
-/** The search box: passages of the document, the best for what was asked first, with its words marked. */
+/** The search box and what was found: where each passage stands, its text with the words that matched, and why it came. */
 
 import { wordsOf } from "../api/http.js";
-import { split } from "../vectors/words.js";
 import { byId, h } from "./dom.js";
-import { count } from "./figures.js";
-import { shortened } from "./tip.js";
+import { count, ordinal, percent } from "./figures.js";
+import { excerpt } from "./set_text.js";
 
-const SHOWN = 240;
-const BEFORE = 30; // characters before the first word that is marked
-const SEEN = 100; // characters behind it that fit into the card
+const SHOWN = 420; // characters of a passage in its card
 
-/** @typedef {{row: number, score: number, text: Promise<string>}} Hit */
-/** @typedef {{hits: Hit[], words: string[]}} Found with the words that are marked */
+/** @typedef {import("./set_text.js").Range} Range */
+/** @typedef {{text: string, ranges: Range[], at: number}} Read a passage, the words that matched, and the byte whose chapter is told */
+/** @typedef {{rank: number, score: number} | null} Part how a passage stands by words or by meaning, where it was judged by that */
+/**
+ * @typedef {{row: number, begin: number, place: {part: string, chapter: string}, parts: {words?: Part, meaning?: Part}, read: Promise<Read>}} Hit
+ * @typedef {{hits: Hit[], rows: number, size: number, note: string, instead?: {label: string, act: () => void}}} Found
+ */
 
 /** Asks and shows what was found. */
 export class SearchView {
-  /** @param {{find: (words: string) => Promise<Found>, open: (row: number) => void}} asks */
+  /**
+   * @param {{find: (words: string) => Promise<Found>, open: (row: number, card: HTMLElement, read: Promise<Read>) => void, left: () => void,
+   *   examples: () => string[]}} asks `examples` are offered before anything is asked
+   */
   constructor(asks) {
     this.asks = asks;
     this.host = byId("found");
@@ -23,59 +28,90 @@ export class SearchView {
     byId("search").addEventListener("submit", (/** @type {Event} */ event) => {
       event.preventDefault();
       const words = byId("query").value.trim();
-      if (words) this.run(() => asks.find(words), "Nothing is encoded yet.");
+      if (words) this.run(() => asks.find(words));
     });
   }
 
-  /** @param {() => Promise<Found>} find @param {string} nothing */
-  async run(find, nothing) {
+  /** @param {string} words */
+  ask(words) {
+    byId("query").value = words;
+    return this.run(() => this.asks.find(words));
+  }
+
+  /** @param {() => Promise<Found>} find */
+  async run(find) {
     const turn = ++this.turn;
-    this.host.replaceChildren(h("p", { class: "fine" }, "Looking …"));
+    this.say("Looking …");
     try {
-      const { hits, words } = await find();
-      if (turn === this.turn) this.show(hits, nothing, new Set(words));
+      const found = await find();
+      if (turn === this.turn) this.show(found);
     } catch (error) {
-      if (turn === this.turn) this.host.replaceChildren(h("p", { class: "notice error" }, wordsOf(error)));
+      if (turn !== this.turn) return;
+      this.say("");
+      this.host.replaceChildren(h("p", { class: "notice error" }, wordsOf(error)));
     }
   }
 
-  /** @param {Hit[]} hits @param {string} nothing @param {Set<string>} asked */
-  show(hits, nothing, asked) {
-    if (!hits.length) return this.host.replaceChildren(h("p", { class: "fine" }, nothing));
-    this.host.replaceChildren(
-      ...hits.map(({ row, score, text }) => {
-        const strength = h("b", {});
-        strength.style.transform = `scaleX(${Math.max(0, Math.min(1, score))})`;
-        const words = h("span", { class: "text" }, "…");
-        text.then((/** @type {string} */ read) => words.replaceChildren(...marked(read, asked)), () => (words.textContent = "–"));
-        return h(
-          "button",
-          { type: "button", class: "hit", onclick: () => this.asks.open(row) },
-          h("span", { class: "head" }, `Passage ${count(row + 1)}`, h("i", { "aria-hidden": "true" }, strength), asked.size ? null : score.toFixed(2)),
-          words,
-        );
-      }),
+  /** @param {Found} found */
+  show(found) {
+    this.say(found.note, found.instead);
+    this.host.append(...found.hits.map((hit) => this.card(hit, found)));
+  }
+
+  /** @param {string} words @param {Found["instead"]} [instead] */
+  say(words, instead) {
+    this.asks.left();
+    const button = instead && h("button", { type: "button", onclick: instead.act }, instead.label);
+    this.host.replaceChildren(...(words ? [h("p", { class: "fine" }, words)] : []), ...(button ? [h("div", { class: "row" }, button)] : []));
+  }
+
+  /** @param {Hit} hit @param {Found} found */
+  card(hit, { rows, size }) {
+    const text = h("span", { class: "text" }, "…");
+    hit.read.then((read) => text.replaceChildren(...excerpt(read.text, read.ranges, SHOWN)), () => (text.textContent = "–"));
+    const { part, chapter } = hit.place;
+    const card = h(
+      "button",
+      { type: "button", class: "hit", "aria-expanded": "false", onclick: () => this.asks.open(hit.row, card, hit.read) },
+      h("span", { class: "head" },
+        h("span", { class: "chapter" }, h("b", {}, chapter || part || `Passage ${count(hit.row + 1)}`), chapter && part ? ` · ${part}` : ""),
+        placed(hit.begin / Math.max(1, size))),
+      text,
+      why(hit.parts, rows),
     );
+    return card;
+  }
+
+  /** What can be asked, before anything was. */
+  invite() {
+    const examples = this.asks.examples();
+    const words = examples.length
+      ? "For example:"
+      : "Ask with words that stand in the text, or in your own. For example, what somebody does, where something is told, or a sentence of which you remember a few words.";
+    const questions = examples.map((words) => h("button", { type: "button", onclick: () => this.ask(words) }, words));
+    this.say("");
+    this.host.replaceChildren(h("div", { class: "hint-questions" }, h("p", {}, words), questions.length > 0 && h("div", { class: "questions" }, ...questions)));
   }
 
   clear() {
     this.turn += 1;
     byId("query").value = "";
-    this.host.replaceChildren();
+    this.invite();
   }
 }
 
-/** The stretch of a passage with the most of these words, which are marked. @param {string} text @param {Set<string>} asked */
-function marked(text, asked) {
-  const plain = text.replace(/\s+/g, " ").trim();
-  let at = 0;
-  const places = split(plain, asked).flatMap((piece, i) => {
-    at += piece.length;
-    return i % 2 ? [{ at: at - piece.length, word: piece.toLowerCase() }] : [];
-  });
-  const near = places.map((first) => new Set(places.filter((other) => other.at >= first.at && other.at < first.at + SEEN).map(({ word }) => word)).size);
-  const best = places[near.indexOf(Math.max(...near))]?.at ?? 0;
-  const from = best > BEFORE ? plain.indexOf(" ", best - BEFORE) + 1 : 0;
-  const shown = (from ? "… " : "") + shortened(plain.slice(from), SHOWN);
-  return split(shown, asked).map((piece, i) => (i % 2 ? h("mark", {}, piece) : piece));
+/** A place in the document: a small mark, and per cent. @param {number} fraction */
+function placed(fraction) {
+  const mark = h("b", {});
+  mark.style.left = `calc(${(100 * fraction).toFixed(1)}% - 1.5px)`;
+  return h("span", { class: "place" }, h("i", { "aria-hidden": "true" }, mark), `at ${percent(fraction)}`);
+}
+
+/** Why a passage came. @param {Hit["parts"]} parts @param {number} rows */
+function why({ words, meaning }, rows) {
+  const of = `of ${count(rows)} passages`;
+  const told = words ? [`${ordinal(words.rank)} ${of} by its words`] : words === null ? ["Has none of the words"] : [];
+  if (meaning) told.push(`${ordinal(meaning.rank)}${words ? "" : ` ${of}`} by its meaning`);
+  const exact = [words && `words: BM25 ${words.score.toFixed(2)}`, meaning && `meaning: cosine ${meaning.score.toFixed(2)}`].filter(Boolean).join("; ");
+  return h("span", { class: "why", title: exact || null }, told.join(", "));
 }
