@@ -4,8 +4,6 @@ transformers itself decides, by loading tensors of the stored shapes that have n
 merged experts count, and no weight is read. Prints one line of JSON, a `LoadedSizes`.
 """
 
-import logging
-import re
 import sys
 import warnings
 from collections import Counter
@@ -32,22 +30,19 @@ TRIED_TOKENS = 2
 def check_tensors(model: DownloadedModel) -> LoadedSizes:
     """What the model of the folder has once it is loaded, its weights in the precision of the folder.
 
-    Raises: ModelFolderError where transformers makes no model of config.json, and naming a tensor that is missing, that
-        the model does not have, or that has another shape.
+    Raises: ModelFolderError as `make_model`, and where the model of config.json cannot read a token.
     """
-    with _without_bytes(), _reports() as reports:
+    with _without_bytes():
         stored = {name: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="cpu") for name, t in model.tensors.items()}
-        try:
-            loaded = make_model(model.folder, stored, getattr(torch, model.dtype), attention=ATTENTION)
-        except ModelFolderError:
-            raise
-        except Exception as error:  # transformers' classes of models and configurations raise whatever they like
-            said = next(filter(None, reports), "") or f"{type(error).__name__}: {error}"
-            raise ModelFolderError(f"{model.folder}: transformers cannot load it: {' '.join(said.split())}") from None
+        loaded = make_model(model.folder, stored, getattr(torch, model.dtype), attention=ATTENTION)
         sizes: Counter[str] = Counter()
         for weight in loaded.parameters():
             sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
-    state_bytes, token_bytes = _state_sizes(loaded)
+    try:
+        state_bytes, token_bytes = _state_sizes(loaded)
+    except Exception as error:  # an option that operations do not know, or one that the modules fail at
+        said = " ".join(str(error).split())
+        raise ModelFolderError(f"{model.folder}: the model of config.json cannot read a token: {said}") from None
     return LoadedSizes(sum(weight.numel() for weight in loaded.parameters()), dict(sizes), state_bytes, token_bytes)
 
 
@@ -78,26 +73,6 @@ def _without_bytes() -> Iterator[None]:
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
-
-
-@contextmanager
-def _reports() -> Iterator[list[str]]:
-    """What transformers says of tensors that it could not convert, as far as it comes within the block."""
-    logger, said = logging.getLogger("transformers.modeling_utils"), list[str]()
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
-            said.extend(line for line in lines if "CONVERSION" in line)
-
-    keeper, passed_on = Keeper(), logger.propagate
-    logger.addHandler(keeper)
-    logger.propagate = False
-    try:
-        yield said
-    finally:
-        logger.propagate = passed_on
-        logger.removeHandler(keeper)
 
 
 def main(folder: str) -> None:

@@ -14,12 +14,11 @@ from transformers.utils import logging
 from dist_attn.adapters.binding import ATTENTION, bind
 from dist_attn.adapters.passes import Pass, current_pass, running
 from dist_attn.adapters.weights import MappedFiles, ReadWhenAsked, hold_as_int8, make_model
-from dist_attn.errors import ModelFolderError
 from dist_attn.mixers import MixerState
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.ops import KeyValueCache, LocalSequenceOps, SequenceOps
-from dist_attn.shipped.stored_tensors import read_stored_tensors
+from dist_attn.shipped.downloaded import read_downloaded
 from dist_attn.wire.choices import WeightPrecision
 
 
@@ -114,17 +113,14 @@ def load_adapted_model(
     With `weights` "bfloat16" they are in bfloat16 whatever `dtype` says; with "int8" so is everything but the linear
     layers, see `adapters.weights`. Nothing is fetched and no code of the folder is run.
 
-    Raises: ModelFolderError where transformers cannot make a model of it, or its files hold other tensors than those of
-        the model; InputError for weights that are not finite and were to be held in 8 bits.
+    Raises: ModelFolderError as `read_downloaded` and `make_model`; InputError for weights that are not finite and were
+        to be held in 8 bits.
     """
     logging.disable_progress_bar()
     dtype = dtype if weights == "float32" else torch.bfloat16
     files = MappedFiles(folder)
-    stored = {name: ReadWhenAsked(files, tensor) for name, tensor in read_stored_tensors(folder).items()}
-    try:
-        model = make_model(folder, stored, dtype, attention=ATTENTION)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelFolderError(f"{folder}: transformers cannot load it: {error}") from None
+    stored = {name: ReadWhenAsked(files, tensor) for name, tensor in read_downloaded(folder).tensors.items()}
+    model = make_model(folder, stored, dtype, attention=ATTENTION)
     if weights == "int8":
         hold_as_int8(model, files)
     files.drop_pages()

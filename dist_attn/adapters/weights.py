@@ -5,8 +5,10 @@ of one machine that map the same file have it once. All others are read one afte
 from are given back before the next one.
 """
 
+import logging
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,9 +86,20 @@ def make_model(
 ) -> PreTrainedModel:
     """The model of config.json with these weights, which are read one after the other; nothing is fetched.
 
-    Raises: ModelFolderError naming a tensor that is missing, that the model does not have, or that has another shape;
-        whatever transformers raises where it makes no model of them.
+    Raises: ModelFolderError where transformers makes no model of config.json, and naming a tensor that is missing, that
+        the model does not have, or that has another shape.
     """
+    with _reports() as reports:
+        try:
+            return _make_model(folder, weights, dtype, attention)
+        except ModelFolderError:
+            raise
+        except Exception as error:  # transformers' classes of models and configurations raise whatever they like
+            said = next(filter(None, reports), "") or f"{type(error).__name__}: {error}"
+            raise ModelFolderError(f"{folder}: transformers cannot load it: {' '.join(said.split())}") from None
+
+
+def _make_model(folder: Path, weights: dict[str, Any], dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if isinstance(kind.config_class, type) and not isinstance(config, kind.config_class):
@@ -149,6 +162,26 @@ def _refuse_differences(folder: Path, about: dict[str, Any]) -> None:
         raise ModelFolderError(
             f"{folder}: {name!r} has shape {tuple(held)}, the model of config.json needs {tuple(needed)}"
         )
+
+
+@contextmanager
+def _reports() -> Iterator[list[str]]:
+    """What transformers says of tensors that it could not convert, as far as it comes within the block."""
+    logger, said = logging.getLogger("transformers.modeling_utils"), list[str]()
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
+            said.extend(line for line in lines if "CONVERSION" in line)
+
+    keeper, passed_on = Keeper(), logger.propagate
+    logger.addHandler(keeper)
+    logger.propagate = False
+    try:
+        yield said
+    finally:
+        logger.propagate = passed_on
+        logger.removeHandler(keeper)
 
 
 @contextmanager
