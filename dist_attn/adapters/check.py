@@ -39,16 +39,20 @@ def check_tensors(model: DownloadedModel) -> LoadedSizes:
         for weight in loaded.parameters():
             sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
     try:
-        state_bytes, token_bytes = _state_sizes(loaded)
+        state_bytes, token_bytes, of_layers = _tried_sizes(loaded)
     except Exception as error:  # an option that operations do not know, or one that the modules fail at
         said = " ".join(str(error).split())
         raise ModelFolderError(f"{model.folder}: the model of config.json cannot read a token: {said}") from None
-    return LoadedSizes(sum(weight.numel() for weight in loaded.parameters()), dict(sizes), state_bytes, token_bytes)
+    parameters = sum(weight.numel() for weight in loaded.parameters())
+    return LoadedSizes(parameters, dict(sizes), state_bytes, token_bytes, of_layers)
 
 
 @torch.inference_mode()
-def _state_sizes(loaded: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of a state in float32 before any token, and what a token adds: by running two with weights of 0."""
+def _tried_sizes(loaded: PreTrainedModel) -> tuple[int, int, tuple[int, ...]]:
+    """Bytes of a state in float32 before any token, and what a token adds: by running two with weights of 0.
+
+    And the parameters of each layer.
+    """
     for module in loaded.modules():
         for name, weight in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(_zeros(weight), requires_grad=False))
@@ -58,7 +62,8 @@ def _state_sizes(loaded: PreTrainedModel) -> tuple[int, int]:
     loaded.set_experts_implementation("eager")  # others take all weights into one product, which then need memory
     empty = model.initial_state(1)
     grown = model.hidden(torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device="cpu"), None, empty)[1]
-    return empty.num_bytes(), -(-(grown.num_bytes() - empty.num_bytes()) // TRIED_TOKENS)
+    of_layers = tuple(sum(weight.numel() for weight in part.parameters()) for part in model.parts)
+    return empty.num_bytes(), -(-(grown.num_bytes() - empty.num_bytes()) // TRIED_TOKENS), of_layers
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,32 @@ class ReadWhenAsked:
         return self.files.tensor(self.stored)[index]
 
 
+class LeftOut(torch.Tensor):
+    """What is stored, without its bytes: on `meta`, and there it stays when transformers wants it elsewhere."""
+
+    @staticmethod
+    def of(stored: StoredTensor) -> "LeftOut":
+        """In the shape and type of a stored tensor."""
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta").as_subclass(LeftOut)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            args = [arg for arg in args if not isinstance(arg, str | torch.device)]
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def forget_left_out(model: PreTrainedModel) -> None:
+    """Have plain tensors on `meta` in the place of what was left out."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, weight in held.items():
+                if isinstance(weight, LeftOut):
+                    plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                    held[name] = nn.Parameter(plain, requires_grad=False) if held is module._parameters else plain
+
+
 def make_model(
     folder: Path, weights: dict[str, Any], dtype: torch.dtype, attention: str | None = None
 ) -> PreTrainedModel:
@@ -130,8 +156,20 @@ def hold_as_int8(model: PreTrainedModel, files: MappedFiles) -> None:
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
         if type(module) is nn.Linear and own not in KEPT:
-            setattr(model.get_submodule(parent), own, NarrowLinear(Int8Linear(module), module.weight.dtype))
+            setattr(model.get_submodule(parent), own, _narrowed(module))
             files.drop_pages()
+
+
+def _narrowed(module: nn.Linear) -> "NarrowLinear":
+    """Its layer of 8-bit integers; of weights without bytes one without."""
+    if not module.weight.is_meta:
+        return NarrowLinear(Int8Linear(module), module.weight.dtype)
+    for name, weight in list(module.named_parameters()):
+        zeros = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        module.register_parameter(name, nn.Parameter(zeros, requires_grad=False))
+    narrow = NarrowLinear(Int8Linear(module), module.weight.dtype)
+    narrow.layer.to("meta")
+    return narrow
 
 
 class NarrowLinear(nn.Module):

@@ -49,6 +49,8 @@ def check_before_start(
     _check_data_dir(data_dir)
     check_model_folder(folder)
     check_weights_fit(folder, engine.weights)
+    if engine.weights_over_ranks and engine.ranks > 1:
+        check_layers_fit(folder, engine.ranks)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -143,6 +145,18 @@ def check_weights_fit(folder: Path, weights: WeightPrecision) -> None:
             f"engine.weights is {weights}, and {folder} holds a {kind}; only language models hold their weights so: "
             "set it to float32"
         )
+
+
+def check_layers_fit(folder: Path, ranks: int) -> None:
+    """Raises: ConfigError where weights cannot lie over so many ranks: of a model of this project, or of few layers."""
+    if origin(folder) != "downloaded":
+        raise ConfigError(
+            f"engine.weights_over_ranks is for models as they were downloaded, and {folder} is a model of this "
+            "project; leave it out"
+        )
+    layers = read_downloaded(folder).num_layers
+    if layers is not None and layers < ranks:
+        raise ConfigError(f"engine.weights_over_ranks: {folder} has {layers} layers, too few for {ranks} ranks")
 
 
 def _check_address(host: str, port: int) -> None:

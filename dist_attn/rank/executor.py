@@ -22,6 +22,7 @@ from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, wat
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
+from dist_attn.rank.layers_apart import LayersApart
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
 from dist_attn.rank.sequence_executor import SequenceExecutor, take_counts
 from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, write_state
@@ -45,6 +46,8 @@ from dist_attn.wire.rank_messages import (
 )
 from dist_attn_api.codes import Code
 
+MIB = 1 << 20
+
 
 @dataclass
 class _Prefilling:
@@ -57,6 +60,7 @@ class _Prefilling:
     from_logits: bool = False
     logits_V: torch.Tensor | None = None  # after its last token, as they were stored
     last_D: torch.Tensor | None = None  # or that token's hidden state, on the rank that has read it
+    last_rank: int | None = None  # this rank, where its logits are kept
 
 
 def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | SequenceExecutor":
@@ -90,7 +94,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     _tell(settings, compute.sentence(comm))  # C kernels are compiled for it, and not within the first request
     model: CausalModel
     if downloaded:
-        model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype).to(compute.device)
+        over = comm if settings.weights_over_ranks else None
+        model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype, over=over).to(compute.device)
     else:
         model = load_model(folder).to(compute.device)
         report = hold_weights_as(model, settings.weights)
@@ -145,7 +150,6 @@ class ModelExecutor:
         self.backend = comm.backend
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
-        self._decoding = DecodeSlots(model, end_tokens)
         self._refused: set[int] = set()  # requests whose stored state is none: what follows of them is passed over
         # Decoding goes between the layers of prefill: neither may find where the other one looks.
         self._watch = Watch(finite)
@@ -157,6 +161,12 @@ class ModelExecutor:
             self.pauses += 1
         self._warm_up()
         self._shapes = StateShapes.of(model)
+        of_ranks = model.layers_of_ranks
+        self._apart = None if of_ranks is None else LayersApart(comm, of_ranks, self._shapes)
+        if self._apart is not None:
+            held = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
+            self.device += f", {held / MIB:,.0f} MiB of the weights"
+        self._decoding = DecodeSlots(model, end_tokens, apart=self._apart)
         self.state_bytes = self._shapes.num_bytes
         self.token_bytes = self._shapes.token_bytes
         self.manifest = manifest
@@ -191,11 +201,18 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
-        """The request's state as it is now; nothing of one that was refused."""
+        """The request's state as it is now; nothing of one that was refused, and where another rank sends it.
+
+        With layers apart it is a call of all ranks for a request that decodes.
+        """
         if request in self._refused:
             return None
         if request in self._decoding:
             state, draws, logits_V = self._decoding.state_of(request)
+            whole = state if self._apart is None else self._apart.whole(state)
+            if whole is None:
+                return None
+            state = whole
         else:
             known = self._known(request)
             state, draws, logits_V = known.state, 0, self._logits(known)
@@ -247,6 +264,7 @@ class ModelExecutor:
         # A copy: a view would keep the hidden states of the whole block.
         reads_last = request.from_logits and length and not any(op.lengths[self._comm.rank + 1 :])
         request.last_D = h_BLD[0, -1].clone() if reads_last else None
+        request.last_rank = max((rank for rank, n in enumerate(op.lengths) if n), default=None)
         if not length:
             return None
         if request.rows is not None:
@@ -260,7 +278,10 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]:
-        """Draw one token for each request; those that come for the first time leave prefill for good."""
+        """Draw one token for each request; those that come for the first time leave prefill for good.
+
+        With layers apart it is a call of all ranks, and the last one answers.
+        """
         entries = [entry for entry in op.entries if entry.request not in self._refused]
         faults: list[Drawn | RequestFault] = []
         for entry in entries:
@@ -268,11 +289,15 @@ class ModelExecutor:
                 fault = self._begin_decoding(entry)
                 faults += [] if fault is None else [fault]
         with watching(self._decode_watch):
-            return faults + self._decoding.draw(entry for entry in entries if entry.request in self._decoding)
+            drawn = self._decoding.draw(entry for entry in entries if entry.request in self._decoding)
+        return faults + drawn if self._apart is None or self._apart.draws else []
 
     def _begin_decoding(self, entry: DecodeEntry) -> RequestFault | None:
         request = self._known(entry.request)
         logits_V = self._logits(request)
+        if self._apart is not None and request.from_logits and request.last_rank is not None:
+            sent_1V = logits_V[None] if logits_V is not None else torch.empty(1, self.vocab_size, device="cpu")
+            logits_V = self._apart.to_last(sent_1V, request.last_rank).reshape(-1)
         if request.sampling is None or (entry.token is None and not request.from_logits):
             raise EngineError(f"request {entry.request} cannot decode: it needs sampling and a first token")
         if request.from_logits and logits_V is None:

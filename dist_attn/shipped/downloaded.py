@@ -114,7 +114,13 @@ class LoadedSizes(msgspec.Struct, frozen=True):
     weight_bytes: dict[str, int] = {}  # by the name of the precision
     state_bytes: int = 0
     token_bytes: int = 0
+    layer_parameters: tuple[int, ...] = ()  # those of each layer
     refusal: str = ""
+
+    def parameters_of_a_rank(self, ranks: int) -> int:
+        """Where layers are spread over ranks: a rank's share of them, one more that is on its way, and all else."""
+        layers = sum(self.layer_parameters)
+        return self.parameters - layers + -(-layers // ranks) + max(self.layer_parameters, default=0)
 
     def state_bytes_at(self, tokens: int) -> int:
         """Bytes of a state after so many tokens, at most."""
