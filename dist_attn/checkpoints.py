@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import dist_attn
-from dist_attn.errors import InputError, ModelFolderError
+from dist_attn.comm import Communicator
+from dist_attn.errors import ConfigError, InputError, ModelFolderError
 from dist_attn.model_config.folder import OTHER_KINDS, kind_of_model, read_any_config, read_config
 from dist_attn.model_config.language_model import CODE_FOR_OTHERS, CODE_NAME, NAMES_FOR_OTHERS
 from dist_attn.models import (
@@ -68,22 +69,29 @@ def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecisi
 
 
 def load_causal_model(
-    path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32", dtype: torch.dtype = torch.float32
+    path_or_name: str | Path | None = None,
+    *,
+    weights: WeightPrecision = "float32",
+    dtype: torch.dtype = torch.float32,
+    over: Communicator | None = None,
 ) -> CausalModel:
     """`load_model`, or the model of a folder of transformers as it was downloaded.
 
-    Such a model computes in `dtype`, or in bfloat16 where `weights` are of fewer bits than float32; see
-    `adapters.model.load_adapted_model`.
+    Such a model computes in `dtype`, or in bfloat16 where `weights` are of fewer bits than float32, and may have its
+    layers `over` ranks, of which several are needed; see `adapters.model.load_adapted_model`.
 
-    Raises: as `load_model`.
+    Raises: as `load_model`; ConfigError for a model of this project that was to lie over ranks.
     """
     folder = resolve_model_folder(path_or_name)
+    over = over if over is not None and over.size > 1 else None
     if origin(folder) != "downloaded":
+        if over is not None:
+            raise ConfigError(f"engine.weights_over_ranks is for models as they were downloaded, and {folder} is none")
         return load_model(folder, weights=weights)
     check_precision(weights)
     from dist_attn.adapters.model import load_adapted_model  # transformers takes seconds to import
 
-    return load_adapted_model(folder, dtype, weights)
+    return load_adapted_model(folder, dtype, weights, over)
 
 
 def load_any_model(path_or_name: str | Path | None = None) -> Model:

@@ -4,8 +4,6 @@ transformers itself decides, by loading tensors of the stored shapes that have n
 merged experts count, and no weight is read. Prints one line of JSON, a `LoadedSizes`.
 """
 
-import logging
-import re
 import sys
 import warnings
 from collections import Counter
@@ -32,28 +30,29 @@ TRIED_TOKENS = 2
 def check_tensors(model: DownloadedModel) -> LoadedSizes:
     """What the model of the folder has once it is loaded, its weights in the precision of the folder.
 
-    Raises: ModelFolderError where transformers makes no model of config.json, and naming a tensor that is missing, that
-        the model does not have, or that has another shape.
+    Raises: ModelFolderError as `make_model`, and where the model of config.json cannot read a token.
     """
-    with _without_bytes(), _reports() as reports:
+    with _without_bytes():
         stored = {name: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="cpu") for name, t in model.tensors.items()}
-        try:
-            loaded = make_model(model.folder, stored, getattr(torch, model.dtype), attention=ATTENTION)
-        except ModelFolderError:
-            raise
-        except Exception as error:  # transformers' classes of models and configurations raise whatever they like
-            said = next(filter(None, reports), "") or f"{type(error).__name__}: {error}"
-            raise ModelFolderError(f"{model.folder}: transformers cannot load it: {' '.join(said.split())}") from None
+        loaded = make_model(model.folder, stored, getattr(torch, model.dtype), attention=ATTENTION)
         sizes: Counter[str] = Counter()
         for weight in loaded.parameters():
             sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
-    state_bytes, token_bytes = _state_sizes(loaded)
-    return LoadedSizes(sum(weight.numel() for weight in loaded.parameters()), dict(sizes), state_bytes, token_bytes)
+    try:
+        state_bytes, token_bytes, of_layers = _tried_sizes(loaded)
+    except Exception as error:  # an option that operations do not know, or one that the modules fail at
+        said = " ".join(str(error).split())
+        raise ModelFolderError(f"{model.folder}: the model of config.json cannot read a token: {said}") from None
+    parameters = sum(weight.numel() for weight in loaded.parameters())
+    return LoadedSizes(parameters, dict(sizes), state_bytes, token_bytes, of_layers)
 
 
 @torch.inference_mode()
-def _state_sizes(loaded: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of a state in float32 before any token, and what a token adds: by running two with weights of 0."""
+def _tried_sizes(loaded: PreTrainedModel) -> tuple[int, int, tuple[int, ...]]:
+    """Bytes of a state in float32 before any token, and what a token adds: by running two with weights of 0.
+
+    And the parameters of each layer.
+    """
     for module in loaded.modules():
         for name, weight in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(_zeros(weight), requires_grad=False))
@@ -63,7 +62,8 @@ def _state_sizes(loaded: PreTrainedModel) -> tuple[int, int]:
     loaded.set_experts_implementation("eager")  # others take all weights into one product, which then need memory
     empty = model.initial_state(1)
     grown = model.hidden(torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device="cpu"), None, empty)[1]
-    return empty.num_bytes(), -(-(grown.num_bytes() - empty.num_bytes()) // TRIED_TOKENS)
+    of_layers = tuple(sum(weight.numel() for weight in part.parameters()) for part in model.parts)
+    return empty.num_bytes(), -(-(grown.num_bytes() - empty.num_bytes()) // TRIED_TOKENS), of_layers
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -78,26 +78,6 @@ def _without_bytes() -> Iterator[None]:
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
-
-
-@contextmanager
-def _reports() -> Iterator[list[str]]:
-    """What transformers says of tensors that it could not convert, as far as it comes within the block."""
-    logger, said = logging.getLogger("transformers.modeling_utils"), list[str]()
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
-            said.extend(line for line in lines if "CONVERSION" in line)
-
-    keeper, passed_on = Keeper(), logger.propagate
-    logger.addHandler(keeper)
-    logger.propagate = False
-    try:
-        yield said
-    finally:
-        logger.propagate = passed_on
-        logger.removeHandler(keeper)
 
 
 def main(folder: str) -> None:

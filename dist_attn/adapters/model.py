@@ -3,8 +3,9 @@
 Shape letters: B batch, L tokens on this rank, D model width, V vocabulary.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -13,23 +14,34 @@ from transformers.utils import logging
 
 from dist_attn.adapters.binding import ATTENTION, bind
 from dist_attn.adapters.passes import Pass, current_pass, running
-from dist_attn.adapters.weights import MappedFiles, ReadWhenAsked, hold_as_int8, make_model
-from dist_attn.errors import ModelFolderError
+from dist_attn.adapters.spread import SpreadLayers, owners_of, rank_of
+from dist_attn.adapters.weights import (
+    LeftOut,
+    MappedFiles,
+    ReadWhenAsked,
+    forget_left_out,
+    hold_as_int8,
+    make_model,
+)
+from dist_attn.comm import Communicator
 from dist_attn.mixers import MixerState
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.ops import KeyValueCache, LocalSequenceOps, SequenceOps
-from dist_attn.shipped.stored_tensors import read_stored_tensors
+from dist_attn.shipped.downloaded import read_downloaded
 from dist_attn.wire.choices import WeightPrecision
 
 
 class AdaptedModel(CausalModel):
     """Reads tokens and scores the next one; parameters and pointwise work are transformers'.
 
-    Inference only: gradients flow where the operations have them, and nothing here asks for them.
+    Inference only: gradients flow where the operations have them, and nothing here asks for them. With `owners`, the
+    rank of each layer, every rank of `comm` makes the same passes, and steps from the states of its own layers alone.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, owners: list[int] | None = None, comm: Communicator | None = None
+    ) -> None:
         super().__init__()
         bind(model)
         self.inner = model.eval()
@@ -38,10 +50,24 @@ class AdaptedModel(CausalModel):
         text = model.config.get_text_config()
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
         self._first: tuple[MixerState, ...] | None = None
+        self._spread: SpreadLayers | None = None
+        if owners is not None and comm is not None:
+            self._spread = SpreadLayers(model, self.parts, owners, comm)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # What other ranks have is nowhere here, and stays there.
+        return super()._apply(lambda t: t if t.is_meta else fn(t), recurse)
 
     @property
     def parts(self) -> list[nn.Module]:
         return [layer for child in self._base.children() if isinstance(child, nn.ModuleList) for layer in child]
+
+    @property
+    def layers_of_ranks(self) -> tuple[slice, ...] | None:
+        if self._spread is None:
+            return None
+        self.initial_state(1)
+        return self._spread.operations_of_ranks
 
     @property
     def kinds(self) -> list[str]:
@@ -85,6 +111,8 @@ class AdaptedModel(CausalModel):
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
         one = Pass(LocalSequenceOps(), 1, state.layers, step=True)
         h_B1D = self._run(one, state.position_B[:, None], inputs_embeds=x_BD[:, None])
+        if self._spread is not None and not self._spread.reads_out:
+            return h_B1D[:, 0, :0], one.states_after()
         return self.readout(h_B1D[:, 0]), one.states_after()
 
     def initial_state(self, batch: int) -> ModelState:
@@ -107,28 +135,34 @@ class AdaptedModel(CausalModel):
 
 
 def load_adapted_model(
-    folder: Path, dtype: torch.dtype = torch.float32, weights: WeightPrecision = "float32"
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    weights: WeightPrecision = "float32",
+    over: Communicator | None = None,
 ) -> AdaptedModel:
     """The model of a folder of transformers, as it was downloaded, with its weights in `dtype`.
 
     With `weights` "bfloat16" they are in bfloat16 whatever `dtype` says; with "int8" so is everything but the linear
-    layers, see `adapters.weights`. Nothing is fetched and no code of the folder is run.
+    layers, see `adapters.weights`. Nothing is fetched and no code of the folder is run. With `over` this rank of the
+    group reads and holds the weights of its own run of layers alone, see `adapters.spread`.
 
-    Raises: ModelFolderError where transformers cannot make a model of it, or its files hold other tensors than those of
-        the model; InputError for weights that are not finite and were to be held in 8 bits.
+    Raises: ModelFolderError as `read_downloaded` and `make_model`; InputError for weights that are not finite and were
+        to be held in 8 bits; ConfigError as `owners_of` and `SpreadLayers`.
     """
     logging.disable_progress_bar()
     dtype = dtype if weights == "float32" else torch.bfloat16
-    files = MappedFiles(folder)
-    stored = {name: ReadWhenAsked(files, tensor) for name, tensor in read_stored_tensors(folder).items()}
-    try:
-        model = make_model(folder, stored, dtype, attention=ATTENTION)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelFolderError(f"{folder}: transformers cannot load it: {error}") from None
+    described, files = read_downloaded(folder), MappedFiles(folder)
+    owners = None if over is None else owners_of(described, over.size)
+    stored: dict[str, ReadWhenAsked | torch.Tensor] = {}
+    for name, tensor in described.tensors.items():
+        away = owners is not None and over is not None and rank_of(name, owners) not in (None, over.rank)
+        stored[name] = LeftOut.of(tensor) if away else ReadWhenAsked(files, tensor)
+    model = make_model(folder, stored, dtype, attention=ATTENTION)
+    forget_left_out(model)
     if weights == "int8":
         hold_as_int8(model, files)
     files.drop_pages()
-    return AdaptedModel(model)
+    return AdaptedModel(model, owners, over)
 
 
 def _let_through(base: nn.Module) -> None:

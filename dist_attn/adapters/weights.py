@@ -5,8 +5,10 @@ of one machine that map the same file have it once. All others are read one afte
 from are given back before the next one.
 """
 
+import logging
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,14 +81,51 @@ class ReadWhenAsked:
         return self.files.tensor(self.stored)[index]
 
 
+class LeftOut(torch.Tensor):
+    """What is stored, without its bytes: on `meta`, and there it stays when transformers wants it elsewhere."""
+
+    @staticmethod
+    def of(stored: StoredTensor) -> "LeftOut":
+        """In the shape and type of a stored tensor."""
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta").as_subclass(LeftOut)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            args = [arg for arg in args if not isinstance(arg, str | torch.device)]
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def forget_left_out(model: PreTrainedModel) -> None:
+    """Have plain tensors on `meta` in the place of what was left out."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, weight in held.items():
+                if isinstance(weight, LeftOut):
+                    plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                    held[name] = nn.Parameter(plain, requires_grad=False) if held is module._parameters else plain
+
+
 def make_model(
     folder: Path, weights: dict[str, Any], dtype: torch.dtype, attention: str | None = None
 ) -> PreTrainedModel:
     """The model of config.json with these weights, which are read one after the other; nothing is fetched.
 
-    Raises: ModelFolderError naming a tensor that is missing, that the model does not have, or that has another shape;
-        whatever transformers raises where it makes no model of them.
+    Raises: ModelFolderError where transformers makes no model of config.json, and naming a tensor that is missing, that
+        the model does not have, or that has another shape.
     """
+    with _reports() as reports:
+        try:
+            return _make_model(folder, weights, dtype, attention)
+        except ModelFolderError:
+            raise
+        except Exception as error:  # transformers' classes of models and configurations raise whatever they like
+            said = next(filter(None, reports), "") or f"{type(error).__name__}: {error}"
+            raise ModelFolderError(f"{folder}: transformers cannot load it: {' '.join(said.split())}") from None
+
+
+def _make_model(folder: Path, weights: dict[str, Any], dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if isinstance(kind.config_class, type) and not isinstance(config, kind.config_class):
@@ -117,8 +156,20 @@ def hold_as_int8(model: PreTrainedModel, files: MappedFiles) -> None:
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
         if type(module) is nn.Linear and own not in KEPT:
-            setattr(model.get_submodule(parent), own, NarrowLinear(Int8Linear(module), module.weight.dtype))
+            setattr(model.get_submodule(parent), own, _narrowed(module))
             files.drop_pages()
+
+
+def _narrowed(module: nn.Linear) -> "NarrowLinear":
+    """Its layer of 8-bit integers; of weights without bytes one without."""
+    if not module.weight.is_meta:
+        return NarrowLinear(Int8Linear(module), module.weight.dtype)
+    for name, weight in list(module.named_parameters()):
+        zeros = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        module.register_parameter(name, nn.Parameter(zeros, requires_grad=False))
+    narrow = NarrowLinear(Int8Linear(module), module.weight.dtype)
+    narrow.layer.to("meta")
+    return narrow
 
 
 class NarrowLinear(nn.Module):
@@ -149,6 +200,26 @@ def _refuse_differences(folder: Path, about: dict[str, Any]) -> None:
         raise ModelFolderError(
             f"{folder}: {name!r} has shape {tuple(held)}, the model of config.json needs {tuple(needed)}"
         )
+
+
+@contextmanager
+def _reports() -> Iterator[list[str]]:
+    """What transformers says of tensors that it could not convert, as far as it comes within the block."""
+    logger, said = logging.getLogger("transformers.modeling_utils"), list[str]()
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
+            said.extend(line for line in lines if "CONVERSION" in line)
+
+    keeper, passed_on = Keeper(), logger.propagate
+    logger.addHandler(keeper)
+    logger.propagate = False
+    try:
+        yield said
+    finally:
+        logger.propagate = passed_on
+        logger.removeHandler(keeper)
 
 
 @contextmanager

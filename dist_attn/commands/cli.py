@@ -384,6 +384,7 @@ def serve(options: ServeOptions) -> None:
         "engine.device": options.device,
         "engine.dtype": options.dtype,
         "engine.weights": options.weights,
+        "engine.weights_over_ranks": options.weights_over_ranks,
     }
     raise typer.Exit(run_service(options.config, flags))
 

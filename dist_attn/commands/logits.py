@@ -5,7 +5,7 @@ Shape letters: L tokens of this rank's slice, N of a piece, V vocabulary, D mode
 
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ def logits_here(options: LogitsOptions) -> dict[str, Any] | None:
     tokens_T = _read_tokens(options.tokens)
     folder = resolve_model_folder(options.model)
     compute = choose_compute(options.device, options.dtype)
-    model = load_causal_model(folder, weights=options.weights, dtype=compute.dtype).to(compute.device)
-    # Whoever brings a model of their own in bfloat16 wants its own operations, not a selection of them.
-    precision = compute.autocast() if isinstance(model, LanguageModel) else nullcontext()
-    with open_communicator(device=compute.device) as comm, precision, torch.inference_mode():
+    with open_communicator(device=compute.device) as comm, ExitStack() as stack:
+        over = comm if options.weights_over_ranks else None
+        model = load_causal_model(folder, weights=options.weights, dtype=compute.dtype, over=over).to(compute.device)
+        if isinstance(model, LanguageModel):
+            # Whoever brings a model of their own in bfloat16 wants its own operations, not a selection of them.
+            stack.enter_context(compute.autocast())
+        stack.enter_context(torch.inference_mode())
         if comm.rank == 0:
             print(compute.sentence(comm), file=sys.stderr)
         began = time.perf_counter()

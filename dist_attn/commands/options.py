@@ -35,6 +35,7 @@ EngineDevice = Annotated[str | None, typer.Option(help=f"What ranks compute on: 
 _PRECISIONS = "The precision of products; auto: bfloat16 on GPUs, float32 on CPUs."
 Dtype = Annotated[choices.Precision, typer.Option(help=_PRECISIONS)]
 EngineDtype = Annotated[choices.Precision | None, typer.Option(help=_PRECISIONS)]
+OVER_RANKS = "Let each rank hold the weights of a part of the layers of a downloaded model."
 Weights = Annotated[choices.WeightPrecision, typer.Option(help="How the model's weights lie in memory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
 
@@ -88,6 +89,7 @@ class LogitsOptions:
     block: Annotated[int | None, typer.Option(help="Tokens that are read at a time (default: 8,192).", min=1)] = None
     model: Model = None
     weights: Weights = "float32"
+    weights_over_ranks: Annotated[bool, typer.Option("--weights-over-ranks", help=OVER_RANKS)] = False
     device: Device = "auto"
     dtype: Dtype = "auto"
 
@@ -128,6 +130,7 @@ class PlanOptions:
     device: Device = "auto"
     dtype: Dtype = "auto"
     weights: Weights = "float32"
+    weights_over_ranks: Annotated[bool, typer.Option("--weights-over-ranks", help=OVER_RANKS)] = False
     as_json: AsJson = False
     url: Url = None
 
@@ -154,6 +157,7 @@ class ServeOptions:
     weights: Annotated[choices.WeightPrecision | None, typer.Option(help="How the model's weights lie in memory.")] = (
         None
     )
+    weights_over_ranks: Annotated[bool | None, typer.Option("--weights-over-ranks", help=OVER_RANKS)] = None
     host: Host = None
     port: Port = None
     data_dir: DataDir = None

@@ -57,6 +57,8 @@ def plan(options: PlanOptions) -> None:
                 "its weights in float32, and its costs are those expected by formula: leave them out"
             )
         return _plan_million(folder, count, ranks=ranks, rates=rates, as_json=options.as_json)
+    if options.weights_over_ranks and origin(folder) != "downloaded":
+        raise InputError(f"--weights-over-ranks is for models as they were downloaded, and {folder} is none")
     if origin(folder) == "downloaded":
         if options.measure or options.exchange != "auto":
             raise InputError(
@@ -199,9 +201,11 @@ def _plan_downloaded(folder: Path, tokens: int, *, options: PlanOptions, rates: 
     from dist_attn.control.preflight import check_downloaded  # it starts a process
 
     sizes = check_downloaded(folder)
+    apart = options.weights_over_ranks and ranks > 1
+    held = sizes.parameters_of_a_rank(ranks) if apart else sizes.parameters
     memory = {
         "process": PROCESS_BYTES,
-        "weights": sizes.parameters * (FLOAT_BYTES if options.weights == "float32" else FLOAT_BYTES // 2),
+        "weights": held * (FLOAT_BYTES if options.weights == "float32" else FLOAT_BYTES // 2),
         "state": sizes.state_bytes_at(tokens),
         "state_of_encoding": sizes.state_bytes_at(-(-tokens // ranks)),
     }
@@ -221,7 +225,7 @@ def _plan_downloaded(folder: Path, tokens: int, *, options: PlanOptions, rates: 
                 "Memory per rank",
                 [
                     ("Python and libraries", byte_size(memory["process"])),
-                    (f"weights, {options.weights}", byte_size(memory["weights"])),
+                    (f"weights, {options.weights}{', over ranks' * apart}", byte_size(memory["weights"])),
                     ("state of a text that is drawn from", byte_size(memory["state"])),
                     ("or of an encoding, spread over ranks", byte_size(memory["state_of_encoding"])),
                 ],

@@ -68,6 +68,7 @@ class Controller:
             max_active=settings.max_active,
             state_bytes=settings.state_bytes,
             step_s=settings.step_s,
+            weights_over_ranks=settings.weights_over_ranks and settings.ranks > 1,
         )
         self._ring: tuple[Turn, ...] = ()
         self._agents: set[bytes] = set()
@@ -80,7 +81,7 @@ class Controller:
         self._pace = Pace()
         self._intake = Intake(self._requests, self._states, self._answers, settings, self._pace)
         self._group = RankGroup(settings, self, engine)
-        self._steps = StepBook(settings.ranks, pace=self._pace)
+        self._steps = StepBook(settings.ranks, pace=self._pace, all_decode=self._limits.weights_over_ranks)
         self._guards = GuardCounts()
         self._draining = False
         self._lost_groups = 0

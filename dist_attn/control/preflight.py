@@ -57,6 +57,8 @@ def check_engine(folder: Path, engine: EngineSettings, section: str = "engine") 
     check_gpus(engine, os.environ, section)
     check_model_folder(folder)
     check_weights_fit(folder, engine.weights, section)
+    if engine.weights_over_ranks and engine.ranks > 1:
+        check_layers_fit(folder, engine.ranks)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -151,6 +153,18 @@ def check_weights_fit(folder: Path, weights: WeightPrecision, section: str = "en
             f"{section}.weights is {weights}, and {folder} holds a {kind}; only language models hold their weights so: "
             "set it to float32"
         )
+
+
+def check_layers_fit(folder: Path, ranks: int) -> None:
+    """Raises: ConfigError where weights cannot lie over so many ranks: of a model of this project, or of few layers."""
+    if origin(folder) != "downloaded":
+        raise ConfigError(
+            f"engine.weights_over_ranks is for models as they were downloaded, and {folder} is a model of this "
+            "project; leave it out"
+        )
+    layers = read_downloaded(folder).num_layers
+    if layers is not None and layers < ranks:
+        raise ConfigError(f"engine.weights_over_ranks: {folder} has {layers} layers, too few for {ranks} ranks")
 
 
 def _check_address(host: str, port: int) -> None:

@@ -41,6 +41,7 @@ class Limits:
     token_s: float = 0.0
     round_s: float = 0.0
     pauses: int = 0  # places in a block where a round of decoding may go
+    weights_over_ranks: bool = False  # the last rank draws for all, and all take part
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def plan(view: View) -> Plan:
     """The next step for this view; the same view always gives the same plan."""
     limits = view.limits
     requests, swaps = admitted(view, lambda request: request.ready or bool(_next(request, request.start)))
-    decodes = _decodes(requests, limits.ranks)
+    decodes = _decodes(requests, limits)
     blocks, ring = _prefills(view, requests, _budget(limits, decoding=any(decodes)))
     busy = {block.request for block in blocks}.union(*decodes)
     opens = tuple(r.number for r in requests if not r.opened and r.number in busy)
@@ -150,8 +151,11 @@ def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
     return max(0, min(fit - 1, limits.pauses * len(blocks)))
 
 
-def _decodes(requests: tuple[RequestView, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
+def _decodes(requests: tuple[RequestView, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
     """One token for every request that can draw one; a new one goes to the rank that draws for the fewest."""
+    ranks = limits.ranks
+    if limits.weights_over_ranks:
+        return (*[()] * (ranks - 1), tuple(request.number for request in requests if request.ready))
     loads = [sum(r.owner == rank for r in requests) for rank in range(ranks)]
     decodes: list[list[int]] = [[] for _ in range(ranks)]
     for request in requests:

@@ -58,7 +58,8 @@ def _moved(before: float, newest: float) -> float:
 class _Orders:
     """The orders of one step. Operations that all ranks take part in stand in the same order everywhere."""
 
-    def __init__(self, ranks: int, requests: OpenRequests, states: States, now: float) -> None:
+    def __init__(self, ranks: int, requests: OpenRequests, states: States, now: float, all_decode: bool) -> None:
+        self._all_decode = all_decode
         self._requests = requests
         self._states = states
         self._now = now
@@ -84,28 +85,34 @@ class _Orders:
         owners = [rank for rank, numbers in enumerate(decodes) if number in numbers]
         counts = dict(drawing.counts) if work.draw is not None and work.draw.penalises else {}
         saved = request.keeping.saved
-        for rank in owners if drawing.saved else range(len(self.ops)):
+        for rank in owners if drawing.saved and not self._all_decode else range(len(self.ops)):
             self.ops[rank].append(OpenOp(number, work.rows, work.draw, saved, counts, request.is_session))
             if saved is not None:
                 self.restores.append((rank, number))
 
     def decode(self, rank: int, numbers: tuple[int, ...]) -> None:
-        """One token for each of them; the other ranks forget those that draw for the first time."""
+        """One token for each of them; the other ranks take part, or forget those that draw for the first time."""
         if numbers:
-            self.ops[rank].append(DecodeOp([_entry(self._requests[number], rank) for number in numbers]))
+            op = DecodeOp([_entry(self._requests[number], rank) for number in numbers])
+            for ops in self._that_decode(rank):
+                ops.append(op)
         for number in numbers:
             request = self._requests[number]
-            if request.drawing.asked == 1:
+            if request.drawing.asked == 1 and not self._all_decode:
                 for other, ops in enumerate(self.ops):
                     ops += [CloseOp(number)] if other != rank else []
             self._save(request, rank)
 
     def decode_again(self, rank: int, numbers: tuple[int, ...], rounds: int) -> None:
         """Further rounds for those that may draw; where a state is to be handed out, it comes first."""
+        if self._all_decode and rank < len(self.ops) - 1:
+            return  # the last rank draws
         requests = [self._requests[number] for number in numbers]
         for _ in range(rounds):
             drawing = [request for request in requests if request.drawing.may_ask and not request.awaits_save]
-            self.rounds[rank].append(DecodeOp([_entry(request, rank) for request in drawing]))
+            op = DecodeOp([_entry(request, rank) for request in drawing])
+            for rounds_of_rank in self.rounds if self._all_decode else [self.rounds[rank]]:
+                rounds_of_rank.append(op)
 
     def prefill(self, block: Block) -> None:
         """A block, cut over the ranks."""
@@ -133,12 +140,20 @@ class _Orders:
         kept = request.is_session and request.keeping.on_ranks and not drawing.rewinding
         if request.awaits_save or (kept and self._states.save_is_due(request)):
             rank = drawing.owner if drawing.owner is not None else drawing.logits_rank
-            self.ops[rank or 0].append(SaveOp(request.number, request.ask_state(self._now), True))
+            op = SaveOp(request.number, request.ask_state(self._now), True)
+            for ops in self._that_decode(rank) if drawing.owner is not None else [self.ops[rank or 0]]:
+                ops.append(op)
 
     def _save(self, request: Request, rank: int) -> None:
         """Ask for the state where the request has gone far since the last one that was asked for."""
         if not request.is_session and not request.is_read and self._states.save_is_due(request):
-            self.ops[rank].append(SaveOp(request.number, request.ask_state(self._now)))
+            op = SaveOp(request.number, request.ask_state(self._now))
+            for ops in self._that_decode(rank) if request.drawing.owner is not None else [self.ops[rank]]:
+                ops.append(op)
+
+    def _that_decode(self, rank: int) -> list[list[Op]]:
+        """The orders of the ranks that decode what `rank` draws for."""
+        return self.ops if self._all_decode else [self.ops[rank]]
 
 
 def _entry(request: Request, rank: int) -> DecodeEntry:
@@ -172,6 +187,7 @@ class StepBook:
     """The steps of one epoch, numbered from 1 without a gap."""
 
     ranks: int
+    all_decode: bool = False  # every request, where each has some of the layers
     epoch: int = 0
     last_k: int = 0
     under_way: deque[_UnderWay] = field(default_factory=deque)
@@ -197,7 +213,7 @@ class StepBook:
 
         Decoding stands before prefill.
         """
-        orders = _Orders(self.ranks, requests, states, now)
+        orders = _Orders(self.ranks, requests, states, now, self.all_decode)
         for number in requests.take_closed():
             orders.to_all(CloseOp(number))
         for number in plan.swaps:

@@ -89,6 +89,14 @@ class StreamingModel(nn.Module, ABC):
         """What mixes along the sequence, layer by layer: whose states these are."""
 
     @property
+    def layers_of_ranks(self) -> tuple[slice, ...] | None:
+        """Which layers of a state each rank steps with, where weights lie over ranks; None: every rank with all.
+
+        Then all ranks step the same sequences at the same time, and the last one alone has logits: others' are [B, 0].
+        """
+        return None
+
+    @property
     def feature_seed(self) -> int | None:
         """The seed of its random matrices, where it has some."""
         return None

@@ -22,6 +22,7 @@ from dist_attn.generation import (
 )
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import current_watch
+from dist_attn.rank.layers_apart import FAULT, LayersApart
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 
@@ -58,7 +59,8 @@ class DecodeSlots:
 
     `steps` says whether batches are decoded over buffers that stay, see `generation.takes_captured_steps`. `graphs` is
     where their graphs come from; a step that was captured serves any number of requests up to SLOTS, and what is kept
-    for batches to come is given up with the last request.
+    for batches to come is given up with the last request. With layers `apart` every rank decodes the same requests, and
+    all but the last are told what was drawn: their `Drawn` have no probabilities.
     """
 
     def __init__(
@@ -68,14 +70,16 @@ class DecodeSlots:
         *,
         steps: StepMode = "auto",
         graphs: StepGraphs | None = None,
+        apart: LayersApart | None = None,
     ) -> None:
         self._model = model
+        self._ranks = apart
         self._end_tokens = end_tokens
         self._seats: dict[int, _Seat] = {}
         self._apart: dict[int, ModelState] = {}  # states that are in no batch
         self._batches: list[_Batch] = []
         device = model.device
-        self._captures = takes_captured_steps(steps, device)
+        self._captures = takes_captured_steps("eager" if apart is not None else steps, device)
         self._graphs = StepGraphs(device) if graphs is None else graphs
         self._free: list[CapturedStep] = []  # those of batches that are no more
 
@@ -106,7 +110,7 @@ class DecodeSlots:
         """
         generator = generator_for(spec, request, draws)
         self._seats[request] = _Seat(spec, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
-        self._apart[request] = state
+        self._apart[request] = state if self._ranks is None else self._ranks.own(state)
 
     def state_of(self, request: int) -> tuple[ModelState, int, torch.Tensor | None]:
         """The request's state, how many tokens were drawn, and the logits after its last one where they are kept.
@@ -157,7 +161,7 @@ class DecodeSlots:
         """Draw from the logits after the request's last token; what it gave the first time is what will be fed."""
         if seat.ended:
             return None
-        result = _draw(entry.request, seat, logits_V, self._end_tokens)
+        (result,) = self._drawn([(entry.request, seat, logits_V)])
         if isinstance(result, Drawn):
             seat.token = result.token if entry.token is None else entry.token
             seat.ended = seat.spec.ends(seat.token, self._end_tokens)
@@ -184,16 +188,33 @@ class DecodeSlots:
         if watch is not None:
             watch.rows = None
         logits_BV = logits_BV[: len(seats)].float().cpu()
-        results: list[Drawn | RequestFault] = []
+        due: list[tuple[int, _Seat, torch.Tensor]] = []
         for request, seat, logits_V in zip(batch.requests, seats, logits_BV, strict=True):
             if seat.logits_V is not None:
                 seat.logits_V = logits_V.clone()
-                continue
-            result = _draw(request, seat, logits_V, self._end_tokens)
+            else:
+                due.append((request, seat, logits_V))
+        results = self._drawn(due)
+        for (_, seat, _), result in zip(due, results, strict=True):
             if isinstance(result, Drawn):
                 seat.token = result.token
-            results.append(result)
         return results
+
+    def _drawn(self, due: list[tuple[int, _Seat, torch.Tensor]]) -> list[Drawn | RequestFault]:
+        """A token for each of them, here or on the rank that has their logits."""
+        if self._ranks is None or not due:
+            return [_draw(*each, self._end_tokens) for each in due]
+        if self._ranks.draws:
+            results = [_draw(*each, self._end_tokens) for each in due]
+            self._ranks.tell([result.token if isinstance(result, Drawn) else FAULT for result in results])
+            return results
+        tokens = self._ranks.tell([FAULT] * len(due))
+        for (_, seat, _), token in zip(due, tokens, strict=True):
+            seat.draws += token != FAULT
+        return [
+            Drawn(request, token) if token != FAULT else RequestFault(request, "another rank could not draw")
+            for (request, _, _), token in zip(due, tokens, strict=True)
+        ]
 
     def _arrange(self, fed: list[int]) -> None:
         """Put exactly these requests into batches, and leave full batches as they are."""
@@ -206,10 +227,11 @@ class DecodeSlots:
         for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
         # A key-value cache has the length of its text: only states of one shape go side by side.
-        alike: dict[tuple[torch.Size, ...], list[int]] = {}
+        key = _shapes if self._ranks is None else self._ranks.alike
+        alike: dict[tuple[torch.Size | int, ...], list[int]] = {}
         for request in fed:
             if request in self._apart:
-                alike.setdefault(_shapes(self._apart[request]), []).append(request)
+                alike.setdefault(key(self._apart[request]), []).append(request)
         for requests in alike.values():
             for at in range(0, len(requests), SLOTS):
                 self._batches.append(self._stack(tuple(requests[at : at + SLOTS])))

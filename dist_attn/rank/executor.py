@@ -23,6 +23,7 @@ from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, wat
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
+from dist_attn.rank.layers_apart import LayersApart
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
 from dist_attn.rank.sequence_executor import SequenceExecutor, batches_of, take_counts, tokens_of
 from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, write_state
@@ -47,6 +48,8 @@ from dist_attn.wire.rank_messages import (
 )
 from dist_attn_api.codes import Code
 
+MIB = 1 << 20
+
 
 @dataclass
 class _Prefilling:
@@ -59,6 +62,7 @@ class _Prefilling:
     from_logits: bool = False
     logits_V: torch.Tensor | None = None  # after its last token, as they were stored
     last_D: torch.Tensor | None = None  # or that token's hidden state, on the rank that has read it
+    last_rank: int | None = None  # this rank, where its logits are kept
 
 
 def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | SequenceExecutor":
@@ -95,7 +99,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     if kind == "stream_encoder":
         model = load_stream_encoder(folder).to(compute.device)
     elif downloaded:
-        model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype).to(compute.device)
+        over = comm if settings.weights_over_ranks else None
+        model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype, over=over).to(compute.device)
     else:
         model = load_model(folder).to(compute.device)
         report = hold_weights_as(model, settings.weights)
@@ -152,8 +157,6 @@ class ModelExecutor:
         self.backend = comm.backend
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
-        # None: the model makes vectors alone.
-        self._decoding = DecodeSlots(model, end_tokens) if isinstance(model, CausalModel) else None
         self._ahead: dict[int, torch.Tensor] = {}  # hidden states of texts that were read before their turn
         self._refused: set[int] = set()  # requests whose stored state is none: what follows of them is passed over
         # Decoding goes between the layers of prefill: neither may find where the other one looks.
@@ -166,6 +169,13 @@ class ModelExecutor:
             self.pauses += 1
         self._warm_up()
         self._shapes = StateShapes.of(model)
+        of_ranks = model.layers_of_ranks
+        self._apart = None if of_ranks is None else LayersApart(comm, of_ranks, self._shapes)
+        if self._apart is not None:
+            held = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
+            self.device += f", {held / MIB:,.0f} MiB of the weights"
+        # None: the model makes vectors alone.
+        self._decoding = DecodeSlots(model, end_tokens, apart=self._apart) if isinstance(model, CausalModel) else None
         self.state_bytes = self._shapes.num_bytes
         self.token_bytes = self._shapes.token_bytes
         self.manifest = manifest
@@ -204,11 +214,18 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
-        """The request's state as it is now; nothing of one that was refused."""
+        """The request's state as it is now; nothing of one that was refused, and where another rank sends it.
+
+        With layers apart it is a call of all ranks for a request that decodes.
+        """
         if request in self._refused:
             return None
         if self._decoding is not None and request in self._decoding:
             state, draws, logits_V = self._decoding.state_of(request)
+            whole = state if self._apart is None else self._apart.whole(state)
+            if whole is None:
+                return None
+            state = whole
         else:
             known = self._known(request)
             state, draws, logits_V = known.state, 0, self._logits(known)
@@ -285,6 +302,7 @@ class ModelExecutor:
         # A copy: a view would keep the hidden states of the whole block.
         reads_last = request.from_logits and length and not any(op.lengths[self._comm.rank + 1 :])
         request.last_D = h_BLD[0, -1].clone() if reads_last else None
+        request.last_rank = max((rank for rank, n in enumerate(op.lengths) if n), default=None)
         if not length:
             return None
         if request.rows is not None:
@@ -300,6 +318,7 @@ class ModelExecutor:
     def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]:
         """Draw one token for each request; those that come for the first time leave prefill for good.
 
+        With layers apart it is a call of all ranks, and the last one answers.
         Raises: EngineError for a request that cannot decode, and of a model that makes vectors alone.
         """
         slots = self._decoding
@@ -312,11 +331,15 @@ class ModelExecutor:
                 fault = self._begin_decoding(entry, slots)
                 faults += [] if fault is None else [fault]
         with watching(self._decode_watch):
-            return faults + slots.draw(entry for entry in entries if entry.request in slots)
+            drawn = slots.draw(entry for entry in entries if entry.request in slots)
+        return faults + drawn if self._apart is None or self._apart.draws else []
 
     def _begin_decoding(self, entry: DecodeEntry, slots: DecodeSlots) -> RequestFault | None:
         request = self._known(entry.request)
         logits_V = self._logits(request)
+        if self._apart is not None and request.from_logits and request.last_rank is not None:
+            sent_1V = logits_V[None] if logits_V is not None else torch.empty(1, self.vocab_size, device="cpu")
+            logits_V = self._apart.to_last(sent_1V, request.last_rank).reshape(-1)
         if request.sampling is None or (entry.token is None and not request.from_logits):
             raise EngineError(f"request {entry.request} cannot decode: it needs sampling and a first token")
         if request.from_logits and logits_V is None:

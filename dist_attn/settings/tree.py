@@ -192,6 +192,11 @@ class RankTerms(Section):
         description="how the model's weights lie in memory: bfloat16 and int8 take less of it; drawing for few "
         "sessions may be faster",
     )
+    weights_over_ranks: bool = Field(
+        default=False,
+        description="each rank holds the weights of a part of the layers: for a downloaded model that is larger than "
+        "one rank's memory; all ranks take part in every token",
+    )
     check_finite: bool = Field(
         default=False, description="for debugging: ranks name the operation and token of the first NaN or infinity"
     )

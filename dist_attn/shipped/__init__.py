@@ -28,7 +28,7 @@ def origin(folder: Path) -> Literal["ours", "downloaded", "neither"]:
     kind = values.get("model_type")
     if kind == OUR_MODEL_TYPE:
         return "ours"
-    return "downloaded" if kind in SUPPORTED and not encoder else "neither"
+    return "downloaded" if isinstance(kind, str) and kind in SUPPORTED and not encoder else "neither"
 
 
 def refuse_foreign(folder: Path) -> None:

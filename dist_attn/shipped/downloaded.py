@@ -28,35 +28,41 @@ COMMON: Final[Accepted] = {
     "is_causal": (None, True),
     "attention_chunk_size": (None,),
 }
+QWEN: Final[Accepted] = {"attn_output_gate": (True,)}
+GEMMA: Final[Accepted] = {"attn_logit_softcapping": (None,)}
 SUPPORTED: Final[dict[str, Accepted]] = {
-    "qwen3_next": {},
-    "qwen3_5": {},
-    "qwen3_5_text": {},
-    "qwen3_5_moe": {},
-    "qwen3_5_moe_text": {},
-    "kimi_linear": {},
-    "mamba2": {},
-    "nemotron_h": {},
-    "minimax": {},
-    "falcon_h1": {},
+    "qwen3_next": {"use_sliding_window": (False,)},
+    "qwen3_5": QWEN,
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe": QWEN,
+    "qwen3_5_moe_text": QWEN,
+    "kimi_linear": {"moe_router_activation_func": ("sigmoid",), "moe_layer_freq": (1,), "mla_use_nope": (True,)},
+    "mamba2": {"rms_norm": (True,), "norm_before_gate": (False,)},
+    "nemotron_h": {"sliding_window": (None,)},
+    "minimax": {"postnorm": (True,), "shared_intermediate_size": (None, 0)},
+    "falcon_h1": {"mamba_use_mlp": (True,), "attn_layer_indices": (None,)},
     "bamba": {},
     "granitemoehybrid": {},
-    "olmo_hybrid": {},
-    "bailing_hybrid": {},
+    "olmo_hybrid": {"linear_use_gate": (True,)},
+    "bailing_hybrid": {"score_function": ("sigmoid",)},
     "zamba2": {},
     "recurrent_gemma": {},
     "mamba": {},
     "falcon_mamba": {},
-    "jamba": {},
-    "xlstm": {},
-    "lfm2": {},
+    "jamba": {"mamba_inner_layernorms": (True,), "sliding_window": (None,)},
+    "xlstm": {"inference_state_dtype": ("float32",), "weight_mode": ("single",), "add_out_norm": (True,)},
+    "lfm2": {"block_use_swiglu": (True,), "use_pos_enc": (True,)},
     "llama": {},
     "qwen3": {},
-    "gemma3": {},
-    "gemma3_text": {},
+    "gemma3": GEMMA,
+    "gemma3_text": GEMMA,
     "mistral": {},
 }
-"""The values of `model_type` that are served as they were downloaded, each with the options that it has of its own."""
+"""The values of `model_type` that are served as they were downloaded, each with options of its own.
+
+Most options need no word here, as transformers' modules honour them: `tests/adapters/test_options.py` tries them. Here
+are those that modules, or our operations, compute as if they had one value.
+"""
 
 ROPES: Final = ("default", "linear", "yarn", "llama3", "proportional")
 """Rotary positions whose angles depend on nothing but the position."""
@@ -67,6 +73,13 @@ LAYER_TYPES: Final = (
     "full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "recurrent", "conv", "hybrid",
     "moe", "mlp", "sparse", "dense",
 )  # fmt: skip
+COUNTS: Final = (
+    "num_hidden_layers", "num_blocks", "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim",
+    "sliding_window", "attention_window_size",
+)  # fmt: skip
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_OF_A_TOKEN: Final = ("num_experts_per_tok", "num_experts_per_token")
+WRITES: Final = ("CausalLM", "ConditionalGeneration")
 DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 EMBEDDINGS: Final = ("embed_tokens.weight", "embeddings.weight", "word_embeddings.weight")
 
@@ -101,7 +114,13 @@ class LoadedSizes(msgspec.Struct, frozen=True):
     weight_bytes: dict[str, int] = {}  # by the name of the precision
     state_bytes: int = 0
     token_bytes: int = 0
+    layer_parameters: tuple[int, ...] = ()  # those of each layer
     refusal: str = ""
+
+    def parameters_of_a_rank(self, ranks: int) -> int:
+        """Where layers are spread over ranks: a rank's share of them, one more that is on its way, and all else."""
+        layers = sum(self.layer_parameters)
+        return self.parameters - layers + -(-layers // ranks) + max(self.layer_parameters, default=0)
 
     def state_bytes_at(self, tokens: int) -> int:
         """Bytes of a state after so many tokens, at most."""
@@ -117,7 +136,7 @@ def read_downloaded(folder: Path) -> DownloadedModel:
     path = folder / "config.json"
     values = read_json_object(path)
     kind = values.get("model_type")
-    if kind not in SUPPORTED:
+    if not isinstance(kind, str) or kind not in SUPPORTED:
         raise ModelFolderError(f"{path}: model_type is {kind!r}; supported are {', '.join(SUPPORTED)}")
     inner = values.get("text_config")
     text = inner if isinstance(inner, dict) else values
@@ -126,9 +145,9 @@ def read_downloaded(folder: Path) -> DownloadedModel:
         _check_layers(path, each)
         for rope in (each.get("rope_scaling"), each.get("rope_parameters")):
             _check_rope(path, rope)
+        _check_counts(path, each)
+    _check_task(path, values.get("architectures"))
     dtype = _dtype(path, text) or _dtype(path, values)
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelFolderError(f"{folder} has no tokenizer.json; needed is the one of the tokenizers library: fetch it")
     tensors = read_stored_tensors(folder)
     vocab_size, hidden_size = _sizes(path, text, tensors)
     layers = text.get("num_hidden_layers", text.get("num_blocks"))
@@ -156,9 +175,32 @@ def _check_options(path: Path, accepted: Accepted, values: dict[str, Any]) -> No
 
 def _check_layers(path: Path, values: dict[str, Any]) -> None:
     for key in ("layer_types", "layers_block_type", "block_types"):
-        for layer in values.get(key) or ():
+        layers = values.get(key) or []
+        if not isinstance(layers, list):
+            raise ModelFolderError(f"{path}: {key} is {layers!r}; needed is a list of types of layers")
+        for layer in layers:
             if layer not in LAYER_TYPES:
                 raise ModelFolderError(f"{path}: {key} has {layer!r}; supported are {', '.join(LAYER_TYPES)}")
+
+
+def _check_counts(path: Path, values: dict[str, Any]) -> None:
+    """What transformers takes below 1, and then divides by, makes no tensor of, or asks no expert for."""
+    for key in COUNTS:
+        if isinstance(values.get(key), int):
+            _at_least_one(path, key, values[key])
+    named = {key: values[key] for key in (*EXPERTS, *EXPERTS_OF_A_TOKEN) if isinstance(values.get(key), int)}
+    experts = next((named[key] for key in EXPERTS if named.get(key)), None)  # dense models have 0 of both
+    asked = next((key for key in EXPERTS_OF_A_TOKEN if key in named), None)
+    if experts is not None and asked is not None and not 1 <= named[asked] <= experts:
+        raise ModelFolderError(f"{path}: {asked} is {named[asked]}; needed is a number from 1 to its {experts} experts")
+
+
+def _check_task(path: Path, names: Any) -> None:
+    """Models made for something else than to write may have the same tensors."""
+    for name in names if isinstance(names, list) else ():
+        task = str(name).rpartition("For")[2]
+        if "For" in str(name) and task not in WRITES:
+            raise ModelFolderError(f"{path}: architectures has {name!r}; needed is a model that writes, For{WRITES[0]}")
 
 
 def _check_rope(path: Path, rope: Any) -> None:
@@ -179,7 +221,7 @@ def _check_rope(path: Path, rope: Any) -> None:
 def _dtype(path: Path, values: dict[str, Any]) -> str | None:
     for key in ("dtype", "torch_dtype"):
         value = values.get(key)
-        if value is not None and value not in DTYPES:
+        if value is not None and (not isinstance(value, str) or value not in DTYPES):
             raise ModelFolderError(f"{path}: {key} is {value!r}; needed is one of {', '.join(DTYPES)}")
         if value is not None:
             return str(value)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dist_attn_service.engine.served_model import ServedModel
@@ -13,6 +14,7 @@ from dist_attn_service.schemas.completions import CompletionRequest
 
 from dist_attn.adapters.check import check_tensors
 from dist_attn.adapters.model import load_adapted_model
+from dist_attn.checkpoints import load_causal_model
 from dist_attn.control.preflight import check_model_folder
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped import origin, resolve_model_folder
@@ -163,12 +165,35 @@ WRONG: dict[str, tuple[Spoil, str]] = {
     ),
     "rope by length": (_config(rope_scaling={"rope_type": "dynamic"}), "'dynamic', whose angles depend on the length"),
     "unbound option": (_config(use_bidirectional_attention=True), "use_bidirectional_attention is True, which is not"),
+    "option of one type": (
+        _config(use_sliding_window=True), "use_sliding_window is True, which is not supported; supported is False"
+    ),
     "unbound layer": (_config(layer_types=["chunked_attention"]), "layer_types has 'chunked_attention'; supported"),
     "quantised": (_config(quantization_config={"quant_method": "fp8"}), "quantization_config is set, which is not"),
+    "quantised by GPTQ": (
+        _config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config is set, which is not"
+    ),
+    "quantised by bitsandbytes": (
+        _config(quantization_config={"load_in_4bit": True}), "quantization_config is set, which is not"
+    ),
+    "layers that are no list": (_config(layer_types=5), "layer_types is 5; needed is a list"),
+    "no layers": (_config(num_hidden_layers=0), "num_hidden_layers is 0; needed is a whole number of at least 1"),
+    "negative heads": (_config(num_attention_heads=-2), "num_attention_heads is -2; needed"),
+    "no window": (_config(sliding_window=0), "sliding_window is 0; needed"),
+    "no experts for a token": (_config(num_experts_per_tok=0), "num_experts_per_tok is 0; needed is .* its 2 experts"),
+    "more experts for a token than there are": (_config(num_experts_per_tok=9), "num_experts_per_tok is 9; needed"),
+    "another task": (
+        _config(architectures=["Qwen3NextForSequenceClassification"]), "'Qwen3NextForSequenceClassification'; needed"
+    ),
+    "another type and task": (
+        _config(model_type="bert", architectures=["BertForMaskedLM"]), r"model_type 'bert', .* dist-attn convert"
+    ),
+    "type that is no name": (_config(model_type=["llama"]), r"model_type \['llama'\]"),
     "no dtype": (_config(dtype="bfloat17"), "dtype is 'bfloat17'; needed is one of float32, bfloat16, float16"),
     "no dtype of an older file": (_config(dtype=None, torch_dtype="auto"), "torch_dtype is 'auto'; needed"),
+    "several dtypes": (_config(dtype=["float32"]), r"dtype is \['float32'\]; needed"),
     "no size": (_config(hidden_size="wide"), "hidden_size is 'wide'; needed is a whole number"),
-    "no tokeniser": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "no tokeniser": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json cannot be read: there is no such file"),
     "tokeniser of more tokens": (_more_tokens, f"has {VOCABULARY + 1} tokens, the model {VOCABULARY}"),
     "tokeniser that is no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON"),
     "configuration that is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
@@ -190,11 +215,14 @@ WRONG: dict[str, tuple[Spoil, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_folder_is_refused(case: str, folder: Path) -> None:
-    """The file and what is wrong with it are named, and what is needed."""
+    """The file and what is wrong with it are named, and what is needed, by `serve` and by what loads it at once."""
     spoil, words = WRONG[case]
     spoil(folder)
     with pytest.raises(ModelFolderError, match=words):
         check_model_folder(folder)
+    if "tokeniser" not in case:  # `logits` takes tokens
+        with pytest.raises(ModelFolderError, match=words):
+            load_causal_model(folder)
 
 
 def _rename(header: dict[str, Any], old: str, new: str) -> None:
@@ -214,6 +242,11 @@ UNFIT: dict[str, tuple[Spoil, str]] = {
         _config(num_hidden_layers=1, layer_types=["linear_attention"]), r"hold \d+ tensors .* such as 'model.layers.1"
     ),
     "weights of another model": (_config(model_type="mistral"), r"lack \d+ of the tensors"),
+    "unknown activation": (_config(hidden_act="swishy"), "transformers cannot load it: KeyError: 'swishy'"),
+    "positions without their factor": (
+        _config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "cannot load it: .* 'rope_type'='yarn'"
+    ),
+    "a part of another kind": (_config(text_config=3), "transformers cannot load it: AttributeError"),
     "a value that transformers refuses": (_config(num_experts="many"), "transformers cannot load it: .*num_experts"),
 }  # fmt: skip
 
@@ -223,8 +256,9 @@ def test_tensors_of_another_model_are_refused(case: str, folder: Path) -> None:
     """A tensor is named, by transformers' own way of loading, that does not fit the model of config.json."""
     spoil, words = UNFIT[case]
     spoil(folder)
-    with pytest.raises(ModelFolderError, match=words):
-        check_tensors(read_downloaded(folder))
+    for check in (lambda: check_tensors(read_downloaded(folder)), lambda: load_causal_model(folder)):
+        with pytest.raises(ModelFolderError, match=words):
+            check()
 
 
 def test_a_good_folder_passes(good: Path) -> None:
@@ -272,12 +306,24 @@ def test_the_size_of_a_state_is_known_before_weights_are_read(kind: str, tmp_pat
         assert sizes.state_bytes_at(length) == state.num_bytes()
 
 
-@pytest.mark.parametrize("case", ["missing shard", pytest.param("wrong shape", marks=pytest.mark.slow)])
-def test_serve_refuses_it_before_anything_is_started(case: str, folder: Path, tmp_path: Path) -> None:
-    """`serve` ends with code 2 and one line on stderr; there is no line of a controller or a rank."""
+@pytest.mark.parametrize(
+    ("command", "case"),
+    [
+        ("serve", "missing shard"),
+        ("logits", "quantised by GPTQ"),
+        pytest.param("serve", "wrong shape", marks=pytest.mark.slow),
+        pytest.param("logits", "wrong shape", marks=pytest.mark.slow),
+    ],
+)
+def test_commands_refuse_it_before_anything_is_started(command: str, case: str, folder: Path, tmp_path: Path) -> None:
+    """The command ends with code 2 and one line on stderr; there is no line of a controller or a rank."""
     (WRONG | UNFIT)[case][0](folder)
-    flags = [f"--model={folder}", f"--port={free_port()}", f"--data-dir={tmp_path / 'data'}"]
-    code, out, err = finish(start_command(["dist_attn", "serve", *flags], tmp_path))
+    np.save(tmp_path / "tokens.npy", np.arange(9))
+    flags = {
+        "serve": [f"--port={free_port()}", f"--data-dir={tmp_path / 'data'}"],
+        "logits": [f"--tokens={tmp_path / 'tokens.npy'}", f"--out={tmp_path / 'logits.npy'}"],
+    }
+    code, out, err = finish(start_command(["dist_attn", command, f"--model={folder}", *flags[command]], tmp_path))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert str(folder) in err
 

@@ -34,7 +34,10 @@ __all__ = [
 ]  # fmt: skip
 
 LENGTH, BLOCK, VOCABULARY = 61, 37, 97
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "pad_token_id": None}
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "pad_token_id": None, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
 KINDS_OF_LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 HEADS = SIZES | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LATENT = HEADS | KINDS_OF_LAYERS | {

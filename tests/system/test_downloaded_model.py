@@ -49,13 +49,14 @@ def _generated(folder: Path, **options: Any) -> list[int]:
     return tokens
 
 
-def test_texts_and_sessions_outlive_a_rank(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--weights-over-ranks"]], ids=["whole", "over ranks"])
+def test_texts_and_sessions_outlive_a_rank(flags: list[str], folder: Path, tmp_path: Path) -> None:
     """Texts are those of transformers' generate; the loss of a rank and forks change no bit of what follows."""
     *tokens, end = _generated(folder)
     wanted = read_foreign(folder).padded(384).decode(tokens).decode(errors="replace")
     assert end != UNUSED and 8 <= len(tokens) < 16
     assert generate_text(str(folder), TEXT.encode(), SamplingSpec(DRAWN, temperature=0.0))["text"] == wanted
-    with served(tmp_path, ranks=2, model=folder) as running:
+    with served(tmp_path, *flags, ranks=2, model=folder) as running:
         client = SessionClient(running.url, seconds=SECONDS)
         whole = _completed(client, {"max_tokens": DRAWN})
         assert (whole["text"], whole["finish_reason"]) == (wanted, "stop")
