@@ -141,7 +141,7 @@ class _Orders:
         if request.awaits_save or (kept and self._states.save_is_due(request)):
             rank = drawing.owner if drawing.owner is not None else drawing.logits_rank
             op = SaveOp(request.number, request.ask_state(self._now), True)
-            for ops in self._that_decode(rank) if drawing.owner is not None else [self.ops[rank or 0]]:
+            for ops in [self.ops[rank or 0]] if drawing.owner is None else self._that_decode(drawing.owner):
                 ops.append(op)
 
     def _save(self, request: Request, rank: int) -> None:

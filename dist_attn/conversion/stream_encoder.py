@@ -79,8 +79,8 @@ def remember(model: StreamEncoder, tokens: float = MEMORY_TOKENS, share: float =
         deviation = model.blocks_hidden(drawn).std(dim=-1).mean()
         for parameter in mixer.parameters():
             parameter.zero_()
-        cast(nn.Linear, mixer.qkv).weight[-size:].copy_(torch.eye(size))
-        cast(nn.Linear, mixer.out).weight.copy_(torch.eye(size) * share * deviation)
+        mixer.qkv.weight[-size:].copy_(torch.eye(size))
+        mixer.out.weight.copy_(torch.eye(size) * share * deviation)
         cast(nn.Linear, mixer.gate).bias.fill_(-math.log(math.expm1(1 / tokens)))
     return model
 

@@ -151,7 +151,12 @@ class SearchService:
             raise NotFound(error.message, param="documents") from None
         if record.kind != "encoding":
             raise BadRequest(f"the job {name[:80]!r} draws a completion; name one that encodes", param="documents")
-        record.check_model(self._context.model.identity)
+        if record.model != self._context.model.identity:
+            raise BadRequest(
+                f"the job {name[:80]!r} was read by the model {record.model}, this search is by "
+                f"{self._context.model.identity}: name that job's model, or encode the text again",
+                param="documents",
+            )
         sizes = [*((each.size, each.rows) for each in found.passages.values()), (record.input_bytes, record.rows)]
         size, rows = (sum(numbers) for numbers in zip(*sizes, strict=True))
         if size > SEARCHED_BYTES or rows > SEARCHED_ROWS:
