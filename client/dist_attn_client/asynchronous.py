@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
+from dist_attn_api.errors import InputError
 from dist_attn_api.types import (
     Choice,
     Completion,
@@ -33,7 +34,7 @@ from dist_attn_client.encodings import (
     check_keywords,
     row_query,
 )
-from dist_attn_client.errors import InputError, NotOurAnswer, Overloaded
+from dist_attn_client.errors import NotOurAnswer, Overloaded
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.files import AsyncFiles
 from dist_attn_client.jobs import AsyncJobs
