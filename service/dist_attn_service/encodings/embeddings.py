@@ -126,7 +126,5 @@ class EmbeddingService:
         row_D = np.frombuffer(rows[0].vectors, dtype="<f4")
         if not np.isfinite(row_D).all():
             raise EngineFailure("the engine computed an embedding with a value that is not finite")
-        size = (
-            np.float32(max(float(np.linalg.norm(row_D)), TINY)) if self._context.model.unit_vectors else np.float32(1)
-        )
-        return np.divide(row_D, size, dtype=np.float32)
+        size = max(float(np.linalg.norm(row_D)), TINY) if self._context.model.unit_vectors else 1.0
+        return (row_D / size).astype(np.float32)
