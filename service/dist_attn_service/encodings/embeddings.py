@@ -126,4 +126,6 @@ class EmbeddingService:
         row_D = np.frombuffer(rows[0].vectors, dtype="<f4")
         if not np.isfinite(row_D).all():
             raise EngineFailure("the engine computed an embedding with a value that is not finite")
-        return row_D / max(float(np.linalg.norm(row_D)), TINY) if self._context.model.unit_vectors else row_D
+        if self._context.model.unit_vectors:
+            return (row_D / max(float(np.linalg.norm(row_D)), TINY)).astype(np.float32)
+        return row_D
