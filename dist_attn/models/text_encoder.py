@@ -72,8 +72,8 @@ class TextEncoder(nn.Module):
         framed = [self.frame(text_T[None]) for text_T in texts]
         lengths = [text_1L.shape[1] for text_1L in framed]
         ops = LocalSequenceOps(documents=tuple(accumulate(lengths[:-1], initial=0)))
-        parts: tuple[torch.Tensor, ...] = self.hidden(torch.cat(framed, dim=1), ops).split(lengths, dim=1)
-        return parts
+        read: tuple[torch.Tensor, ...] = self.hidden(torch.cat(framed, dim=1), ops).split(lengths, dim=1)
+        return read
 
     def pool(self, h_BLD: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """[B, L, D] of this process's slice -> [B, D] of the whole sequences, equal on all ranks.

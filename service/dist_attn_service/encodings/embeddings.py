@@ -126,5 +126,6 @@ class EmbeddingService:
         row_D = np.frombuffer(rows[0].vectors, dtype="<f4")
         if not np.isfinite(row_D).all():
             raise EngineFailure("the engine computed an embedding with a value that is not finite")
-        size = max(float(np.linalg.norm(row_D)), TINY) if self._context.model.unit_vectors else 1.0
-        return (row_D / size).astype(np.float32)
+        if self._context.model.unit_vectors:
+            return (row_D / max(float(np.linalg.norm(row_D)), TINY)).astype(np.float32)
+        return row_D
