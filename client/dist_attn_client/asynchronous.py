@@ -1,7 +1,7 @@
 """The asynchronous client: what a service offers, as coroutines and asynchronous iterators."""
 
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack, cast, final
 
@@ -19,6 +19,8 @@ from dist_attn_api.types import (
     Model,
     ModelList,
     PromptProgress,
+    RerankResults,
+    SearchResults,
     Status,
     Tokenized,
 )
@@ -31,7 +33,7 @@ from dist_attn_client.encodings import (
     check_keywords,
     row_query,
 )
-from dist_attn_client.errors import NotOurAnswer, Overloaded
+from dist_attn_client.errors import InputError, NotOurAnswer, Overloaded
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.files import AsyncFiles
 from dist_attn_client.jobs import AsyncJobs
@@ -63,6 +65,17 @@ class WorkSize(TypedDict, total=False):
     model: str | None
 
 
+class SearchOptions(TypedDict, total=False):
+    """How passages are looked for; rows are those of documents that the search encodes."""
+
+    mode: Literal["hybrid", "dense", "lexical"] | None
+    top_k: int | None
+    granularity: Literal["window", "document", "sentence", "paragraph", "chapter"] | None
+    window: int | None
+    model: str | None
+    priority: Priority | None
+
+
 class Flows:
     """What both clients do, over either transport."""
 
@@ -80,6 +93,7 @@ class Flows:
         document: Document | None = None,
         *,
         file_id: str | None = None,
+        boundaries: Sequence[int] | None = None,
         from_row: int = 0,
         priority: Priority | None = None,
         deadline_s: float | None = None,
@@ -89,21 +103,62 @@ class Flows:
         """The rows of a document of any length, or of a file of the service; `end` is the summary.
 
         After a lost connection the document is sent again, and the rows go on with the next one, with the same bits.
+        `boundaries` are rising byte offsets at which rows end, of a `str` or a file of the service.
 
         Raises: InputError for a document that cannot be read, ClientError.
         """
         source = one_document(document, file_id)
+        body: dict[str, Any] | None = {"file_id": file_id} if source is None else None
+        if boundaries is not None:
+            if body is None and not isinstance(document, str):
+                raise InputError("boundaries go with a str or a file_id; upload a long document and name its file_id")
+            body = {**(body or {"input": document}), "boundaries": list(boundaries)}
         query = row_query(options)
         headers = _terms(deadline_s, priority)
 
         def call(row: int) -> Call:
             asked = query | {"format": "ndjson", "from_row": row or None}
-            if source is None:
-                return Call("POST", "/v1/encodings", asked, headers, json={"file_id": file_id}, repeatable=True)
+            if body is not None:
+                return Call("POST", "/v1/encodings", asked, headers, json=body, repeatable=True)
             return Call("POST", "/v1/encodings", asked, headers, source=source, repeatable=True)
 
         plan = RowsPlan(call, from_row=from_row, on_progress=on_progress)
-        return self._exchange.stream(plan, deadline_s, plan.sent, source)
+        return self._exchange.stream(plan, deadline_s, plan.sent, source if body is None else None)
+
+    async def search(
+        self,
+        query: str,
+        documents: Sequence[str | Mapping[str, str]],
+        *,
+        deadline_s: float | None = None,
+        **options: Unpack[SearchOptions],
+    ) -> SearchResults:
+        """The rows of documents that answer a query best, by their words, their vectors or both.
+
+        Documents are texts, or mappings with one of `text`, `file_id` and `job_id`, and perhaps an `id`. A job's rows
+        and text are searched as it keeps them, and nothing is encoded again. Raises: ClientError.
+        """
+        check_keywords("search", options, SearchOptions)
+        given = [{"text": one} if isinstance(one, str) else dict(one) for one in documents]
+        body = {"query": query, "documents": given, **_told(options)}
+        call = Call("POST", "/v1/search", headers=_terms(deadline_s), json=body, repeatable=True)
+        return await self._exchange.value(call, SearchResults, deadline_s)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        return_documents: bool = False,
+        model: str | None = None,
+        deadline_s: float | None = None,
+    ) -> RerankResults:
+        """Documents in order of how near their vectors are to the query's, the best first. Raises: ClientError."""
+        more = {"top_n": top_n, "return_documents": return_documents or None, "model": model}
+        body = {"query": query, "documents": list(documents), **_told(more)}
+        call = Call("POST", "/v1/rerank", headers=_terms(deadline_s), json=body, repeatable=True)
+        return await self._exchange.value(call, RerankResults, deadline_s)
 
     async def complete(
         self, prompt: str | list[int], *, deadline_s: float | None = None, **options: Unpack[Sampling]
@@ -228,6 +283,11 @@ class AsyncClient(Flows):
     ) -> None:
         """Close all connections."""
         await self.close()
+
+
+def _told(options: Mapping[str, object]) -> dict[str, object]:
+    """Those that are not left out."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _terms(deadline_s: float | None, priority: Priority | None = None) -> dict[str, str]:

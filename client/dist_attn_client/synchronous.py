@@ -126,6 +126,8 @@ class Client:
     complete = _whole(Flows.complete)
     stream = _streamed(Flows.stream)
     embed = _whole(Flows.embed)
+    search = _whole(Flows.search)
+    rerank = _whole(Flows.rerank)
     tokenise = _whole(Flows.tokenise)
     detokenise = _whole(Flows.detokenise)
     estimate = _whole(Flows.estimate)

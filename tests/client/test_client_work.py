@@ -257,6 +257,25 @@ def test_vectors_and_tokens_of_texts(client: Client) -> None:
     assert client.detokenise(client.tokenise("añ€")) == "añ€"
 
 
+def test_passages_and_documents_for_a_query(client: Client) -> None:
+    """A job's rows and a text are searched together; rows end at sentences and at boundaries; texts come in order."""
+    text = "A fox ran. A cat sat. Nobody came."
+    job = client.jobs.wait(client.jobs.encode(text, granularity="sentence").id)
+    found = client.search("fox", [{"id": "job", "job_id": job.id}, "No fox."], mode="lexical", granularity="sentence")
+    assert {(one.document, one.index, one.text) for one in found.results} == {
+        ("job", 0, "A fox ran."),
+        ("1", 0, "No fox."),
+    }
+    assert found.results[0].parts.dense is None and [one.complete for one in found.documents] == [True, True]
+    rows = list(client.encode(text, granularity="sentence"))
+    assert [(row.byte_start, row.byte_stop) for row in rows] == [(0, 10), (10, 21), (21, 34)]
+    assert [row.byte_stop for row in client.encode(text, boundaries=[10, 21])] == [10, 21, 34]
+    with pytest.raises(InputError, match="boundaries go with"):
+        client.encode(text.encode(), boundaries=[10])
+    ordered = client.rerank("abc", ["zebra", "abc"], return_documents=True).results
+    assert ordered[0].document is not None and {one.index for one in ordered} == {0, 1}
+
+
 def test_figures_and_models(client: Client) -> None:
     """Estimates, models, status and readiness come as typed values."""
     estimate = client.estimate(tokens=1_000_000, window=512)

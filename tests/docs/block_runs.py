@@ -16,7 +16,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from dist_attn.settings import read_settings
-from dist_attn_client import AppendSummary, PromptProgress
+from dist_attn_client import AppendSummary, PromptProgress, SearchResults
 from tests.docs.blocks import ROOT, Block, Run, commands_of
 from tests.support.source_path import SOURCE_PATH
 
@@ -125,6 +125,10 @@ def check_mixer(code: str) -> None:
 
 def check_answer(code: str, kind: str) -> None:
     """The client reads it as its own type."""
-    types: dict[str, Any] = {"AppendSummary": AppendSummary, "PromptProgress": PromptProgress}
+    types: dict[str, Any] = {
+        "AppendSummary": AppendSummary,
+        "PromptProgress": PromptProgress,
+        "SearchResults": SearchResults,
+    }
     value = json.loads(code)
     msgspec.convert(value.get("prompt_progress", value), types[kind])

@@ -170,6 +170,8 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("python"),
         Run("shell", says=("encoding.summary",)),
         Run("shell"),
+        Run("shell", instead={'"job_…"': "\"'job_…'\""}, says=("search.results",)),
+        Run("answer", of="SearchResults"),
         Run("shell", instead={**SMALLER, **BREAKS_OFF, "+5242881": "+5243"}),
         Run("shell", instead={**SMALLER, **BREAKS_OFF}),
         Run("answer", of="PromptProgress"),

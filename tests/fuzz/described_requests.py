@@ -47,6 +47,10 @@ UNSAID: dict[str, tuple[str, ...]] = {
         "[a-z]+ and [a-z]+ were given",
         "input and file_id are two documents",
         "the sample has",
+        "boundaries (must rise|has|and)",
+        r"documents\[[0-9]+\] has",
+        "two documents have the same id",
+        "texts is another name",
         # on what has come before
         "[0-9]+ bytes of [0-9]+ have come",
         "(a part is named twice|there is no part)",
@@ -66,9 +70,14 @@ UNSAID: dict[str, tuple[str, ...]] = {
         "Upload-Metadata cannot be read",
         "(mime_type|filename|name) cannot be .*: it holds control characters",
     ),
-    "missing_parameter": ("(input|prompt) is missing", "send "),
+    "missing_parameter": ("(input|prompt|documents) is missing", "send "),
     "unknown_parameter": ("unknown parameter",),  # of the completion in a job
-    "empty_input": ("(input|the body) is empty", "the file is empty"),
+    "empty_input": (
+        "(input|the body) is empty",
+        "the file is empty",
+        r"(documents|texts)\[[0-9]+\](\.text)? is empty",
+        "query is blank",
+    ),
     "unsupported_parameter": (
         "dimensions=",
         "best_of",

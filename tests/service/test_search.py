@@ -104,6 +104,14 @@ def test_both_are_fused_by_rank(service: RunningService) -> None:
     assert sum(one["parts"]["lexical"] is not None for one in found["results"]) == 2
 
 
+def test_words_that_most_rows_have_are_not_marked(service: RunningService) -> None:
+    """They tell nothing, unless the query has no others."""
+    documents = [{"text": "The fox ran. The cat sat. The owl flew."}]
+    for query, marked in (("the fox", {"fox"}), ("the", {"The"})):
+        best = search(service, query, documents, mode="lexical", top_k=1)["results"][0]
+        assert {best["text"][a:b] for a, b in best["words"]} == marked
+
+
 def job(service: RunningService, text: str, query: str = "granularity=sentence") -> str:
     """The id of a job that has ended well."""
     made = httpx.post(f"{service.url}/v1/jobs?{query}", content=text, headers={"content-type": "text/plain"}).json()

@@ -123,7 +123,10 @@ def test_completions_are_refused_and_models_say_why(service: RunningService) -> 
     answer = post(service, "/v1/completions", prompt="x")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     card = httpx.get(f"{service.url}/v1/models").json()["data"][0]
-    assert (card["capabilities"], card["max_model_len"]) == (["embeddings", "encodings"], TEXT_TOKENS + 2)
+    assert (card["capabilities"], card["max_model_len"]) == (
+        ["embeddings", "encodings", "search", "rerank"],
+        TEXT_TOKENS + 2,
+    )
     told = post(service, "/tokenize", prompt="it was").json()
     assert told["max_model_len"] == TEXT_TOKENS + 2
 

@@ -220,6 +220,24 @@ def test_every_way_to_the_rows_gives_the_same_bits(whole: Served) -> None:
     assert httpx.get(f"{place}/result", headers=HEADERS, timeout=SECONDS).text.splitlines() == lines
 
 
+def test_rows_of_sentences_are_means_of_their_tokens(whole: Served) -> None:
+    """Of a real model, sent in a stream: each sentence's row is the mean over its range of the rows of tokens."""
+    data = b"It was a dark night. The rain fell in torrents, as it does! Nobody came. " * 40
+
+    def rows(query: str) -> list[dict[str, Any]]:
+        url = f"{whole.url}/v1/encodings?granularity={query}"
+        pieces = (data[at : at + 700] for at in range(0, len(data), 700))
+        lines = httpx.post(url, content=pieces, headers=HEADERS, timeout=SECONDS).text.splitlines()
+        return [json.loads(line) for line in lines[:-1]]
+
+    tokens, sentences = rows("token"), rows("sentence")
+    vectors = np.array([row["embedding"] for row in tokens])
+    assert len(sentences) == 120 and sentences[-1]["stop"] == len(tokens)
+    for row in sentences:
+        assert data[row["byte_start"] : row["byte_stop"]].strip()[-1:] in b".!"
+        np.testing.assert_allclose(row["embedding"], vectors[row["start"] : row["stop"]].mean(0), rtol=1e-4, atol=1e-5)
+
+
 def test_the_client_and_the_command_line_give_the_same_bits(whole: Served, tmp_path: Path) -> None:
     """Rows by the client and by `encode --url`, and a session that is fed, drawn from and forked, on a real engine."""
     data = b"It was a dark and stormy night; the rain fell in torrents. " * 60

@@ -13,6 +13,7 @@ import pytest
 from dist_attn.conversion import convert_folder
 from tests.support.sentence_encoders import MAX_TOKENS, TEXTS, sentence_transformer, write_sentence_encoder
 from tests.support.served import Served, served
+from tests.support.waiting import eventually
 
 BOOK = " ".join(TEXTS) * 40
 
@@ -78,11 +79,31 @@ def test_windows_of_a_book_are_embeddings(program: Served, window: int) -> None:
         assert post(program, "/tokenize", prompt=part).json()["tokens"] == tokens[row["start"] : row["stop"]]
 
 
+def test_a_book_is_searched_by_its_sentences(program: Served) -> None:
+    """A sentence of a text that a job has encoded is found first by its words and by its vector, which is its own; and
+    documents are put in order.
+    """
+    said = ["The worst of times came late.", "Nobody knows wisdom.", "An age of foolishness, that was it!"]
+    made = post(program, "/v1/jobs", input=" ".join(said), granularity="sentence").json()
+    place = f"{program.url}/v1/jobs/{made['id']}"
+    eventually(lambda: httpx.get(place).json()["status"] == "succeeded", "the job to end", 60)
+    for number, sentence in enumerate(said):
+        asked = {"query": sentence, "documents": [{"id": "book", "job_id": made["id"]}], "top_k": 1}
+        found = post(program, "/v1/search", **asked).json()
+        assert found["documents"] == [{"id": "book", "rows": len(said), "complete": True}]
+        (best,) = found["results"]
+        assert (best["index"], best["text"].strip()) == (number, sentence)
+        assert best["parts"]["lexical"]["rank"] == best["parts"]["dense"]["rank"] == 1
+        assert best["parts"]["dense"]["score"] == pytest.approx(1, abs=1e-4)
+        ordered = post(program, "/v1/rerank", query=sentence, documents=said).json()["results"]
+        assert ordered[0]["index"] == number and ordered[0]["relevance_score"] == pytest.approx(1, abs=1e-5)
+
+
 def test_what_it_cannot_do_is_refused(program: Served) -> None:
     """The list of models says what it does, and the rest is refused with a reason, the program still running."""
     card = httpx.get(f"{program.url}/v1/models/minilm").json()
     assert (card["capabilities"], card["max_model_len"], card["embedding_size"]) == (
-        ["embeddings", "encodings"],
+        ["embeddings", "encodings", "search", "rerank"],
         MAX_TOKENS,
         32,
     )

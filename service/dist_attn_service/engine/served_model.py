@@ -80,7 +80,8 @@ class ServedModel:
     @property
     def capabilities(self) -> list[str]:
         """The routes of /v1 that this model answers."""
-        return ["completions", "embeddings", "encodings"] if self.reading is None else ["embeddings", "encodings"]
+        of_all = ["embeddings", "encodings", "search", "rerank"]
+        return ["completions", *of_all] if self.reading is None else of_all
 
     @property
     def max_tokens(self) -> int | None:

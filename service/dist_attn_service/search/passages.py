@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn_service.encodings.encoding_run import RowBlock
-from dist_attn_service.search.words import Floats, WordCounts, bm25
+from dist_attn_service.search.words import Floats, WordCounts, bm25, words_of
 
 __all__ = ["Passages", "Pool", "directions", "fused", "ranks"]
 
@@ -88,6 +88,12 @@ class Pool:
     def bm25(self, query: str) -> Floats:
         """The score of each passage by its words, [N]."""
         return bm25(query, self.words, self.total)
+
+    def telling(self, query: str) -> frozenset[str]:
+        """The query's words but for those that most passages have; all of them where no others are left."""
+        words = frozenset(words_of(query))
+        having = {word: sum(len(segment.having(word)[0]) for segment in self.words) for word in words}
+        return frozenset(word for word in words if 2 * having[word] <= self.total) or words
 
     def cosines(self, query_D: npt.NDArray[np.float32]) -> Floats:
         """The cosine of each passage's vector and a query's, both less the mean of all where there are two, [N]."""

@@ -12,6 +12,7 @@ from typing import Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from dist_attn.text.base import TokenArray
 from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_api.types import (
@@ -34,7 +35,7 @@ from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, piec
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.passages import Passages, Pool, directions, fused, ranks
-from dist_attn_service.search.words import Floats, places_of, words_of
+from dist_attn_service.search.words import Floats, places_of
 from dist_attn_service.text.tokenising import Piece, TextMark
 
 __all__ = ["Query", "SearchService", "Searched"]
@@ -191,11 +192,7 @@ class SearchService:
                 else:
                     blocks = await self._rows(data, query.spec, pieces, found, name, terms)
             block = _joined(blocks)
-            passages = Passages(
-                lambda first, count, block=block: block.after(first).first(count),
-                lambda a, b, data=data: data[a:b],
-                len(data),
-            )
+            passages = _in_memory(block, data)
             while passages.rows < len(block):
                 await self._context.beside(passages.grow, len(block))
             found.passages[place] = passages
@@ -235,7 +232,7 @@ class SearchService:
 
         Raises: BadRequest for texts without tokens, ServiceError when the engine fails.
         """
-        texts = [utf8(query, "query", "query")]
+        texts: list[bytes | TokenArray] = [utf8(query, "query", "query")]
         texts += [utf8(text, f"documents[{place}]", "documents") for place, text in enumerate(documents)]
         async with _in_time(terms):
             with _naming("input[0]", "query"):
@@ -316,6 +313,18 @@ async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: 
     return [RowBlock(0, ranges_N4, np.empty((len(edges) - 1, 0), np.float32))]
 
 
+def _in_memory(block: RowBlock, data: bytes) -> Passages:
+    """A document whose rows and text are here; nothing of it is taken in yet."""
+
+    def read(first: int, count: int) -> RowBlock:
+        return block.after(first).first(count)
+
+    def read_text(start: int, stop: int) -> bytes:
+        return data[start:stop]
+
+    return Passages(read, read_text, len(data))
+
+
 def _joined(blocks: list[RowBlock]) -> RowBlock:
     if not blocks:
         return RowBlock(0, np.empty((0, 4), np.int64), np.empty((0, 0), np.float32))
@@ -337,7 +346,7 @@ def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, 
         parts["dense"] = scores_N, ranks(scores_N, np.ones(pool.total, dtype=np.bool_))
     scores_N = fused(*(rank_N for _, rank_N in parts.values())) if query.mode == "hybrid" else parts[query.mode][0]
     has_N = np.logical_or.reduce([rank_N > 0 for _, rank_N in parts.values()])
-    order_N, words = ranks(scores_N, has_N), frozenset(words_of(query.text))
+    order_N, words = ranks(scores_N, has_N), pool.telling(query.text)
     results = []
     for passage in np.argsort(np.where(order_N > 0, order_N, pool.total + 1), kind="stable")[: query.top].tolist():
         if not order_N[passage]:
