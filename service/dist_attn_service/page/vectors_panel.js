@@ -13,8 +13,6 @@ import { Tip } from "./view/tip.js";
 const CELLS = 360; // of the map in each direction; more rows are put together for display
 const POINTS = 4000; // of the projection; of more rows every second, third, … is drawn
 const HITS = 8;
-/** English words that are in nearly every passage: marking them would hide those that tell why it came. */
-const COMMON = new Set("a an and are as at be been but by for from had has have he her him his i in is it its me my no not of on or our she so that the their them they this to was we were what when where which who why with you your".split(" "));
 const REDRAW_MS = 900;
 
 /** Draws what the worker knows, again whenever there is more of it. */
@@ -179,8 +177,5 @@ function matched(result, text) {
   const before = /^\uFFFD*/.exec(result.text)?.[0].length ?? 0;
   const shift = text.indexOf(result.text.replace(/^\uFFFD+|\uFFFD+$/g, "")) - before;
   if (shift + before < 0) return [];
-  /** @type {[number, number][]} */
-  const all = inUnits(result.text, result.words).map(([start, stop]) => [start + shift, stop + shift]);
-  const telling = all.filter(([start, stop]) => !COMMON.has(text.slice(start, stop).toLowerCase()));
-  return telling.length ? telling : all;
+  return inUnits(result.text, result.words).map(([start, stop]) => /** @type {[number, number]} */ ([start + shift, stop + shift]));
 }
