@@ -107,7 +107,8 @@ class Block(Recomputable):
     def _after_mixing(self, x: torch.Tensor, mixed: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         mixed = self.mixer_dropout(mixed, ops)
         if self.config.residual == "parallel":
-            return x + mixed + self.mlp_dropout(self._mlp(self.mlp_norm(x)), ops)
+            made: torch.Tensor = self.mlp_dropout(self._mlp(self.mlp_norm(x)), ops)
+            return x + mixed + made
         return self.feed_forward(self._after(self.mixer_norm, x + mixed), ops)
 
     def feed_forward(self, x: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
