@@ -102,7 +102,7 @@ USES: Mapping[str, Use] = {
 BOOKS = books.TRAIN[:3]
 TEXT = {"batch": 8, "segment": 128, "stateful": False, "validation_bytes": 20_000}
 TEXT_STEPS, TEXT_VOCABULARY = 100, 1024
-LISTOPS = {
+LISTOPS: dict[str, Any] = {
     "kind": "listops",
     "min_length": 50,
     "max_length": 150,
@@ -204,7 +204,7 @@ def _translator(arm: str, feature: str, policy: str, seed: int, budget: Budget) 
             f"train_{side}": f"{train}.{language}.gz",
             f"validation_{side}": f"{multi30k.VALIDATION}.{language}.gz",
         }
-    settings = {
+    settings: dict[str, Any] = {
         "model": model,
         "data": data,
         "optimiser": with_warmup({**OPTIMISER, "final_ratio": 0.05, "betas": [0.9, 0.98]}, steps),
