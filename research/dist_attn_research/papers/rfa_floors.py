@@ -273,8 +273,8 @@ NOTES = (
     "floor-X divides by max(phi(q).z, X m), m the sum of the weights of all keys; exact by phi(q).z; authors-clamp by "
     "max(|phi(q).z|, 1) as the code of the paper's authors has it (features of length 0.1 sqrt(D), here 1). layer-norm "
     "divides by nothing and normalises phi(q) S over the values of a head; for gated language models alone.",
-    "guarded: the share of the last validation's denominators that the policy replaced. What holds 0 in its interval of "
-    "95 % (Student's, paired by seed) is not told from noise.",
+    "guarded: the share of the last validation's denominators that the policy replaced. What holds 0 in its interval "
+    "of 95 % (Student's, paired by seed) is not told from noise.",
     f"Cross attention: Multi30k, German to English, 1 + 1 layers of width 128, 4 heads, D = {NUM_RANDOM}; softmax in "
     f"the encoder and among the decoder's tokens; {PAIRS_STEPS} steps of {PAIRS['batch']} pairs, greedy translations "
     f"of {TRANSLATED} validation pairs.",
