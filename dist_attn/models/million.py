@@ -70,8 +70,8 @@ class GlobalMixing(Recomputable):
         mixed_1ND = ops.fourier_mix(weighed_ND[None], norm="ortho").to(x_ND.dtype)
         x_ND = x_ND + self.dropout(mixed_1ND, ops, draw)[0]
         inner = F.gelu(self.mlp_in(self.mlp_norm(x_ND)), approximate="tanh")
-        made_ND: torch.Tensor = self.mlp_dropout(self.mlp_out(inner)[None], ops, draw)[0]
-        return x_ND + made_ND
+        mixed_ND: torch.Tensor = x_ND + self.mlp_dropout(self.mlp_out(inner)[None], ops, draw)[0]
+        return mixed_ND
 
 
 class MillionModel(nn.Module):

@@ -210,13 +210,13 @@ def _check_positions(model: LanguageModelConfig, data: TextDataConfig) -> None:
 
 def _check_pools(model: LanguageModelConfig, data: TextDataConfig) -> None:
     """Raises ConfigError where a carried state would be one of other random features than those that read it."""
-    mixers = mixers_of_layers(model.mixer, model.num_layers)
-    pooled = [(mixer.kind, pool) for mixer in mixers if (pool := getattr(mixer, "pool", 0))]
-    if data.stateful and pooled:
-        raise ConfigError(
-            f"model.mixer {pooled[0][0]} draws its features from a pool of {pooled[0][1]} at every step, and a "
-            "state of one step's features means nothing to the next: set data.stateful = false, or pool = 0"
-        )
+    for mixer in mixers_of_layers(model.mixer, model.num_layers):
+        pool = getattr(mixer, "pool", 0)
+        if data.stateful and pool:
+            raise ConfigError(
+                f"model.mixer {mixer.kind} draws its features from a pool of {pool} at every step, and a state of one "
+                "step's features means nothing to the next: set data.stateful = false, or pool = 0"
+            )
 
 
 def read_validation_text(data: TextDataConfig) -> bytes | None:

@@ -102,7 +102,7 @@ USES: Mapping[str, Use] = {
 BOOKS = books.TRAIN[:3]
 TEXT = {"batch": 8, "segment": 128, "stateful": False, "validation_bytes": 20_000}
 TEXT_STEPS, TEXT_VOCABULARY = 100, 1024
-LISTOPS = {
+LISTOPS: dict[str, Any] = {
     "kind": "listops",
     "min_length": 50,
     "max_length": 150,
@@ -204,7 +204,7 @@ def _translator(arm: str, feature: str, policy: str, seed: int, budget: Budget) 
             f"train_{side}": f"{train}.{language}.gz",
             f"validation_{side}": f"{multi30k.VALIDATION}.{language}.gz",
         }
-    settings = {
+    settings: dict[str, Any] = {
         "model": model,
         "data": data,
         "optimiser": with_warmup({**OPTIMISER, "final_ratio": 0.05, "betas": [0.9, 0.98]}, steps),
@@ -258,7 +258,7 @@ def _table(done: Sequence[Done], name: str) -> Table:
         beside = [mean_and_spread(of_arm(done, arm, "perplexity"))] if use.score == "bleu" else []
         rows.append((policy, scores, *beside, gain, verdict, guarded, minutes_of(done, arm)))
     beside = ["perplexity"] if use.score == "bleu" else []
-    columns = (use.score, *beside, f"better than {BASE} by", "told from noise", "guarded, %", "minutes")
+    columns = (use.score, *beside, f"better than {BASE} by", "is it better?", "guarded, %", "minutes")
     return Table(f"{use.title}, mean ± spread (seeds)", ("policy", *columns), tuple(rows))
 
 
@@ -273,8 +273,8 @@ NOTES = (
     "floor-X divides by max(phi(q).z, X m), m the sum of the weights of all keys; exact by phi(q).z; authors-clamp by "
     "max(|phi(q).z|, 1) as the code of the paper's authors has it (features of length 0.1 sqrt(D), here 1). layer-norm "
     "divides by nothing and normalises phi(q) S over the values of a head; for gated language models alone.",
-    "guarded: the share of the last validation's denominators that the policy replaced. A difference counts as told "
-    "from noise where its interval of 95 % (Student's, paired by seed) does not hold 0.",
+    "guarded: the share of the last validation's denominators that the policy replaced. What holds 0 in its interval "
+    "of 95 % (Student's, paired by seed) is not told from noise.",
     f"Cross attention: Multi30k, German to English, 1 + 1 layers of width 128, 4 heads, D = {NUM_RANDOM}; softmax in "
     f"the encoder and among the decoder's tokens; {PAIRS_STEPS} steps of {PAIRS['batch']} pairs, greedy translations "
     f"of {TRANSLATED} validation pairs.",
