@@ -155,7 +155,7 @@ def load_adapted_model(
     owners = None if over is None else owners_of(described, over.size)
     stored: dict[str, ReadWhenAsked | torch.Tensor] = {}
     for name, tensor in described.tensors.items():
-        away = owners is not None and over is not None and rank_of(name, owners) not in (None, over.rank)
+        away = owners is not None and over is not None and rank_of(name, tensor.shape, owners) not in (None, over.rank)
         stored[name] = LeftOut.of(tensor) if away else ReadWhenAsked(files, tensor)
     model = make_model(folder, stored, dtype, attention=ATTENTION)
     forget_left_out(model)

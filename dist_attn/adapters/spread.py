@@ -11,6 +11,7 @@ Shape letters: B batch, L tokens on this rank, D model width.
 import re
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -46,10 +47,12 @@ def owners_of(model: DownloadedModel, ranks: int) -> list[int]:
     return [sum(number >= begin for begin in first) - 1 for number in range(layers)]
 
 
-def rank_of(name: str, owners: list[int]) -> int | None:
-    """The rank that has a stored tensor; None: all have it."""
+def rank_of(name: str, shape: tuple[int, ...], owners: list[int]) -> int | None:
+    """The rank that has a stored tensor; None: all have it, as they have vectors."""
     number = _layer_of(name)
-    return owners[number] if number is not None and number < len(owners) else None
+    if number is None or number >= len(owners) or prod(shape) == max(shape, default=1):
+        return None
+    return owners[number]
 
 
 def _layer_of(name: str) -> int | None:
@@ -62,33 +65,38 @@ class SpreadLayers:
 
     Every rank makes the same passes in the same order. `layers` of other ranks have weights without bytes, on `meta`.
 
-    Raises: ConfigError for a model whose layers share weights with each other or with what is in none.
+    Raises: ConfigError for a model whose layers share weights with each other or with what is in none, or are stored
+        with tables that are no weights.
     """
 
     def __init__(self, model: PreTrainedModel, layers: list[nn.Module], owners: list[int], comm: Communicator) -> None:
         self._comm, self._owners, self._layers = comm, owners, layers
-        self._weights: list[list[tuple[nn.Module, str, torch.Tensor, int]]] = []  # once a pass has been made
+        self._weights: list[list[tuple[nn.Module, str, nn.Parameter, int]]] = []  # once a pass has been made
         self._outputs = [0] * len(layers)  # how many values a layer gives; 0: its hidden states alone
         self._operations = [slice(0, 0)] * len(layers)  # those along the sequence that are in a layer
         by_layer = [{id(weight) for _, _, weight in _weights_in(layer)} for layer in layers]
         in_layers = set[int]().union(*by_layer)
         apart = len(layers) == len(owners) and len(in_layers) == sum(map(len, by_layer))
-        if not apart or any(p.is_meta and id(p) not in in_layers for p in model.parameters()):
+        left_out = [weight for weight in model.parameters() if weight.is_meta and id(weight) not in in_layers]
+        if not apart or left_out or any(buffer.is_meta for buffer in model.buffers()):
             raise ConfigError(
-                "engine.weights_over_ranks: layers of this type of model share weights, so that none can be left to "
-                "one rank; leave it out"
+                "engine.weights_over_ranks: layers of this type of model share weights, or are stored with tables, so "
+                "that none can be left to one rank; leave it out"
             )
         for number, layer in enumerate(layers):
             layer.forward = self._around(number, layer.forward)
 
-    def _all_weights(self) -> list[list[tuple[nn.Module, str, torch.Tensor, int]]]:
-        """Of each layer its weights, where they lie, and the remainders of their addresses on their own rank.
+    def _all_weights(self) -> list[list[tuple[nn.Module, str, nn.Parameter, int]]]:
+        """Of each layer what some rank lacks, where it lies, and the remainders of addresses on the layer's rank.
 
         A product's last bits may depend on where its numbers begin, so copies of weights begin as these do.
         """
         found = []
         for layer, owner in zip(self._layers, self._owners, strict=True):
             own = list(_weights_in(layer))
+            lacking = torch.tensor([int(weight.is_meta) for _, _, weight in own], dtype=torch.int64, device="cpu")
+            lacking = self._comm.all_reduce_sum(lacking, label="weights")
+            own = [each for each, ranks in zip(own, lacking.tolist(), strict=True) if ranks]
             begins = [0 if weight.is_meta else weight.data_ptr() % ALIGNED for _, _, weight in own]
             told = self._comm.broadcast(torch.tensor(begins, dtype=torch.int64, device="cpu"), owner, label="weights")
             found.append([(*each, begin) for each, begin in zip(own, told.tolist(), strict=True)])
@@ -153,13 +161,12 @@ class SpreadLayers:
             expected = torch.empty_like(weight, device=device) if weight.is_meta else weight.detach()
             sent = self._comm.broadcast(expected, self._owners[number], label="weights")
             if weight.is_meta:
-                sent = _beginning_at(sent, begin)
-                _put(module, name, nn.Parameter(sent, requires_grad=False) if name in module._parameters else sent)
+                module.register_parameter(name, nn.Parameter(_beginning_at(sent, begin), requires_grad=False))
 
     def _drop(self, number: int) -> None:
         """Forget weights that are another rank's."""
         for module, name, weight, _ in self._weights[number]:
-            _put(module, name, weight)
+            module.register_parameter(name, weight)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -168,12 +175,10 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return hidden
 
 
-def _weights_in(layer: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """All that a layer is stored with."""
+def _weights_in(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for module in layer.modules():
-        for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if name not in module._non_persistent_buffers_set:
-                yield module, name, weight
+        for name, weight in module.named_parameters(recurse=False):
+            yield module, name, weight
 
 
 def _beginning_at(x: torch.Tensor, offset: int) -> torch.Tensor:
@@ -183,7 +188,3 @@ def _beginning_at(x: torch.Tensor, offset: int) -> torch.Tensor:
     room = torch.empty(x.nbytes + ALIGNED, dtype=torch.uint8, device=x.device)
     begin = (offset - room.data_ptr()) % ALIGNED
     return room[begin : begin + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-
-
-def _put(module: nn.Module, name: str, weight: torch.Tensor) -> None:
-    (module._parameters if name in module._parameters else module._buffers)[name] = weight  # type: ignore[assignment]

@@ -98,13 +98,12 @@ class LeftOut(torch.Tensor):
 
 
 def forget_left_out(model: PreTrainedModel) -> None:
-    """Have plain tensors on `meta` in the place of what was left out."""
+    """Have plain parameters on `meta` in the place of what was left out."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, weight in held.items():
-                if isinstance(weight, LeftOut):
-                    plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-                    held[name] = nn.Parameter(plain, requires_grad=False) if held is module._parameters else plain
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if isinstance(weight, LeftOut):
+                plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                module.register_parameter(name, nn.Parameter(plain, requires_grad=False))
 
 
 def make_model(

@@ -24,6 +24,7 @@ from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 
 BLOCK_TOKENS = 8_192
+EXCHANGE_S, LOADING_S = 30.0, 300.0  # to wait for another rank, which may still load its weights
 READ_OUT = 64  # tokens whose logits a rank holds at a time
 
 
@@ -35,7 +36,8 @@ def logits_here(options: LogitsOptions) -> dict[str, Any] | None:
     tokens_T = _read_tokens(options.tokens)
     folder = resolve_model_folder(options.model)
     compute = choose_compute(options.device, options.dtype)
-    with open_communicator(device=compute.device) as comm, ExitStack() as stack:
+    waits_s = LOADING_S if options.weights_over_ranks else EXCHANGE_S
+    with open_communicator(device=compute.device, timeout_s=waits_s) as comm, ExitStack() as stack:
         over = comm if options.weights_over_ranks else None
         model = load_causal_model(folder, weights=options.weights, dtype=compute.dtype, over=over).to(compute.device)
         if isinstance(model, LanguageModel):
