@@ -1,8 +1,8 @@
 """Search inside a book: the passages whose vectors point the way that a question's vector does.
 
-Needs a running service; of the shipped models `books-6m-chapters` is the one that is trained for search:
+Needs a running service; of the shipped models `minilm-stream` is the one for search, which `serve` has beside the writer:
 
-    dist-attn serve --model books-6m-chapters
+    dist-attn serve
     python examples/search_in_a_book.py book.txt "the whale struck the ship"
 
 With --like N the question is passage N of the book itself.

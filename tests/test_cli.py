@@ -352,7 +352,7 @@ def test_models_are_listed_with_what_they_are_for(run, tmp_path, monkeypatch):
     code, out, err = run("models", "--json")
     shipped = json.loads(out)["data"]
     assert (code, err) == (0, "")
-    assert [model["name"] for model in shipped] == ["books-6m", "books-6m-chapters"]
+    assert [model["name"] for model in shipped] == ["books-6m", "minilm-stream"]
     assert [model["default"] for model in shipped] == [True, False]
     assert all(model["bytes"] > 1 << 20 and model["purpose"] for model in shipped)
     lines = run("models")[1].splitlines()

@@ -356,7 +356,7 @@ def test_a_saved_folder_brings_its_classes(tmp_path):
     assert done.stdout.split()[1:] == ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel"]
 
 
-@pytest.mark.parametrize("name", ["books-6m", "books-6m-chapters"])
+@pytest.mark.parametrize("name", ["books-6m"])
 def test_the_shipped_models_load(name):
     """The shipped models' folders are ones that transformers knows, with an end token that pads."""
     folder = resolve_model_folder(name)

@@ -171,11 +171,11 @@ def test_weights_are_held_in_a_precision_that_there_is(tmp_path: Path) -> None:
 def test_the_encoders_controller_is_on_this_host(tmp_path: Path) -> None:
     """It has ranks, weights and a folder of its own and no other hosts; all else is as in [engine]."""
     engine = 'ranks = 4\nagents = 2\nrank_address = "tcp://127.0.0.1:1"\nweights = "int8"\nblock_tokens = 1024\n'
-    toml = f'[engine]\n{engine}[encoder]\nmodel = "books-6m-chapters"\nranks = 2\n'
+    toml = f'[engine]\n{engine}[encoder]\nmodel = "minilm-stream"\nranks = 2\n'
     tree = read(tmp_path, toml, {"data_dir": "d"}).settings
     own, shared = ControlSettings.of_encoder(tree), ControlSettings.of(tree, model="m")
     assert (Path(own.model).name, own.ranks, own.weights, own.data_dir) == (
-        "books-6m-chapters", 2, "float32", str(Path("d/encoder")),
+        "minilm-stream", 2, "float32", str(Path("d/encoder")),
     )  # fmt: skip
     assert (own.agents, own.local_agent, own.rank_address, own.api_address) == (1, True, "", "")
     others = ("model", "ranks", "weights", "data_dir", "agents", "local_agent", "rank_address", "api_address")

@@ -95,12 +95,13 @@ def _encoder(settings: Settings) -> list[Finding]:
     own = settings.encoder
     try:
         folder = resolve_model_folder(own.model)
-        check_engine(folder, ControlSettings.of_encoder(settings), "encoder")
+        engine = ControlSettings.of_encoder(settings)
+        check_engine(folder, engine, "encoder")
     except DistAttnError as error:
         return [broken("encoder", str(error), "name another with encoder.model")]
-    rank_bytes, _ = _needs(folder, own.ranks, own.weights)
+    rank_bytes, _ = _needs(folder, engine.ranks, engine.weights)
     takes = f", each of about {byte_size(rank_bytes)}" if rank_bytes else ""
-    return [machine.ok("encoder", f"{folder}; ranks of its own: {own.ranks}{takes}")]
+    return [machine.ok("encoder", f"{folder}; ranks of its own: {engine.ranks}{takes}")]
 
 
 def _needed_by(engine: EngineSettings) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.rank_link.rows import RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm
-from dist_attn.shipped import resolve_model_folder
+from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 from dist_attn.text import Tokeniser
 from dist_attn.text.cuts import CutFinder
 from dist_attn.wire.messages import RowSpec
@@ -94,7 +94,7 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
 
     Raises: InputError, ModelFolderError, CommError; as `encode_file`.
     """
-    folder = resolve_model_folder(options.model)
+    folder = resolve_model_folder(options.model or DEFAULT_ENCODER)
     compute = _compute(options)
     loaded, tokeniser = load_reader_and_tokeniser(folder)
     reading = None

@@ -16,8 +16,8 @@ from dist_attn.control.preflight import check_before_start, check_engine
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings, threads_for
 from dist_attn.log_lines import say
-from dist_attn.settings import Settings, read_settings
-from dist_attn.shipped import resolve_model_folder
+from dist_attn.settings import Resolved, Settings, read_settings
+from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 
 __all__ = ["api_stop_deadline_s", "serve"]
 
@@ -34,7 +34,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
     Raises: ModelFolderError for an unknown or damaged model, ConfigError for settings that do not fit, a port that is
         taken and a data folder that cannot be written to, EngineError when the controller does not come up.
     """
-    settings = read_settings(config, environment=os.environ, flags=flags).settings
+    settings = beside_default(read_settings(config, environment=os.environ, flags=flags))
     folder = resolve_model_folder(settings.model)
     check_before_start(
         folder=folder,
@@ -48,7 +48,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         controllers.append(ControlSettings.of_encoder(settings))
         check_engine(Path(controllers[1].model), controllers[1], "encoder")
         # Both groups compute at the same time: together they take the threads that one would take by itself.
-        here = settings.engine.ranks // settings.engine.agents + settings.encoder.ranks
+        here = settings.engine.ranks // settings.engine.agents + controllers[1].ranks
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(here)))
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,6 +63,15 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
             return _watch(engines, api, stopped)
         finally:
             _stop_api(api, api_stop_deadline_s(settings))
+
+
+def beside_default(read: Resolved) -> Settings:
+    """The settings, with the encoder that ships beside the model that ships, unless one of them was named."""
+    settings = read.settings
+    if settings.model is not None or "encoder.model" in read.origins:
+        return settings
+    encoder = settings.encoder.model_copy(update={"model": DEFAULT_ENCODER})
+    return settings.model_copy(update={"encoder": encoder})
 
 
 def _start_api(engines: Sequence[EngineHandle], config: Path | None, settings: Settings) -> subprocess.Popen[bytes]:

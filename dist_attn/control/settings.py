@@ -108,7 +108,8 @@ class ControlSettings(FlagSettings, EngineSettings):
         own = tree.encoder
         here = {"agents": 1, "local_agent": True, "rank_address": "", "data_dir": str(tree.data_dir / "encoder")}
         model = str(resolve_model_folder(own.model))
-        return cls.of(tree, model=model, ranks=own.ranks, weights=own.weights, api_address=own.api_address, **here)
+        ranks = tree.engine.ranks if own.ranks is None else own.ranks
+        return cls.of(tree, model=model, ranks=ranks, weights=own.weights, api_address=own.api_address, **here)
 
     @classmethod
     def from_flags(

@@ -272,10 +272,14 @@ class EncoderSettings(Section):
     """
 
     model: str = Field(
-        default="", description="a model folder, or the name of a shipped model; empty: one model does everything"
+        default="",
+        description="a model folder, or the name of a shipped model; where neither it nor `model` is named, `serve` "
+        "takes the encoder that ships; empty: one model does everything",
     )
     served_model_name: Names = Field(default=(), description="names that it answers to in place of its folder's")
-    ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each of its documents")
+    ranks: int | None = Field(
+        default=None, ge=1, le=1024, description="processes that share each of its documents; not set: engine.ranks"
+    )
     weights: WeightPrecision = Field(default="float32", description="how its weights lie in memory")
     api_address: str = Field(
         default="", description="ZeroMQ address between API and its controller; empty: a private one"

@@ -108,6 +108,8 @@ def sha256(path: Path) -> str:
 
 SHIPPED = Path(__file__).parent
 DEFAULT_MODEL = "books-6m"
+DEFAULT_ENCODER = "minilm-stream"
+"""What makes vectors of texts where no model is named: `encode` takes it, and `serve` beside the default model."""
 
 
 def default_model_folder() -> Path:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
 SHIPPED = {
     f"dist_attn/shipped/{model}/{name}"
-    for model in ("books-6m", "books-6m-chapters")
+    for model in ("books-6m", "minilm-stream")
     for name in ("config.json", "manifest.json", "model.safetensors", "tokenizer.json", "README.md")
 }
 

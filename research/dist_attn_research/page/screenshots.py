@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code: 0, or 2 when something is missing."""
     parser = argparse.ArgumentParser(prog="dist-attn bench page-screenshots", description=__doc__)
     parser.add_argument("book", type=Path)
-    parser.add_argument("--model", default="books-6m-chapters")
+    parser.add_argument("--model", default="minilm-stream")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--bytes", type=int, default=300_000, help="of the book")
     parser.add_argument("--query", default="sharing a bed with a harpooneer")

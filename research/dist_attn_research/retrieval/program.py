@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dist_attn.checkpoints import load_reader_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError, ModelFolderError
-from dist_attn.models import CausalModel, TextEncoder
+from dist_attn.models import StreamingModel, TextEncoder
 from dist_attn.text import Tokeniser
 from dist_attn_research.retrieval.cases import CASES, Case
 from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, fused, hits, interval, reciprocal_ranks, tf_idf
@@ -26,7 +26,7 @@ TEACHER = "minilm"
 Rows = NDArray[np.float32]
 
 
-def rows_of(model: CausalModel | TextEncoder, tokeniser: Tokeniser, texts: Sequence[str]) -> Rows:
+def rows_of(model: StreamingModel | TextEncoder, tokeniser: Tokeniser, texts: Sequence[str]) -> Rows:
     """A vector of each text read alone, [N, D]: of an encoder the mean of those of parts that it can read."""
     rows = []
     for text in texts:
@@ -39,20 +39,20 @@ def rows_of(model: CausalModel | TextEncoder, tokeniser: Tokeniser, texts: Seque
     return torch.stack(rows).numpy()
 
 
-def rows_of_streams(model: CausalModel, tokeniser: Tokeniser, case: Case) -> Rows:
-    """A vector of each candidate, [N, D], with the state that the candidates before it in its text leave."""
+def rows_of_streams(model: StreamingModel, tokeniser: Tokeniser, case: Case) -> Rows:
+    """A vector of each candidate, [N, D], of a reading of its text from the beginning."""
     rows = []
     for stream in case.streams:
-        state = model.initial_state(1)
-        for text in case.candidates[stream]:
-            tokens_1L = torch.from_numpy(tokeniser.encode(text.encode()).astype(np.int64))[None]
-            h_1LD, state = model.hidden(tokens_1L, state=state)
-            rows.append(h_1LD[0].mean(0))
+        tokens = [
+            torch.from_numpy(tokeniser.encode(text.encode()).astype(np.int64)) for text in case.candidates[stream]
+        ]
+        h_LD = model.hidden(torch.cat(tokens)[None])[0][0]
+        rows += [part_LD.mean(0) for part_LD in h_LD.split([len(some) for some in tokens])]
     return torch.stack(rows).numpy()
 
 
 @torch.inference_mode()
-def scores_of(case: Case, models: dict[str, tuple[CausalModel | TextEncoder, Tokeniser]]) -> dict[str, Floats]:
+def scores_of(case: Case, models: dict[str, tuple[StreamingModel | TextEncoder, Tokeniser]]) -> dict[str, Floats]:
     """Every way to rank the candidates of a case, [Q, N] each; -inf where there is no candidate."""
 
     def among(scores_QN: Floats) -> Floats:
@@ -73,7 +73,9 @@ def scores_of(case: Case, models: dict[str, tuple[CausalModel | TextEncoder, Tok
     return scores
 
 
-def _judged(case: Case, models: dict[str, tuple[CausalModel | TextEncoder, Tokeniser]]) -> dict[str, dict[str, float]]:
+def _judged(
+    case: Case, models: dict[str, tuple[StreamingModel | TextEncoder, Tokeniser]]
+) -> dict[str, dict[str, float]]:
     """Of each way the share of queries that are answered, and its interval."""
     asked_Q = case.right_QN.any(1)
     judged = {}
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         except ModelFolderError as error:
             print(f"{name} was left out: {error}")
             continue
-        assert isinstance(model, CausalModel | TextEncoder)
+        assert isinstance(model, StreamingModel | TextEncoder)
         models[name if name not in models else f"{name} again"] = (model, tokeniser)
     results = {}
     for name in chosen.case or CASES:
