@@ -1,6 +1,6 @@
 """Search inside a book: the passages whose vectors point the way that a question's vector does.
 
-Needs a running service; of the shipped models `minilm-stream` is the one for search, which `serve` has beside the writer:
+Needs a running service, which has `minilm-stream` for it beside the model that writes:
 
     dist-attn serve
     python examples/search_in_a_book.py book.txt "the whale struck the ship"

@@ -352,11 +352,11 @@ def test_models_are_listed_with_what_they_are_for(run, tmp_path, monkeypatch):
     code, out, err = run("models", "--json")
     shipped = json.loads(out)["data"]
     assert (code, err) == (0, "")
-    assert [model["name"] for model in shipped] == ["books-6m", "minilm-stream"]
-    assert [model["default"] for model in shipped] == [True, False]
+    assert [model["name"] for model in shipped] == ["writer-12m", "books-6m", "minilm-stream"]
+    assert [model["default"] for model in shipped] == [True, False, False]
     assert all(model["bytes"] > 1 << 20 and model["purpose"] for model in shipped)
     lines = run("models")[1].splitlines()
-    assert lines[0].startswith("books-6m  language_model, ") and shipped[0]["purpose"] in lines[1]
+    assert lines[0].startswith("writer-12m  language_model, ") and shipped[0]["purpose"] in lines[1]
     code, out, _ = run("models", "tiny")
     assert code == 0 and out.startswith("tiny  language_model, ")
     assert run("models", "nix")[0] == 2

@@ -85,17 +85,21 @@ def remember(model: StreamEncoder, tokens: float = MEMORY_TOKENS, share: float =
     return model
 
 
-def convert_sentence_encoder(folder: str | Path, out: Path) -> dict[str, Any]:
+def convert_sentence_encoder(
+    folder: str | Path, out: Path, block: int = BLOCK, context: ContextConfig | None = None
+) -> dict[str, Any]:
     """Write the text encoder of a folder, or of a name, as a stream encoder to `out`; what was done, as plain values.
 
-    It reads blocks of `BLOCK` tokens and remembers as `remember` says; matrices are kept in float16.
+    Without a `context`, which would have to be trained, it remembers as `remember` says. Matrices are kept in float16.
 
     Raises: ModelFolderError for a folder of another kind, or without a tokeniser; ConfigError as
         `begin_stream_encoder`.
     """
     source = resolve_model_folder(folder)
     teacher, tokeniser = load_text_encoder(source), load_tokeniser(source)
-    model = remember(begin_stream_encoder(teacher, BLOCK, memory_of(teacher.config.encoder.hidden_size))).eval()
-    about = {"folder": source.resolve().name, "to": "stream", "block": BLOCK}
-    save_model(model, out, tokeniser=tokeniser, half=True, facts={"converted_from": about})
+    model = begin_stream_encoder(teacher, block, context or memory_of(teacher.config.encoder.hidden_size))
+    if context is None:
+        remember(model)
+    about = {"folder": source.resolve().name, "to": "stream", "block": block}
+    save_model(model.eval(), out, tokeniser=tokeniser, half=True, facts={"converted_from": about})
     return {**about, "parameters": sum(p.numel() for p in model.parameters()), "out": str(out)}

@@ -107,7 +107,7 @@ def sha256(path: Path) -> str:
 
 
 SHIPPED = Path(__file__).parent
-DEFAULT_MODEL = "books-6m"
+DEFAULT_MODEL = "writer-12m"
 DEFAULT_ENCODER = "minilm-stream"
 """What makes vectors of texts where no model is named: `encode` takes it, and `serve` beside the default model."""
 

@@ -10,7 +10,7 @@ from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.rank_link.rank_settings import RankSettings
-from dist_attn.shipped import default_model_folder
+from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.agent_messages import (
     HostShare,
     StartGroup,
@@ -56,7 +56,7 @@ def test_settings_count_where_nobody_gave_a_flag(tmp_path):
     flags = ["--api-address=ipc:///tmp/a", "--ranks=1"]
     settings = ControlSettings.from_flags(flags, "x", environment)
     assert (settings.ranks, settings.max_open, settings.patience_s, settings.log_level) == (1, 8, 1.5, "error")
-    assert settings.model == str(default_model_folder())
+    assert settings.model == str(resolve_model_folder("books-6m"))
     assert ControlSettings.from_flags([*flags, f"--config={file}"], "x").max_open == 9
 
 

@@ -7,6 +7,7 @@ import torch
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.conversion import begin_stream_encoder
+from dist_attn.conversion.stream_encoder import memory_of, remember
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import ContextConfig, StreamEncoder, TextEncoder, TextEncoderConfig, build_model
@@ -161,3 +162,21 @@ def test_context_that_cannot_stream_or_would_change_what_it_adds_to_is_refused(
     """Mixers go on from a state, and layers leave what they add nothing to as it is."""
     with pytest.raises(ValueError, match=words):
         ContextConfig.model_validate({"num_layers": 1, "mlp_size": 20, **values})
+
+
+def test_memory_is_a_decaying_mean():
+    """The context that is set adds a share of a mean of the blocks' hidden states so far, which fades with age."""
+    own, tokens, share = teacher(), 40.0, 0.4
+    model = remember(begin_stream_encoder(own, BLOCK, memory_of(own.config.encoder.hidden_size)), tokens, share).eval()
+    text_1L = torch.randint(own.config.vocab_size, (1, 3 * BLOCK), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        h_LD, read_LD = model.hidden(text_1L)[0][0], model.blocks_hidden(text_1L)[0]
+    normed_LD = read_LD - read_LD.mean(-1, keepdim=True)
+    normed_LD = normed_LD / normed_LD.std(-1, correction=0, keepdim=True)
+    age_LL = torch.arange(len(h_LD))[:, None] - torch.arange(len(h_LD))
+    weight_LL = torch.where(age_LL >= 0, torch.exp(-age_LL / tokens), torch.zeros(()))
+    mean_LD = weight_LL / weight_LL.sum(1, keepdim=True) @ normed_LD
+    added_LD = h_LD - read_LD
+    scale = (added_LD * mean_LD).sum() / mean_LD.square().sum()
+    torch.testing.assert_close(added_LD, scale * mean_LD, atol=1e-4, rtol=1e-3)
+    assert 0 < scale < 2 * share * read_LD.std()

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_attn.shipped import default_model_folder
+from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
 from dist_attn_research.retrieval.questions import QUESTIONS
 from dist_attn_research.retrieval.texts import brown_documents, glosses, speeches, verses
 from dist_attn_research.studies.chapter_retrieval import BOOKS, MOST_TOKENS, WINDOW, read_books
 
 __all__ = ["CASES", "Case"]
+
+CUT_BY = "books-6m"  # whose tokens windows are of, whatever reads them
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def _pairs(queries: Sequence[str], candidates: Sequence[str]) -> Case:
 
 def _windows(text: str) -> list[str]:
     """Whole windows of as many tokens as those of chapter-retrieval."""
-    tokeniser = load_tokeniser(default_model_folder())
+    tokeniser = load_tokeniser(resolve_model_folder(CUT_BY))
     tokens = tokeniser.encode(text.encode())
     pieces = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - WINDOW + 1, WINDOW)]
     return [tokeniser.decode(piece).decode("utf-8", "replace") for piece in pieces]
@@ -61,7 +63,7 @@ def _windows(text: str) -> list[str]:
 
 def chapters(books: Path, most: int) -> Case:
     """The windows of the study chapter-retrieval."""
-    tokeniser = load_tokeniser(default_model_folder())
+    tokeniser = load_tokeniser(resolve_model_folder(CUT_BY))
     texts, labels, streams = list[str](), list[str](), list[slice]()
     for book in read_books(books, BOOKS, tokeniser, min(MOST_TOKENS, most * WINDOW)):
         first = len(texts)

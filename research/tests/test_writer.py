@@ -1,0 +1,44 @@
+"""The writer's texts and first weights."""
+
+import random
+import re
+
+import torch
+
+from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn_research.writer.grow import grow
+from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH
+from dist_attn_research.writer.texts import as_chat, lay_out, paragraphs_of, turns
+
+PARAGRAPHS = [
+    "CHAPTER I",
+    "It was _late_ & dark.",
+    '"Who is there?" said he.',
+    '"A friend," she said, "and a cold one."',
+]
+
+
+def test_layouts_keep_the_words():
+    """However a part is laid out, its words stay in order."""
+    seen = set()
+    for seed in range(40):
+        text = lay_out(PARAGRAPHS, random.Random(seed))
+        seen.add(text)
+        words = re.findall(r"[a-z]+", re.sub(r"</?(h2|p)>", " ", text).replace("&amp;", "&").lower())
+        assert words == re.findall(r"[a-z]+", " ".join(PARAGRAPHS).lower())
+    assert len(seen) >= 4
+
+
+def test_turns_are_what_is_said():
+    """Paragraphs that speak one after the other become turns, without who said so."""
+    (run,) = turns(paragraphs_of("\n\n".join(PARAGRAPHS)))
+    assert as_chat(run) == "User: Who is there?\n\nAssistant: A friend, and a cold one."
+
+
+def test_a_grown_model_computes_the_same():
+    """Over the same tokens the larger model has the smaller one's hidden states."""
+    small, tokeniser = load_model_and_tokeniser(BEGINS_WITH)
+    large = grow(small, tokeniser, tokeniser, ADDED).eval()
+    tokens_1L = torch.from_numpy(tokeniser.encode(b"It was the best of times")).long()[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(large.encode(tokens_1L), small.encode(tokens_1L), atol=1e-4, rtol=1e-4)
