@@ -94,7 +94,7 @@ class LeftOut(torch.Tensor):
         if func is torch.Tensor.to:
             args = [arg for arg in args if not isinstance(arg, str | torch.device)]
             kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def forget_left_out(model: PreTrainedModel) -> None:

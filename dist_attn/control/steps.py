@@ -139,9 +139,8 @@ class _Orders:
         drawing = request.drawing
         kept = request.is_session and request.keeping.on_ranks and not drawing.rewinding
         if request.awaits_save or (kept and self._states.save_is_due(request)):
-            rank = drawing.owner if drawing.owner is not None else drawing.logits_rank
-            op = SaveOp(request.number, request.ask_state(self._now), True)
-            for ops in self._that_decode(rank) if drawing.owner is not None else [self.ops[rank or 0]]:
+            op, owner = SaveOp(request.number, request.ask_state(self._now), True), drawing.owner
+            for ops in [self.ops[drawing.logits_rank or 0]] if owner is None else self._that_decode(owner):
                 ops.append(op)
 
     def _save(self, request: Request, rank: int) -> None:
