@@ -56,8 +56,8 @@ class AdaptedModel(CausalModel):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # What other ranks have is nowhere here, and stays there.
-        apply: Callable[..., Self] = super()._apply
-        return apply(lambda t: t if t.is_meta else fn(t), recurse)
+        super()._apply(lambda t: t if t.is_meta else fn(t), recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def parts(self) -> list[nn.Module]:

@@ -9,7 +9,7 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +94,7 @@ class LeftOut(torch.Tensor):
         if func is torch.Tensor.to:
             args = [arg for arg in args if not isinstance(arg, str | torch.device)]
             kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
-        call: Callable[..., Any] = super().__torch_function__
-        return call(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def forget_left_out(model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from dist_attn.control.requests import Request
 from dist_attn.control.scheduler import Block, Plan
 from dist_attn.control.states import States
 from dist_attn.errors import WireError
-from dist_attn.model_config.figures import GRAIN
+from dist_attn.rank_link.rows import GRAIN
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.rank_messages import (
     CloseOp,
@@ -139,9 +139,8 @@ class _Orders:
         drawing = request.drawing
         kept = request.is_session and request.keeping.on_ranks and not drawing.rewinding
         if request.awaits_save or (kept and self._states.save_is_due(request)):
-            rank = drawing.owner if drawing.owner is not None else drawing.logits_rank
-            op = SaveOp(request.number, request.ask_state(self._now), True)
-            for ops in [self.ops[rank or 0]] if drawing.owner is None else self._that_decode(drawing.owner):
+            op, owner = SaveOp(request.number, request.ask_state(self._now), True), drawing.owner
+            for ops in [self.ops[drawing.logits_rank or 0]] if owner is None else self._that_decode(owner):
                 ops.append(op)
 
     def _save(self, request: Request, rank: int) -> None:

@@ -85,8 +85,8 @@ def test_an_interval_draws_whole_groups() -> None:
 def test_rows_are_means_alone_and_in_a_stream() -> None:
     """The first text of a stream has the row that it has alone; later ones have read those before."""
     model, tokeniser = load_model_and_tokeniser("books-6m")
-    none = np.zeros(3, dtype=np.int64)
-    case = Case((), TEXTS[:3], none, none, np.eye(3, dtype=bool), none, none == 0, streams=(slice(0, 2), slice(2, 3)))
+    no = np.zeros((0, 3), dtype=np.bool_)
+    case = Case((), TEXTS[:3], no, no, np.empty(0, dtype=np.int64), streams=(slice(0, 2), slice(2, 3)))
     with torch.inference_mode():
         alone, stream = rows_of(model, tokeniser, case.candidates), rows_of_streams(model, tokeniser, case)
     np.testing.assert_allclose(alone[[0, 2]], stream[[0, 2]], atol=1e-5)

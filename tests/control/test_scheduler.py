@@ -90,6 +90,12 @@ def test_new_decoders_go_to_the_rank_with_the_fewest():
     assert made.decodes == ((1, 2, 5), (3, 4))
 
 
+def test_the_last_rank_draws_for_all_where_each_has_some_of_the_weights():
+    """Whose logits a rank has kept makes no difference then."""
+    made = planned(decoder(1, owner=0), decoder(2), limits=replace(LIMITS, weights_over_ranks=True))
+    assert made.decodes == ((), (1, 2))
+
+
 def test_a_short_prompt_overtakes_long_documents():
     """A prompt that just arrived is in the next step, and the documents go on beside it."""
     made = planned(long_document(1), long_document(2), short_prompt(3), ring=planned(long_document(1)).ring)
