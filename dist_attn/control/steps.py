@@ -10,7 +10,7 @@ from dist_attn.control.requests import Request
 from dist_attn.control.scheduler import Block, Plan
 from dist_attn.control.states import States
 from dist_attn.errors import WireError
-from dist_attn.rank_link.rows import GRAIN
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.rank_messages import (
     CloseOp,

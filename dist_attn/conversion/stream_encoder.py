@@ -74,13 +74,15 @@ def remember(model: StreamEncoder, tokens: float = MEMORY_TOKENS, share: float =
     """
     (block,) = cast(list[Block], list(model.context))
     mixer, size = cast(CausalKernelAttention, block.mixer), model.hidden_size
-    drawn = torch.randint(model.vocab_size, (8, model.config.block), generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randint(model.vocab_size, (8, model.config.block), generator=draw, device="cpu")
+    one_DD = torch.eye(size, device=model.device)
     with torch.no_grad():
         deviation = model.blocks_hidden(drawn).std(dim=-1).mean()
         for parameter in mixer.parameters():
             parameter.zero_()
-        mixer.qkv.weight[-size:].copy_(torch.eye(size))
-        mixer.out.weight.copy_(torch.eye(size) * share * deviation)
+        mixer.qkv.weight[-size:].copy_(one_DD)
+        mixer.out.weight.copy_(one_DD * share * deviation)
         cast(nn.Linear, mixer.gate).bias.fill_(-math.log(math.expm1(1 / tokens)))
     return model
 

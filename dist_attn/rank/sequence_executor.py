@@ -221,7 +221,7 @@ def _read_marked(
 ) -> RowPieces:
     """The pieces between edges as sequences, each vector times its tokens; those of one length are read at once."""
     sizes_N, start = np.diff(edges_N), int(edges_N[0])
-    vectors_ND = torch.empty(len(sizes_N), model.config.encoder.hidden_size)
+    vectors_ND = torch.empty(len(sizes_N), model.config.encoder.hidden_size, device="cpu")
     for size in np.unique(sizes_N).tolist():
         places = np.flatnonzero(sizes_N == size)
         for some in np.array_split(places, -(-len(places) * size // BATCH_TOKENS)):
