@@ -99,7 +99,9 @@ def convert_sentence_encoder(
     """
     source = resolve_model_folder(folder)
     teacher, tokeniser = load_text_encoder(source), load_tokeniser(source)
-    model = begin_stream_encoder(teacher, block, context or memory_of(teacher.config.encoder.hidden_size))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of what is trained later: the same folder each time
+        model = begin_stream_encoder(teacher, block, context or memory_of(teacher.config.encoder.hidden_size))
     if context is None:
         remember(model)
     about = {"folder": source.resolve().name, "to": "stream", "block": block}
