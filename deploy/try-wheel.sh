@@ -16,7 +16,7 @@ torch=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$constraints")
 "$bin/python" -m pip check
 cd "$place"
 printf 'It was the best of times, it was the worst of times. %.0s' {1..200} >text.txt
-for model in books-6m minilm-stream; do
+for model in writer-12m minilm-stream; do
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$bin/dist-attn" encode text.txt --out "$model.npy" --model "$model"
     "$bin/python" -c "import numpy, sys; rows = numpy.load(sys.argv[1]); print(sys.argv[1], rows.shape); assert len(rows)" \
         "$model.npy"

@@ -369,7 +369,7 @@ def serve(options: ServeOptions) -> None:
 
     Example: dist-attn serve --ranks 4 --port 8000
 
-    Example: dist-attn serve --model books-6m --encoder minilm-stream
+    Example: dist-attn serve --model writer-12m --encoder minilm-stream
     """
     from dist_attn.commands.serve import serve as run_service
 

@@ -5,7 +5,8 @@ import re
 
 import torch
 
-from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn.checkpoints import load_model, resolve_model_folder
+from dist_attn.text import load_tokeniser
 from dist_attn_research.writer.grow import grow
 from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH
 from dist_attn_research.writer.texts import as_chat, lay_out, paragraphs_of, turns
@@ -37,7 +38,7 @@ def test_turns_are_what_is_said():
 
 def test_a_grown_model_computes_the_same():
     """Over the same tokens the larger model has the smaller one's hidden states."""
-    small, tokeniser = load_model_and_tokeniser(BEGINS_WITH)
+    small, tokeniser = load_model(BEGINS_WITH), load_tokeniser(resolve_model_folder(BEGINS_WITH))
     large = grow(small, tokeniser, tokeniser, ADDED).eval()
     tokens_1L = torch.from_numpy(tokeniser.encode(b"It was the best of times")).long()[None]
     with torch.inference_mode():

@@ -127,9 +127,9 @@ def measure(megabytes: float, model: str = "books-6m", ranks: int = 0) -> Sent:
             if page.get_attribute("#bar", "data-phase") == "failed":
                 raise RuntimeError(page.inner_text("#document-notice"))
             page.click("#run > details summary")
-            figures = ":is(#run-figures, #run-details)"
-            names = page.locator(f"{figures} dt").all_inner_texts()
-            values = [text.split("\n")[0] for text in page.locator(f"{figures} dd").all_inner_texts()]
+            lists = ":is(#run-figures, #run-details)"
+            names = page.locator(f"{lists} dt").all_inner_texts()
+            values = [text.split("\n")[0] for text in page.locator(f"{lists} dd").all_inner_texts()]
             figures = dict(zip(names, values, strict=True))
     tokens, rows = (int(figures[name].replace(",", "")) for name in ("Tokens", "Passages"))
     return Sent(setting, round(megabytes), Path(model).name, ranks, tokens, rows, report)

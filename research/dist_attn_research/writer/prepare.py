@@ -7,7 +7,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_attn.checkpoints import load_model_and_tokeniser, save_model
+from dist_attn.checkpoints import load_model, resolve_model_folder, save_model
+from dist_attn.text import load_tokeniser
 from dist_attn.text.bpe import train_bpe
 from dist_attn_research.writer.grow import grow
 from dist_attn_research.writer.texts import write_texts
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     write_texts(chosen.books, chosen.folder)
     tokeniser = train_bpe([chosen.folder / "plain.txt"], VOCABULARY)
-    small, own = load_model_and_tokeniser(BEGINS_WITH)
-    model = grow(small, own, tokeniser, ADDED)
+    own = load_tokeniser(resolve_model_folder(BEGINS_WITH))
+    model = grow(load_model(BEGINS_WITH), own, tokeniser, ADDED)
     save_model(model, chosen.folder / "begin", tokeniser=tokeniser, facts={"begun_from": BEGINS_WITH})
     return 0
