@@ -18,6 +18,7 @@ from dist_attn.commands import machine
 from dist_attn.commands.calibrate import calibrate
 from dist_attn.commands.machine import Finding, broken, unknown
 from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
+from dist_attn.commands.serve import beside_default
 from dist_attn.commands.tables import byte_size, stdout_console
 from dist_attn.commands.trial_ranks import last_line, started, trial_command
 from dist_attn.control.preflight import CHECK_S, check_engine
@@ -48,7 +49,7 @@ def doctor(config: Path | None, flags: Mapping[str, Any], *, as_json: bool, exch
     times, by which ranks choose from then on.
     Raises: ConfigError for settings that do not fit.
     """
-    findings = examine(read_settings(config, environment=os.environ, flags=flags).settings)
+    findings = examine(beside_default(read_settings(config, environment=os.environ, flags=flags)))
     if exchanges:
         findings += calibrate()
     blocking = [finding.name for finding in findings if finding.blocks]

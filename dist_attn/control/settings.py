@@ -106,7 +106,8 @@ class ControlSettings(FlagSettings, EngineSettings):
         Raises: as `of`.
         """
         own = tree.encoder
-        here = {"agents": 1, "local_agent": True, "rank_address": "", "data_dir": str(tree.data_dir / "encoder")}
+        here: dict[str, Any] = {"agents": 1, "local_agent": True, "rank_address": "", "weights_over_ranks": False}
+        here["data_dir"] = str(tree.data_dir / "encoder")
         model = str(resolve_model_folder(own.model))
         ranks = tree.engine.ranks if own.ranks is None else own.ranks
         return cls.of(tree, model=model, ranks=ranks, weights=own.weights, api_address=own.api_address, **here)

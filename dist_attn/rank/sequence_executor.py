@@ -57,7 +57,8 @@ class SequenceExecutor:
         self._requests: dict[int, _Reading] = {}
         self._ahead: dict[int, RowPieces] = {}  # of requests that were read before their turn
         self._watch = Watch(finite)
-        self._packs = finite is None and self._warm_up()
+        packs = self._warm_up()
+        self._packs = packs and finite is None
 
     def open(self, op: OpenOp, state: bytes = b"") -> None:
         """Begin an encoding, or go on with one; there is no state but the place in the text.

@@ -84,6 +84,8 @@ class CutFinder:
         for match in self._pattern.finditer(self._text, start):
             edge = match.start() if self._kind == "chapter" else match.end()
             if edge > safe:
+                if len(self._text) - match.start() <= PARAGRAPHS_BYTES:
+                    safe = min(safe, match.start())  # it is looked for again, whole, with what follows
                 break
             self._take(edge, match)
         self._decided = math.inf if final else self._base + safe

@@ -35,6 +35,16 @@ def ranges(kind, text, sizes=(), given=()):
     return [data[a:b].decode() for a, b in pairwise(edges)]
 
 
+@pytest.mark.parametrize("stop", ['."', ".)", "。』"])
+def test_a_stop_may_lie_where_nothing_is_decided_yet(stop):
+    """Wherever a text is cut, a stop of several characters ends its sentence."""
+    text = "x" * 600 + f" He left{stop} " + "Then she. " * 80
+    whole = ranges("sentence", text)
+    length = len(text.encode())
+    assert all(ranges("sentence", text, [size]) == whole for size in range(length - 60, length - 1))
+    assert all(ranges("sentence", text, [size]) == whole for size in range(1090, 1150))
+
+
 def test_sentences():
     """Full stops of abbreviations, initials and numbers end none; an empty line ends one without a stop."""
     assert [part.strip() for part in ranges("sentence", PROSE)] == [

@@ -65,10 +65,12 @@ class EmbeddingService:
         limit = self._context.settings.embedding_inputs
         return parse_texts(request.input, "input", self._context.tokeniser.vocab_size, limit)
 
-    async def embed(self, inputs: list[bytes | TokenArray], name: str, terms: RequestTerms) -> Vectors:
+    async def embed(
+        self, inputs: list[bytes | TokenArray], name: str, terms: RequestTerms, *, as_rows: bool = False
+    ) -> Vectors:
         """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
 
-        `name` is the request's in the log.
+        `name` is the request's in the log. `as_rows`: as long as the rows of encodings are, for comparing with these.
 
         Raises: ServiceError when the engine fails.
         """
@@ -77,16 +79,24 @@ class EmbeddingService:
         waiting = iter(enumerate(inputs))
         async with task_group() as group:
             for _ in range(min(AT_ONCE, len(inputs))):
-                group.create_task(self._work(waiting, vectors, name, terms))
+                group.create_task(self._work(waiting, vectors, name, terms, as_rows))
         return vectors
 
     async def _work(
-        self, waiting: Iterator[tuple[int, bytes | TokenArray]], vectors: Vectors, name: str, terms: RequestTerms
+        self,
+        waiting: Iterator[tuple[int, bytes | TokenArray]],
+        vectors: Vectors,
+        name: str,
+        terms: RequestTerms,
+        as_rows: bool,
     ) -> None:
         for place, text in waiting:
             async with self._places:
                 tokens = await self._tokens(text, place)
-                vectors.rows_ND[place] = await self._embed_one(tokens, name, terms)
+                row_D = await self._embed_one(tokens, name, terms)
+            if self._context.model.unit_vectors and not as_rows:
+                row_D = row_D / max(float(np.linalg.norm(row_D)), TINY)
+            vectors.rows_ND[place] = row_D
             vectors.tokens += len(tokens) + self._context.model.frame_tokens
 
     async def _tokens(self, text: bytes | TokenArray, place: int) -> TokenArray:
@@ -126,6 +136,4 @@ class EmbeddingService:
         row_D = np.frombuffer(rows[0].vectors, dtype="<f4")
         if not np.isfinite(row_D).all():
             raise EngineFailure("the engine computed an embedding with a value that is not finite")
-        if self._context.model.unit_vectors:
-            return (row_D / max(float(np.linalg.norm(row_D)), TINY)).astype(np.float32)
         return row_D

@@ -1,6 +1,7 @@
 """Searches and rerankings: documents are encoded for a request, or were by a job; the query is read alone."""
 
 import asyncio
+import dataclasses
 import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -137,7 +138,8 @@ class SearchService:
     async def _read_query(self, text: str, name: str, terms: RequestTerms) -> tuple[npt.NDArray[np.float32], int]:
         """Its vector, read alone, and its tokens. Raises: BadRequest for one that has none."""
         with _naming("input[0]", "query"):
-            vectors = await self._embeddings.embed([utf8(text, "query", "query")], name, terms)
+            # Less the rows' mean it is compared with them, so it must be as long as they are.
+            vectors = await self._embeddings.embed([utf8(text, "query", "query")], name, terms, as_rows=True)
         return vectors.rows_ND[0], vectors.tokens
 
     async def _take_job(self, name: str, place: int, found: _Found, caller: str) -> None:
@@ -166,6 +168,7 @@ class SearchService:
             )
         rows_of, text_of = self._jobs.results.kept(name, record)
         passages = self._kept.pop(name, None) or Passages(rows_of, text_of, record.input_bytes)
+        passages.size = record.input_bytes  # which grows while the job is received
         self._kept[name] = passages
         while sum(each.size for each in self._kept.values()) > KEPT_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
@@ -173,7 +176,8 @@ class SearchService:
             while passages.rows < record.rows:
                 with _deleted_is_not_found():
                     await self._context.beside(passages.grow, record.rows)
-        found.passages[place], found.complete[place] = passages, record.state == "succeeded"
+            found.passages[place] = dataclasses.replace(passages)  # as far as it is: other searches let it grow
+        found.complete[place] = record.state == "succeeded"
 
     async def _encode(
         self,

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ __all__ = ["WordCounts", "bm25", "places_of", "words_of"]
 
 # Robertson and Zaragoza 2009, Eq. 3.15, with the constants that most engines set.
 K1, B = 1.2, 0.75
+MOST_PLACES = 1000
 _WORD = re.compile(r"[^\W_]+")
 
 Floats = npt.NDArray[np.float64]
@@ -30,8 +32,9 @@ def words_of(text: str) -> list[str]:
 
 
 def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
-    """Where these words stand in a text, in characters, stops exclusive."""
-    return [match.span() for match in _WORD.finditer(text) if match[0].casefold() in words]
+    """Where these words stand in a text, in characters, stops exclusive; the first `MOST_PLACES` of them."""
+    found = (match.span() for match in _WORD.finditer(text) if match[0].casefold() in words)
+    return list(islice(found, MOST_PLACES))
 
 
 @dataclass(frozen=True)
