@@ -18,7 +18,7 @@ def test_a_shipped_model_is_whole_and_small(name):
     """Its name finds it, its files are those of its manifest, its size and provenance are told, and it reads on."""
     folder = resolve_model_folder(name)
     assert folder == SHIPPED / name
-    assert (folder / "model.safetensors").stat().st_size <= 16_000_000
+    assert (folder / "model.safetensors").stat().st_size <= 64_000_000
     manifest = json.loads((folder / "manifest.json").read_text())
     assert {"trained_on", "tokens_seen", "steps", "training", "last"} <= manifest.keys()
     assert "war_and_peace.txt" not in manifest["trained_on"]

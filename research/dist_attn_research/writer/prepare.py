@@ -1,6 +1,6 @@
 """Make the texts, the vocabulary and the first weights of the writer: `dist-attn bench writer FOLDER --books NOVELS`.
 
-`dist-attn train examples/train-writer.toml` goes on from there.
+`dist-attn train research/dist_attn_research/writer/train.toml` goes on from there.
 """
 
 import argparse

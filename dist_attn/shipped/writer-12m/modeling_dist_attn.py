@@ -1,1 +1,0 @@
-"""What transformers loads with trust_remote_code=True, where dist-attn is installed."""
