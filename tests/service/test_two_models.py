@@ -129,7 +129,8 @@ def test_models_are_listed_with_what_they_do(service: RunningService) -> None:
     """The writer comes first, each with the routes that it answers."""
     cards = httpx.get(f"{service.url}/v1/models").json()["data"]
     assert [(card["id"], card["capabilities"]) for card in cards] == [
-        ("tiny", ["completions", "embeddings", "encodings"]), ("vectors", ["embeddings", "encodings"]),
+        ("tiny", ["completions", "embeddings", "encodings", "search", "rerank"]),
+        ("vectors", ["embeddings", "encodings", "search", "rerank"]),
     ]  # fmt: skip
     assert httpx.get(f"{service.url}/v1/models/vectors").json() == cards[1]
 

@@ -20,7 +20,7 @@ from tests.support.across_ranks import across_ranks
 CUTS = [(3, 0, 2), pytest.param((0, 4, 1), marks=pytest.mark.slow)]
 # A cache of keys is for reading and decoding, a running maximum is a constant; the others are whole numbers.
 WITHOUT_GRADIENT = {
-    "softmax_attention_streaming", "running_maximum", "positions", "document_places", "total_length", "whole",
+    "softmax_attention_streaming", "running_maximum", "positions", "cuts", "document_places", "total_length", "whole",
 }  # fmt: skip
 EXCHANGES = {
     "pair": (Exchange("pair"), (3, 2)),

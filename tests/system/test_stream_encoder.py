@@ -92,7 +92,7 @@ def test_embeddings_have_length_one_and_any_length_of_text(program: Served, fold
 def test_it_writes_nothing(program: Served) -> None:
     """The card says what it does; completions and sessions are refused in words."""
     card = httpx.get(f"{program.url}/v1/models/stream").json()
-    assert (card["capabilities"], card["max_model_len"]) == (["embeddings", "encodings"], None)
+    assert (card["capabilities"], card["max_model_len"]) == (["embeddings", "encodings", "search", "rerank"], None)
     for route, body in (("completions", {"prompt": "It was", "max_tokens": 3}), ("sessions", {})):
         answer = httpx.post(f"{program.url}/v1/{route}", json=body)
         assert answer.status_code == 400, answer.text

@@ -175,7 +175,7 @@ def test_traps_are_refused_as_wire_errors(data):
 @pytest.mark.parametrize(
     "message",
     [
-        wire.OpenWork("a", rows=wire.RowSpec("paragraph")),
+        wire.OpenWork("a", rows=wire.RowSpec("verse")),
         wire.OpenWork("a", rows=wire.RowSpec("window", 0)),
         wire.OpenWork("", rows=wire.RowSpec()),
         wire.OpenWork("a", draw=wire.SamplingSpec(-1)),
