@@ -114,8 +114,7 @@ class Block(Recomputable):
 
     def feed_forward(self, x: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """x + MLP(norm(x)), or norm(x + MLP(x)); `ops` are those of whole sequences, which alone are dropped from."""
-        made = self.mlp_dropout(self._mlp(self._before(self.mlp_norm, x)), ops)
-        return self._after(self.mlp_norm, x + made)
+        return self._after(self.mlp_norm, x + self.mlp_dropout(self._mlp(self._before(self.mlp_norm, x)), ops))
 
     def _before(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = norm(x) if self.config.norm_placement == "pre" else x

@@ -10,7 +10,7 @@ from torch import nn
 from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
 from dist_attn.model_config.language_model import LanguageModelConfig, mixers_of_layers
-from dist_attn.models.blocks import Block, build_norm, contiguous_state, stream_through, watched
+from dist_attn.models.blocks import Block, build_norm, contiguous_state, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
@@ -63,8 +63,13 @@ class LanguageModel(CausalModel):
         position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
         positions_L = ops.positions(tokens_BL.shape[1], tokens_BL.device)
         x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L, position_B)
-        x_BLD, layers = stream_through(self.blocks, self.dropout(x_BLD, ops), ops, state.layers)
-        return self.norm(x_BLD), ModelState(layers, position_B)
+        x_BLD = self.dropout(x_BLD, ops)
+        # A loop of its own: a call would hold the embedded tokens, which are as large as what the layers hand on.
+        layers = []
+        for block, before in zip(watched(self.blocks), state.layers, strict=True):
+            x_BLD, after = block(x_BLD, ops, before)
+            layers.append(contiguous_state(after))
+        return self.norm(x_BLD), ModelState(tuple(layers), position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
         table: nn.Embedding | nn.Linear | NarrowLayer = self.embedding if self.unembedding is None else self.unembedding
