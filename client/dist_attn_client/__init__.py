@@ -6,6 +6,7 @@ with Client("http://127.0.0.1:8000") as client:
 """
 
 from dist_attn_api.errors import ClientError
+from dist_attn_api.search_types import RerankResult, RerankResults, SearchResult, SearchResults
 from dist_attn_api.types import (
     AppendProgress,
     AppendSummary,
@@ -23,10 +24,6 @@ from dist_attn_api.types import (
     Job,
     Model,
     PromptProgress,
-    RerankResult,
-    RerankResults,
-    SearchResult,
-    SearchResults,
     Session,
     Status,
 )

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn_api.errors import InputError
+from dist_attn_api.search_types import RerankResults, SearchResults
 from dist_attn_api.types import (
     Choice,
     Completion,
@@ -20,8 +21,6 @@ from dist_attn_api.types import (
     Model,
     ModelList,
     PromptProgress,
-    RerankResults,
-    SearchResults,
     Status,
     Tokenized,
 )

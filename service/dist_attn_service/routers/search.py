@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn_api.types import RerankResults, SearchResults
+from dist_attn_api.search_types import RerankResults, SearchResults
 from dist_attn_service.base.errors import BadRequest, ClientGone, Code
 from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.encodings.documents import Source

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dist_attn.text.base import TokenArray
 from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.messages import OpenWork, RowSpec
-from dist_attn_api.types import (
+from dist_attn_api.search_types import (
     RerankDocument,
     RerankResult,
     RerankResults,
@@ -25,8 +25,8 @@ from dist_attn_api.types import (
     SearchParts,
     SearchResult,
     SearchResults,
-    Usage,
 )
+from dist_attn_api.types import Usage
 from dist_attn_service.base.errors import BadRequest, NotFound, TooLarge
 from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms, utf8
 from dist_attn_service.base.tasks import task_group

@@ -1,0 +1,76 @@
+"""The JSON of answers of searches and rerankings."""
+
+from typing import Literal
+
+from dist_attn_api.types import Answer, ListName, Usage
+
+
+class SearchPart(Answer):
+    """The place of a passage by one way to look for it, from 1, and its score there."""
+
+    rank: int
+    score: float
+
+
+class SearchParts(Answer):
+    """What a passage is found by; null where it has no place, or this was not asked for."""
+
+    lexical: SearchPart | None = None
+    dense: SearchPart | None = None
+
+
+class SearchResult(Answer):
+    """A row that answers: ranges in tokens and bytes of its document, and of words in characters of `text`."""
+
+    document: str
+    index: int
+    score: float
+    parts: SearchParts
+    start: int
+    stop: int
+    byte_start: int
+    byte_stop: int
+    text: str
+    words: list[tuple[int, int]]
+
+
+class SearchedDocument(Answer):
+    """A document, and how many of its rows were searched; `complete` is false while its job still encodes."""
+
+    id: str
+    rows: int
+    complete: bool
+
+
+class SearchResults(Answer):
+    """The passages that answer a query, the best first."""
+
+    object: Literal["search.results"] = "search.results"
+    model: str
+    mode: Literal["hybrid", "dense", "lexical"]
+    documents: list[SearchedDocument]
+    results: list[SearchResult]
+    usage: Usage
+
+
+class RerankDocument(Answer):
+    """A document of a reranking."""
+
+    text: str
+
+
+class RerankResult(Answer):
+    """The place of a document in the request, and how well it answers the query."""
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankResults(Answer):
+    """Documents, the best first."""
+
+    object: ListName = "list"
+    model: str
+    results: list[RerankResult]
+    usage: Usage
