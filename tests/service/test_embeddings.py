@@ -133,7 +133,7 @@ def test_a_client_that_leaves_cancels_its_inputs(tmp_path: Path) -> None:
         with service.connect() as connection:
             headers = ("Content-Type: application/json", "x-request-id: gone", f"Content-Length: {len(body)}")
             connection.sendall(head(ROUTE, *headers) + body)
-            eventually(lambda: len(service.engine_port.waiting) >= 8, "the first inputs to be sent")
-        eventually(lambda: len(engine.cancelled) == 8, "the cancels")
+            eventually(lambda: len(service.engine_port.waiting) >= 20, "the inputs to be sent")
+        eventually(lambda: len(engine.cancelled) == 20, "the cancels")
         assert service.logged("gone")["reason"] == "client_gone"
         service.engine_port.resume()
