@@ -28,7 +28,7 @@ RUN = [
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     """One service for all blocks, over an engine in a few lines; its model is called as the pages call it."""
     folder = tmp_path_factory.mktemp("service")
-    model = model_folder(folder).rename(folder / "books-6m")
+    model = model_folder(folder).rename(folder / "writer-12m")
     with running_service(folder, model=model) as whole:
         yield whole
 
