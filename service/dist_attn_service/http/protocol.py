@@ -89,7 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self._reading = _Reading.NOTHING
-        self._head_ended = False  # or a piece of a body read, in the bytes that are read just now
+        self._request_ended = False  # or a piece of a body read, in the bytes that are read just now
         self._head_bytes = 0  # of reads since then: of a head, or of the trailer of a body, that has no end
         self._header_bytes = 0  # of headers that are whole
         self._requests: deque[RequestResponseCycle] = deque()  # the one that is answered, and those behind it
@@ -115,9 +115,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return  # read, so that the answer is not reset away, and dropped
-        self._head_ended = False
+        self._request_ended = False
         super().data_received(data)
-        if not self._head_ended:
+        if not self._request_ended:
             self._head_bytes += len(data)
             if self._head_bytes > self.head_bytes:
                 self._refuse(self._head_too_large())
@@ -146,10 +146,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._head_ended, self._head_bytes = True, 0
+        self._request_ended, self._head_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        self._head_ended = True
+        self._head_bytes -= self._header_bytes
         self._refusal = self._wrong_head()
         if self._refusal is not None:
             raise _Refused
@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._reading = _Reading.NOTHING
+        self._reading, self._request_ended = _Reading.NOTHING, True
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
