@@ -34,7 +34,7 @@ def _served(size: int) -> Row:
     ):
         folder = Path(name)
         book, want, got = write_book(folder, size), folder / "want.npy", folder / "got.npy"
-        dist_attn("encode", str(book), f"--out={want}", "--device=cpu")
+        dist_attn("encode", str(book), f"--model={MODEL}", f"--out={want}", "--device=cpu")
         asyncio.run(_ready(service.url))
         began = time.perf_counter()
         dist_attn("encode", str(book), f"--out={got}", f"--url={service.url}")

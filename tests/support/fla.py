@@ -14,6 +14,7 @@ import torch
 __all__ = ["fla_adapter", "plain_fla"]
 
 APART = Path(sys.prefix) / ".fla"  # where `make setup` puts it
+_IMPORTED: dict[str, ModuleType] = {}  # kept from other tests: transformers takes what it finds
 
 
 class _Index(int):
@@ -26,6 +27,7 @@ class _Index(int):
 @pytest.fixture(scope="module")
 def fla_adapter() -> Iterator[ModuleType]:
     """The module that calls flash-linear-attention, whose kernels are interpreted where there is no GPU."""
+    sys.modules.update(_IMPORTED)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         if find_spec("fla") is None:
             patch.setattr(sys, "path", [*sys.path, str(APART)])
@@ -37,6 +39,7 @@ def fla_adapter() -> Iterator[ModuleType]:
         if not torch.cuda.is_available():
             _interpret(patch)
         yield adapter
+    _IMPORTED.update({name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "fla"})
 
 
 def _interpret(patch: pytest.MonkeyPatch) -> None:
