@@ -52,16 +52,21 @@ def begin_stream_encoder(teacher: TextEncoder, block: int, context: ContextConfi
 
 
 def memory_of(hidden_size: int) -> ContextConfig:
-    """One layer of kernel attention, whose heads share a gate."""
+    """One layer of kernel attention, whose heads share a gate.
+
+    Features of keys of zeros are ones, so the clamp is the denominator of an endless text: in a short one a token's
+    weight is no larger than it is in a long one.
+    """
     heads = max(1, hidden_size // HEAD_SIZE)
+    heads = heads if hidden_size % heads == 0 else 1
     mixer = {
         "kind": "elu",
         "hidden_size": hidden_size,
-        "num_heads": heads if hidden_size % heads == 0 else 1,
+        "num_heads": heads,
         "gated": True,
         "shared_gate": True,
         "short_convolution": 0,
-        "denominator": {"kind": "exact"},
+        "denominator": {"kind": "abs_clamp", "eps": float(hidden_size // heads)},
     }
     return ContextConfig.model_validate({"num_layers": 1, "mlp_size": MLP_SIZE, "mixer": mixer})
 
@@ -69,8 +74,10 @@ def memory_of(hidden_size: int) -> ContextConfig:
 def remember(model: StreamEncoder, tokens: float = MEMORY_TOKENS, share: float = MEMORY_SHARE) -> StreamEncoder:
     """The model, whose context of `memory_of` adds to each token `share` of a decaying mean of the text so far.
 
-    Queries and keys are zeros, so that every earlier token has the weight exp(-age / tokens). The norm before the layer
-    divides each token by the deviation of its numbers; the mean of these, over tokens drawn at random, is put back.
+    Queries and keys are zeros, so that every earlier token has the weight (1 - exp(-1 / tokens)) exp(-age / tokens),
+    which sum to one when the text is long: the beginning of a text has little behind it and gets little. The norm
+    before the layer divides each token by the deviation of its numbers; the mean of these, over tokens drawn at random,
+    is put back.
     """
     (block,) = cast(list[Block], list(model.context))
     mixer, size = cast(CausalKernelAttention, block.mixer), model.hidden_size

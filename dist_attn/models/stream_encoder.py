@@ -23,18 +23,19 @@ from dist_attn.ops import LocalSequenceOps, SequenceOps
 class StreamEncoder(StreamingModel):
     """Hidden states of texts of any length, for vectors along them.
 
-    A text is cut at the multiples of `block`. The sentence encoder reads each block alone, framed as it frames a text;
-    the layers of `context` then go along the tokens of all blocks and carry a state from one to the next. There is no
-    final norm: what context layers that give zeros leave are the sentence encoder's hidden states.
+    A text is cut into pairs of blocks of `block` tokens, and what is left at its end into halves where it is more than
+    one block: a few words alone would say little of it. The sentence encoder reads each block alone, framed as it
+    frames a text; the layers of `context` then go along the tokens of all blocks and carry a state from one to the
+    next. There is no final norm: what context layers that give zeros leave are the sentence encoder's hidden states.
 
-    What ends inside a block ends the text: read on from there, the block's tokens would have seen other neighbours.
+    What ends inside a pair ends the text: read on from there, its tokens would have seen other neighbours.
     """
 
     def __init__(self, config: StreamEncoderConfig) -> None:
         super().__init__()
         self.config = config
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
-        self.grain = config.block
+        self.grain = min(2 * config.block, GRAIN)
         self.sentence = TextEncoder(config.sentence)
         context = config.context
         self._mixers = () if context is None else mixers_of_layers(context.mixer, context.num_layers)
@@ -88,10 +89,10 @@ class StreamEncoder(StreamingModel):
         return h_BLD, ModelState(layers, state.position_B + total)
 
     def blocks_hidden(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """What the sentence encoder makes of every block alone, [B, L] -> [B, L, D]; `L` begins with a block.
+        """What the sentence encoder makes of every block alone, [B, L] -> [B, L, D]; `L` begins with a pair of blocks.
 
-        As many blocks as fill `GRAIN` tokens are read together, and a shorter last one by itself. Ranks are cut on that
-        grid, so that the same blocks meet in one product on any number of them.
+        As many blocks as fill `GRAIN` tokens are read together, those of an unfinished pair one by one. Ranks are cut
+        on that grid, so that the same blocks meet in one product on any number of them.
         """
         (batch, length), size = tokens_BL.shape, self.config.block
         if not length:
@@ -99,22 +100,29 @@ class StreamEncoder(StreamingModel):
         read = []
         for start in range(0, length, GRAIN):
             stop = min(start + GRAIN, length)
-            whole = stop - stop % size
+            whole = stop - stop % self.grain
             if whole > start:
                 h_NCD = self._read(tokens_BL[:, start:whole].reshape(-1, size))
                 read.append(h_NCD.reshape(batch, whole - start, -1))
-            if stop > whole:
-                read.append(self._read(tokens_BL[:, whole:stop]))
+            read += [self._read(block_BC) for block_BC in self._unfinished(tokens_BL[:, whole:stop])]
         return torch.cat(read, dim=1)
 
     def short_hidden(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What `blocks_hidden` gives texts of at most a block each, [T] each -> [1, T, D] each, read together.
+        """What `blocks_hidden` gives texts of at most a pair of blocks, [T] each -> [1, T, D] each, read together.
 
         Raises: as `TextEncoder.hidden_together`.
         """
         before = len(self.config.sentence.prefix)
-        read = self.sentence.hidden_together(texts)
-        return [h_1LD[:, before : before + len(text_T)] for h_1LD, text_T in zip(read, texts, strict=True)]
+        cut = [self._unfinished(text_T) for text_T in texts]
+        read = iter(self.sentence.hidden_together([block_C for blocks in cut for block_C in blocks]))
+        return [torch.cat([next(read)[:, before : before + len(one)] for one in blocks], dim=1) for blocks in cut]
+
+    def _unfinished(self, tokens: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Tokens [..., T] of less than a pair of blocks as one block or as two, the first a token longer if need be."""
+        length = tokens.shape[-1]
+        if not length:
+            return ()
+        return tokens.split(-(-length // -(-length // self.config.block)), dim=-1)
 
     def _read(self, text_NC: torch.Tensor) -> torch.Tensor:
         """Texts that stand alone, without what the sentence encoder makes of their frame."""
@@ -126,17 +134,18 @@ class StreamEncoder(StreamingModel):
         return h_NLD[:, before : before + text_NC.shape[1]]
 
     def _check_cuts(self, ops: SequenceOps, length: int, total: int, state: ModelState | None) -> None:
-        size = self.config.block
+        size = self.grain
         if len(ops.document_places(length).lengths_N) > 1:
             raise InputError("a stream encoder was given packed documents; it reads one text in each sequence")
         begun = [] if state is None else [at for at in state.position_B.tolist() if at % size and total]
         cut = [at for at in ops.cuts if at % size and at != total]
         if begun:
             raise InputError(
-                f"the state stands at token {begun[0]}, inside a block of {size}; a text ends with what is read short "
-                f"of a multiple of {size}: begin anew, or go on from such a multiple"
+                f"the state stands at token {begun[0]}, inside a pair of blocks of {size} tokens; a text ends with "
+                f"what is read short of a multiple of {size}: begin anew, or go on from such a multiple"
             )
         if cut:
             raise InputError(
-                f"the tokens are cut over ranks at {cut[0]}, inside a block of {size}; cut them at its multiples"
+                f"the tokens are cut over ranks at {cut[0]}, inside a pair of blocks of {size} tokens; cut them at its "
+                "multiples"
             )

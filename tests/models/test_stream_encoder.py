@@ -1,5 +1,6 @@
 """The stream encoder: a sentence encoder over blocks, and context that goes on from block to block."""
 
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.closeness import assert_close
 from tests.support.over_ranks import assert_ranks_change_nothing, randomised
 
 BLOCK, DIM, VOCABULARY = 8, 16, 40
+PAIR = 2 * BLOCK
 GATED_DELTA = {"kind": "gated_delta", "hidden_size": DIM, "num_heads": 2}
 MIXERS: dict[str, dict[str, Any]] = {
     "gated_delta": GATED_DELTA,
@@ -55,14 +57,20 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
+@pytest.mark.parametrize(("length", "blocks"), [(5, (5,)), (BLOCK, (BLOCK,)), (BLOCK + 1, (5, 4)), (PAIR - 1, (8, 7))])
 @pytest.mark.parametrize("mixer", [*MIXERS.values(), None], ids=[*MIXERS, "none"])
-def test_it_begins_with_the_hidden_states_of_the_sentence_encoder(mixer: dict[str, Any] | None) -> None:
-    """Before training, each block has the hidden states that the sentence encoder gives it alone, without its frame."""
-    own, text_BL = teacher(), tokens(3 * BLOCK + 5)
+def test_it_begins_with_the_hidden_states_of_the_sentence_encoder(
+    mixer: dict[str, Any] | None, length: int, blocks: tuple[int, ...]
+) -> None:
+    """Before training, each block has the hidden states that the sentence encoder gives it alone, without its frame.
+
+    What is left behind the last pair is one block, or two that differ by a token at most.
+    """
+    own, text_BL = teacher(), tokens(PAIR + length)
     model = begin_stream_encoder(own, BLOCK, None if mixer is None else context(mixer)).double().eval()
     model.sentence.load_state_dict(own.state_dict())
     h_BLD, state = model.hidden(text_BL)
-    want = [own.hidden(own.frame(part_BC))[:, 1:-1] for part_BC in text_BL.split(BLOCK, dim=1)]
+    want = [own.hidden(own.frame(part_BC))[:, 1:-1] for part_BC in text_BL.split((BLOCK, BLOCK, *blocks), dim=1)]
     assert_close(h_BLD, torch.cat(want, dim=1))
     assert_close(model.blocks_hidden(text_BL), h_BLD)
     assert state.position == text_BL.shape[1]
@@ -70,11 +78,11 @@ def test_it_begins_with_the_hidden_states_of_the_sentence_encoder(mixer: dict[st
 
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 def test_a_text_read_in_steps_gives_what_it_gives_whole(mixer: dict[str, Any]) -> None:
-    """Steps of whole blocks, and a last one that ends inside a block, across the grid on which blocks are batched."""
-    model, text_BL = small(mixer), tokens(512 + 3 * BLOCK + 5)
+    """Steps of whole pairs of blocks, and a last one that ends inside one, across the grid of batches."""
+    model, text_BL = small(mixer), tokens(512 + 3 * PAIR + 5)
     want_BLD, want = model.hidden(text_BL)
     state, parts = None, []
-    for part_BL in text_BL.split([BLOCK, 0, 5 * BLOCK, 512 - 4 * BLOCK, BLOCK + 5], dim=1):
+    for part_BL in text_BL.split([PAIR, 0, 5 * PAIR, 512 - 4 * PAIR, PAIR + 5], dim=1):
         h_BLD, state = model.hidden(part_BL, None, state)
         parts.append(h_BLD)
     assert_close(torch.cat(parts, dim=1), want_BLD)
@@ -84,10 +92,10 @@ def test_a_text_read_in_steps_gives_what_it_gives_whole(mixer: dict[str, Any]) -
             assert_close(got, needed, kind="state")
 
 
-@pytest.mark.parametrize("lengths", [(BLOCK, 3 * BLOCK, BLOCK + 3), (0, 2 * BLOCK, 0, 5)], ids=str)
+@pytest.mark.parametrize("lengths", [(PAIR, 3 * PAIR, PAIR + 3), (0, 2 * PAIR, 0, BLOCK + 5)], ids=str)
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 def test_ranks_change_neither_outputs_nor_gradients(mixer: dict[str, Any], lengths: tuple[int, ...]) -> None:
-    """Slices of whole blocks, some longer and some empty, give the loss and every gradient of one process."""
+    """Slices of whole pairs of blocks, some longer and some empty, give the loss and every gradient of one process."""
     layout = SequenceLayout.from_lengths(lengths)
     text_BL = tokens(layout.total)
     weight_BLD = torch.randn(2, layout.total, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -102,9 +110,9 @@ def test_ranks_change_neither_outputs_nor_gradients(mixer: dict[str, Any], lengt
     assert_ranks_change_nothing(lambda: small(mixer), share, len(lengths))
 
 
-@pytest.mark.parametrize("lengths", [(BLOCK + 1, BLOCK), (BLOCK - 1, 0, 4), (0, 3, 2 * BLOCK)], ids=str)
-def test_a_cut_inside_a_block_is_refused_on_every_rank(lengths: tuple[int, ...]) -> None:
-    """Also on ranks whose own slice begins with a block, or has no tokens."""
+@pytest.mark.parametrize("lengths", [(PAIR + 1, PAIR), (PAIR - 1, 0, 4), (BLOCK, PAIR), (0, 3, 2 * PAIR)], ids=str)
+def test_a_cut_inside_a_pair_of_blocks_is_refused_on_every_rank(lengths: tuple[int, ...]) -> None:
+    """Also on ranks whose own slice begins with a pair, or has no tokens."""
     layout, model = SequenceLayout.from_lengths(lengths), small()
     text_BL = tokens(layout.total)
 
@@ -114,15 +122,15 @@ def test_a_cut_inside_a_block_is_refused_on_every_rank(lengths: tuple[int, ...])
             model.hidden(text_BL[:, start:stop], ShardedSequenceOps(comm, layout))
         return str(refused.value)
 
-    assert all("inside a block of 8" in words for words in run_simulated(read, len(lengths)))
+    assert all("inside a pair of blocks of 16" in words for words in run_simulated(read, len(lengths)))
 
 
-def test_a_text_ends_with_an_unfinished_block() -> None:
-    """What was read short of a block's end cannot be gone on from; nothing more is no reading on."""
+def test_a_text_ends_with_an_unfinished_pair() -> None:
+    """What was read short of a pair's end cannot be gone on from; nothing more is no reading on."""
     model = small()
     _, state = model.hidden(tokens(BLOCK + 3))
     assert model.hidden(tokens(0), None, state)[1].position == BLOCK + 3
-    with pytest.raises(InputError, match="stands at token 11, inside a block of 8"):
+    with pytest.raises(InputError, match="stands at token 11, inside a pair of blocks of 16"):
         model.hidden(tokens(BLOCK), None, state)
 
 
@@ -175,7 +183,7 @@ def test_memory_is_a_decaying_mean():
     normed_LD = normed_LD / normed_LD.std(-1, correction=0, keepdim=True)
     age_LL = torch.arange(len(h_LD))[:, None] - torch.arange(len(h_LD))
     weight_LL = torch.where(age_LL >= 0, torch.exp(-age_LL / tokens), torch.zeros(()))
-    mean_LD = weight_LL / weight_LL.sum(1, keepdim=True) @ normed_LD
+    mean_LD = (1 - math.exp(-1 / tokens)) * weight_LL @ normed_LD
     added_LD = h_LD - read_LD
     scale = (added_LD * mean_LD).sum() / mean_LD.square().sum()
     torch.testing.assert_close(added_LD, scale * mean_LD, atol=1e-4, rtol=1e-3)

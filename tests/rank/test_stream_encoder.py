@@ -18,7 +18,7 @@ from dist_attn.rank.executor import ModelExecutor
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import Failed, Keep, OpenWork, RowSpec, SamplingSpec, Tokens
 from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp
-from tests.models.test_stream_encoder import BLOCK, DIM, GATED_DELTA, VOCABULARY, context, small
+from tests.models.test_stream_encoder import BLOCK, DIM, GATED_DELTA, PAIR, VOCABULARY, context, small
 from tests.support import simulated_engine
 from tests.support.closeness import assert_close
 from tests.support.sentence_encoders import VOCABULARY as WORDS
@@ -86,17 +86,17 @@ def test_a_saved_state_goes_on_bit_for_bit(snapshot, tmp_path):
     first, second = made(), made()
     assert first.vocab_size == WORDS
     first.open(OpenOp(1, ROWS))
-    prefill(first, 0, 1056)
+    prefill(first, 0, 1088)
     saved, state = first.save(1, snapshot)
-    assert (saved.position, saved.snapshot) == (1056, snapshot)
+    assert (saved.position, saved.snapshot) == (1088, snapshot)
     second.open(OpenOp(1, ROWS, None, saved), state)
-    assert prefill(second, 1056, 1500) == prefill(first, 1056, 1500)
+    assert prefill(second, 1088, 1500) == prefill(first, 1088, 1500)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_short_texts_are_read_together(ranks):
-    """The blocks of a step give the rows that each text has alone; one that fills a block is left to itself."""
-    lengths = [1, 5, BLOCK, 5, 2 * BLOCK + 3, BLOCK - 1]
+    """A step gives the rows that each text has alone; what fills a pair of blocks is left to itself."""
+    lengths = [1, 5, PAIR, 5, PAIR + 3, BLOCK + 3]
 
     def rank_work(comm):
         found = []
@@ -126,7 +126,7 @@ def test_short_texts_are_read_together(ranks):
 def test_a_model_that_writes_nothing_refuses_to():
     """Completions and draws are errors, as they are of a text encoder."""
     made = executor()
-    assert not made.writes and made.grain == BLOCK
+    assert not made.writes and made.grain == PAIR
     with pytest.raises(EngineError, match="makes vectors only"):
         made.open(OpenOp(1, None, SamplingSpec(1)))
     with pytest.raises(EngineError, match="draws no tokens"):
