@@ -20,7 +20,10 @@ class SearchParts(Answer):
 
 
 class SearchResult(Answer):
-    """A row that answers: ranges in tokens and bytes of its document, and of words in characters of `text`."""
+    """A row that answers: ranges in tokens and bytes of its document, and of words in characters of `text`.
+
+    `text_cut`: the row is longer, and `text` its beginning.
+    """
 
     document: str
     index: int
@@ -32,6 +35,7 @@ class SearchResult(Answer):
     byte_stop: int
     text: str
     words: list[tuple[int, int]]
+    text_cut: bool = False
 
 
 class SearchedDocument(Answer):

@@ -87,6 +87,11 @@ class LimitSettings(Section):
         description="JSON bodies of all requests under way together; several bodies of one caller may hold half of "
         "what those of others leave",
     )
+    search_memory_bytes: Bytes = Field(
+        default=128 * MIB,
+        description="texts and rows of all searches and rerankings under way together, shared likewise; what is known "
+        "of their words takes two to five times as much",
+    )
     body_bytes: Bytes = Field(default=8 * GIB, description="a document that is streamed")
     row_spool_bytes: Bytes = Field(default=4 * GIB, description="rows that the client has not read yet, on disk")
     npy_tokens: Number = Field(
@@ -333,7 +338,7 @@ class JobSettings(Section):
     address: str = Field(default="", description="the catalogue: redis://HOST:PORT/DB; empty: a file")
     disk_bytes: Bytes = Field(default=16 * GIB, description="inputs and results of all jobs")
     per_caller: Number = Field(default=64, description="jobs of one caller, ended ones too")
-    at_once: Number = Field(default=2, description="jobs that one API process works on")
+    at_once: Number = Field(default=2, description="jobs of each model that one API process works on")
     keep_s: Seconds = Field(default=86_400.0, description="a job that has ended, with its results")
     life_s: Seconds = Field(default=7 * 86_400.0, description="a job that has not ended")
     lease_s: Seconds = Field(default=15.0, description="a process that says nothing for so long is taken for dead")

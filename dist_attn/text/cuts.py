@@ -23,23 +23,22 @@ CHAPTER_HEADING = rb"^[ \t]*(?:CHAPTER|Chapter)[ \t]+(?:\d+|[A-Z])"
 CONTENTS_BYTES = 400  # a heading that follows another one within so many is a line of a table of contents
 
 _VISIBLE_LATER = rb"\s{0,200}\S"
-_EMPTY_LINE = rb"(?<=\S)(?=[ \t]{0,64}\r?\n[ \t]{0,64}\r?\n" + _VISIBLE_LATER + rb")"
-_STOPS = rb"(?:[.!?]|\xe2\x80\xa6){1,16}"
+_EMPTY_LINE = rb"(?=\s)(?<=\S)(?=[ \t]{0,64}\r?\n[ \t]{0,64}\r?\n" + _VISIBLE_LATER + rb")"
+_STOP = rb"(?P<stop>[.!?]|\xe2\x80\xa6)"  # the last one of several
+_STOPS = (b".", b"!", b"?", b"\xe2\x80\xa6")
 _CLOSERS = rb"(?:[\"')\]]|\xe2\x80[\x99\x9d]|\xc2\xbb){0,8}"
 _WIDE = rb"(?:\xe3\x80\x82|\xef\xbc\x81|\xef\xbc\x9f){1,8}(?:\xe3\x80[\x8d\x8f]|\xef\xbc\x89){0,8}"
 _PATTERNS = {
-    "line": re.compile(rb"(?<=\S)(?=[ \t]{0,64}\r?\n" + _VISIBLE_LATER + rb")"),
+    "line": re.compile(rb"(?=\s)(?<=\S)(?=[ \t]{0,64}\r?\n" + _VISIBLE_LATER + rb")"),
     "paragraph": re.compile(_EMPTY_LINE),
     # "Done. Then", not "at 5 p.m. they": what goes on with a small letter was no end. Wide stops need no blank.
-    "sentence": re.compile(
-        rb"(?P<stops>" + _STOPS + rb")" + _CLOSERS + rb"(?=\s{1,200}[^\sa-z])|" + _WIDE + rb"|" + _EMPTY_LINE
-    ),
+    "sentence": re.compile(_STOP + _CLOSERS + rb"(?=\s{1,200}[^\sa-z])|" + _WIDE + rb"|" + _EMPTY_LINE),
     "chapter": re.compile(CHAPTER_HEADING, re.MULTILINE),
 }
 _AHEAD = 512  # bytes behind a place that decide about it: more than any pattern spans
 _BEHIND = 32  # bytes before it, likewise
 PARAGRAPHS_BYTES = 1 << 16
-"""A text without an empty line among so many bytes has a paragraph on each line."""
+"""A text without an empty line among its first bytes, so many of them, has a paragraph on each line."""
 
 _LAST_WORD = re.compile(rb"([^\W\d_](?:\.?[^\W\d_]){0,14})\Z")
 _ABBREVIATIONS = frozenset(
@@ -56,7 +55,8 @@ _BEFORE_NUMBERS = frozenset(
 class CutFinder:
     """The edges of one text, of one kind, or as they were `given`: byte offsets in rising order.
 
-    Memory: what was pushed and not decided yet, which is 64 KiB at most, and tokens that wait for that.
+    Memory: what was pushed and not decided yet, which is little more than 64 KiB, and tokens that wait for that. Time:
+    linear in the bytes and tokens, whatever the pieces in which they come.
     """
 
     def __init__(self, kind: str, given: Sequence[int] = ()) -> None:
@@ -65,18 +65,23 @@ class CutFinder:
         self._pattern = _PATTERNS.get(kind)
         self._edges = deque(given)
         self._decided: float = math.inf if self._pattern is None else 0  # every edge up to here is known
-        self._lines_unclear = kind == "paragraph"
+        self._lines_unclear, self._searched = kind == "paragraph", 0  # for an empty line, in vain up to here
+        self._new = bytearray()  # not looked at yet
         self._text, self._base = b"", 0  # the bytes that still matter, and where they begin
         self._last: int | None = None  # the last edge, or the last heading
-        self._tokens: TokenArray = np.empty(0, dtype=np.int32)  # that may still be marked
-        self._lengths: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._tokens: list[TokenArray] = []  # that may still be marked, in pieces, and their lengths
+        self._lengths: list[npt.NDArray[np.integer[Any]]] = []
         self._bytes = 0  # where the first of them begins
 
     def push(self, data: bytes, *, final: bool = False) -> None:
         """The next bytes of the text; `final`: there are no more."""
         if self._pattern is None:
             return
-        self._text += data
+        self._new += data
+        if len(self._new) < _AHEAD and not final:
+            return  # about as many are looked at again each time
+        self._text += self._new
+        self._new.clear()
         if self._lines_unclear and not self._see_layout(final):
             return
         start = max(0, int(self._decided) - self._base)
@@ -99,25 +104,33 @@ class CutFinder:
 
         Every token but the last of a text is marked where a range ends with it; `final`: after the last push.
         """
-        self._tokens = np.concatenate([self._tokens, tokens])
-        self._lengths = np.concatenate([self._lengths, byte_lengths])
-        ends = self._bytes + np.cumsum(self._lengths)
+        self._tokens.append(tokens)
+        self._lengths.append(byte_lengths)
+        if not final and self._decided <= self._bytes:
+            return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
+        waiting = np.concatenate(self._tokens, dtype=np.int32)
+        ends = np.cumsum(np.concatenate(self._lengths), dtype=np.int64)
+        ends += self._bytes
         # A token is decided once every edge before the end of the next one is known.
         ready = len(ends) if final else max(0, int(np.searchsorted(ends, self._decided + 1, side="right")) - 1)
-        while self._edges and ready and (final or self._edges[0] < ends[ready]):
-            place = int(np.searchsorted(ends, self._edges.popleft(), side="right")) - 1
-            if 0 <= place < len(ends) - 1 and self._tokens[place] >= 0:
-                self._tokens[place] = ~self._tokens[place]
-        given, lengths = self._tokens[:ready], self._lengths[:ready]
-        self._tokens, self._lengths = self._tokens[ready:], self._lengths[ready:]
-        self._bytes += int(lengths.sum())
-        return given, lengths
+        known, before = [], math.inf if final else ends[ready] if ready else 0
+        while self._edges and self._edges[0] < before:
+            known.append(self._edges.popleft())
+        places = np.searchsorted(ends, known, side="right") - 1
+        places = places[(places >= 0) & (places < len(ends) - 1)]
+        waiting[places] = ~waiting[places]
+        lengths = np.diff(ends, prepend=self._bytes)
+        self._tokens, self._lengths = [waiting[ready:]], [lengths[ready:]]
+        self._bytes = int(ends[ready - 1]) if ready else self._bytes
+        return waiting[:ready], lengths[:ready]
 
     def _see_layout(self, final: bool) -> bool:
         """Whether it is known by now how paragraphs of this text are told apart."""
-        if _PATTERNS["paragraph"].search(self._text) is None:
-            if len(self._text) < PARAGRAPHS_BYTES and not final:
-                return False
+        found = _PATTERNS["paragraph"].search(self._text, self._searched)
+        if found is None and not final and len(self._text) < PARAGRAPHS_BYTES + _AHEAD:
+            self._searched = max(0, len(self._text) - _AHEAD)
+            return False
+        if found is None or found.start() > PARAGRAPHS_BYTES:
             self._pattern = _PATTERNS["line"]
         self._lines_unclear = False
         return True
@@ -137,9 +150,12 @@ class CutFinder:
 
     def _abbreviates(self, match: re.Match[bytes]) -> bool:
         """Whether a full stop belongs to the word before it."""
-        if match["stops"] != b"." or (match.end() == match.end("stops") and self._paragraph_ends(match.end())):
+        start, stop = match.start(), match.end("stop")
+        if match["stop"] != b"." or self._text.endswith(_STOPS, 0, start):
             return False
-        word = _LAST_WORD.search(self._text[max(0, match.start() - _BEHIND) : match.start()])
+        if match.end() == stop and self._paragraph_ends(stop):
+            return False
+        word = _LAST_WORD.search(self._text[max(0, start - _BEHIND) : start])
         if word is None:
             return False
         known = word[1].lower()

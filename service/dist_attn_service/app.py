@@ -205,7 +205,8 @@ def _contexts(
 ) -> list[ServiceContext]:
     """Read the model folders, and what every kind of work with each of the models shares.
 
-    Raises: ModelFolderError when a folder cannot be used, or two models would answer to one name.
+    Raises: ModelFolderError when a folder cannot be used, or two models would answer to one name or are told apart by
+        nothing else.
     """
     contexts = []
     for of_model, engine in zip(settings.of_models(), engines, strict=True):
@@ -219,6 +220,11 @@ def _contexts(
         raise ModelFolderError(
             f"both models answer to {min(twice)!r}; give one of them another name with encoder.served_model_name or "
             "http.served_model_name"
+        )
+    if len({context.model.identity for context in contexts}) < len(contexts):
+        raise ModelFolderError(
+            f"both models are {contexts[0].model.identity}: folders of one name with the same configuration and "
+            "tokeniser, which jobs and sessions could not tell apart; rename one of the folders, or serve one model"
         )
     return contexts
 
@@ -245,6 +251,7 @@ def _services(
         jobs=kept_jobs,
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
+        search_memory=BodyMemory(settings.search_memory_bytes, "searched documents", "search fewer at once"),
         budget=budget,
         files=stores.files,
         feeds=FeedingService(writer, stores.files),

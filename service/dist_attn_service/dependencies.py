@@ -122,6 +122,7 @@ class Services:
     jobs: JobServices
     open_requests: OpenRequests
     json_memory: BodyMemory
+    search_memory: BodyMemory
     budget: DiskBudget
     files: FileService
     feeds: FeedingService

@@ -1,5 +1,6 @@
 """POST /v1/search and /v1/rerank: what is found, by what, and what is refused."""
 
+import json
 import math
 import re
 import time
@@ -193,6 +194,46 @@ def test_too_many_rows_or_bytes_are_refused(service: RunningService, monkeypatch
             for mode in ("lexical", "dense"):
                 answer = post(service, "/v1/search", query="a", documents=documents, granularity="sentence", mode=mode)
                 assert answer.status_code == 413 and answer.json()["error"]["param"] == "documents", answer.text
+
+
+def test_long_rows_are_counted_in_parts_and_told_by_their_beginning(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's text is in memory a part at a time, which changes no score, and an answer has its first bytes."""
+    documents = [{"text": TEXT * 3}, {"text": "fox " * 9 + "éé " * 20 + " no fox."}]
+    for granularity in ("document", "sentence"):
+        asked = {"query": "fox dogs", "documents": documents, "granularity": granularity, "mode": "lexical"}
+        whole = post(service, "/v1/search", **asked).json()["results"]
+        assert not any(one["text_cut"] for one in whole)
+        with monkeypatch.context() as patch:
+            patch.setattr("dist_attn_service.search.passages.TEXT_AT_ONCE", 21)
+            patch.setattr("dist_attn_service.search.service.TOLD_BYTES", 37)
+            found = post(service, "/v1/search", **asked).json()["results"]
+        for one, same in zip(found, whole, strict=True):
+            cut = same["byte_stop"] - same["byte_start"] > 37
+            wanted = same["text"].encode()[:37].decode(errors="ignore") if cut else same["text"]
+            words = [[start, stop] for start, stop in same["words"] if stop <= len(wanted)]
+            assert one == {**same, "text": wanted, "text_cut": cut, "words": words}
+    assert whole != found
+
+
+def test_searches_at_once_share_their_memory(tmp_path: Path) -> None:
+    """What goes over the limit beside another's documents is told when to come back, and is done after it."""
+    engine = FakeEngine(credit=4, stingy=True)
+    asked = {"query": "a", "documents": [{"text": TEXT}]}
+    body = json.dumps(asked).encode()
+    head = "POST /v1/search HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with running_service(tmp_path, engine, search_memory_bytes=len(TEXT) + 100) as service:
+        with service.connect() as first:
+            first.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            eventually(lambda: engine.open_count, "the first search to be under way")
+            for route, more in (("/v1/search", asked), ("/v1/rerank", {"query": "a", "documents": ["b" * 100]})):
+                answer = post(service, route, **more)
+                assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+                assert "searched documents of requests under way hold" in answer.json()["detail"]
+        eventually(lambda: not engine.open_count, "the first search to be given up")
+        answer = post(service, "/v1/search", **asked, mode="lexical")
+        assert answer.status_code == 200, answer.text
 
 
 def test_a_deadline_ends_a_search(tmp_path: Path) -> None:

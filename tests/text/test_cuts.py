@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_attn.text.cuts import CutFinder, marked_ends, unmarked
+from dist_attn.text import cuts
+from dist_attn.text.cuts import PARAGRAPHS_BYTES, CutFinder, marked_ends, unmarked
 
 PROSE = (
     "Mr. Holmes met Dr. J. Watson at 5 p.m. in Baker St. near no. 7. “Come at once!” he said. Then silence...\n\n"
@@ -67,6 +68,44 @@ def test_paragraphs_by_empty_lines_or_by_lines():
     """A text with an empty line has its paragraphs between these, and one without has a paragraph on each line."""
     assert ranges("paragraph", "a\nb\n\nc\n \n\nd\n\n") == ["a\nb", "\n\nc", "\n \n\nd\n\n"]
     assert ranges("paragraph", "a\nb\nc\n") == ["a", "\nb", "\nc\n"]
+
+
+def test_the_layout_is_that_of_the_beginning():
+    """An empty line behind the first 64 KiB comes too late to be looked for, in however many pieces the text comes."""
+    lines = "a line\n" * (PARAGRAPHS_BYTES // 7)
+    for behind, paragraphs in ((0, True), (700, False)):
+        text = lines[:-1] + "x" * behind + "\n\nb\nc\n"
+        whole = ranges("paragraph", text)
+        assert (len(whole) == 2) == paragraphs
+        assert ranges("paragraph", text, [1000] * 60 + [1] * 7000) == whole
+
+
+@pytest.mark.parametrize("kind", ["sentence", "paragraph", "chapter"])
+def test_no_byte_is_looked_at_often(kind, monkeypatch):
+    """A text in pieces of a byte is gone through a few times in all, and not anew with every piece."""
+    looked_at = 0
+
+    class Counted:
+        """A pattern that counts the bytes before which it is to stop."""
+
+        def __init__(self, pattern):
+            self._pattern = pattern
+
+        def __getattr__(self, name):
+            def find(text, start=0):
+                nonlocal looked_at
+                looked_at += len(text) - start
+                return getattr(self._pattern, name)(text, start)
+
+            return find
+
+    monkeypatch.setattr(cuts, "_PATTERNS", {name: Counted(pattern) for name, pattern in cuts._PATTERNS.items()})
+    data = b"x   \n" * 15_000
+    finder = CutFinder(kind)
+    for place in range(len(data)):
+        finder.push(data[place : place + 1])
+    finder.push(b"", final=True)
+    assert len(data) <= looked_at < 5 * len(data)
 
 
 def test_chapters_begin_with_their_headings():

@@ -1,5 +1,6 @@
 """One document in the engine: pieces of tokens go in as fast as it gives credit, blocks of rows come out in order."""
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -18,6 +19,7 @@ from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
 from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks, TokeniserPort
 
+LOOKED_AT_BYTES = 1 << 13  # for ends of rows, at most some milliseconds: other requests get their turn
 FLOATS_PER_CALL = 1 << 15  # about 4 ms of formatting: other threads get their turn
 
 
@@ -74,8 +76,11 @@ class ByteOffsets:
         self.edge = edge
         """Where the next row begins: its token and its byte."""
 
-    def push(self, byte_lengths: npt.NDArray[np.integer], tokens: TokenArray | None = None) -> None:
-        """The next tokens of the input, by their lengths in bytes, and themselves where rows are marked."""
+    def push(self, byte_lengths: npt.NDArray[np.integer], tokens: TokenArray | None = None) -> npt.NDArray[np.int64]:
+        """The next tokens of the input, by their lengths in bytes, and themselves where rows are marked.
+
+        The tokens and bytes at which rows end among these, [N, 2]; that a text's last row ends is not among them.
+        """
         count = len(byte_lengths)
         ends = self.bytes + np.cumsum(byte_lengths, dtype=np.int64)
         at = np.empty(0, dtype=np.int64)
@@ -84,10 +89,12 @@ class ByteOffsets:
             at = np.arange(first, self.tokens + count + 1, self._every, dtype=np.int64)
         elif tokens is not None:
             at = marked_ends(tokens, self.tokens)
+        found_N2 = np.column_stack((at, ends[at - self.tokens - 1]))
         if len(at):
-            self._ends.append((at, ends[at - self.tokens - 1]))
+            self._ends.append((at, found_N2[:, 1]))
         self.tokens += count
         self.bytes = int(ends[-1]) if count else self.bytes
+        return found_N2
 
     def ranges(self, starts: list[int], stops: list[int]) -> list[tuple[int, int]]:
         """Byte ranges of the next rows, which must follow each other without a gap.
@@ -131,7 +138,9 @@ async def pieces_of(
     async def seen() -> AsyncIterator[bytes]:
         async for block in blocks:
             if finder is not None:
-                finder.push(block)
+                for start in range(0, len(block), LOOKED_AT_BYTES):
+                    finder.push(block[start : start + LOOKED_AT_BYTES])
+                    await asyncio.sleep(0)
             yield block
 
     async with aclosing(tokeniser.pieces(seen(), begin)) as pieces:

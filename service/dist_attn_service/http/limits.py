@@ -109,14 +109,21 @@ class OpenRequests:
 
 
 class BodyMemory:
-    """Bytes of JSON bodies that requests under way hold together; what would go over the limit is told to come back.
+    """Bytes of JSON bodies, or of `what` else, that requests under way hold together; what would go over the limit is
+    told to come back, or what to do `instead`.
 
     Several bodies of one caller may hold half of what others leave. Units: bytes as they arrive; parsed, a body takes
     several times as much.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(
+        self,
+        limit: int,
+        what: str = "JSON bodies",
+        instead: str = "send a long text as text/plain to /v1/encodings",
+    ) -> None:
         self._limit = limit
+        self._what, self._instead = what, instead
         self._of_callers: Counter[str] = Counter()
         self._turnover = Turnover()
         self.held = 0
@@ -137,9 +144,9 @@ class BodyMemory:
                 share //= 2
             if self.held > mine and own + size > share:
                 raise self._turnover.refusal(
-                    f"JSON bodies of requests under way hold {self.held} bytes, {own} of them for this caller, and the "
-                    f"limit is {self._limit}, of which a caller may hold half of what others leave; try again in a "
-                    "moment, or send a long text as text/plain to /v1/encodings"
+                    f"{self._what} of requests under way hold {self.held} bytes, {own} of them for this caller, and "
+                    f"the limit is {self._limit}, of which a caller may hold half of what others leave; try again in a "
+                    f"moment, or {self._instead}"
                 )
             mine += size
             self.held += size

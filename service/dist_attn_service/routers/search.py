@@ -45,8 +45,9 @@ async def search(request: Request) -> Response:
     query = Query(wanted.query, wanted.mode, wanted.top_k, spec)
     terms = terms_of(request, wanted)
     name = asked.record.request_id
+    size = sum(one.source.size or 0 for one in documents if one.source is not None)
     return await _answered(
-        asked, lambda: services.search_by(served).search(documents, query, asked.caller, name, terms)
+        asked, size, lambda hold: services.search_by(served).search(documents, query, asked.caller, name, terms, hold)
     )
 
 
@@ -100,7 +101,8 @@ async def rerank(request: Request) -> Response:
     request_id = asked.record.request_id
     return await _answered(
         asked,
-        lambda: services.search_by(served).rerank(wanted.query, texts, wanted.top_n, request_id, terms, told=told),
+        sum(map(len, texts)) + 4 * served.model.hidden_size * len(texts),
+        lambda _: services.search_by(served).rerank(wanted.query, texts, wanted.top_n, request_id, terms, told=told),
     )
 
 
@@ -109,11 +111,18 @@ def _check_query(query: str) -> None:
         raise BadRequest("query is blank; send a word", code=Code.EMPTY_INPUT, param="query")
 
 
-async def _answered(asked: Incoming, work: Callable[[], Awaitable[SearchResults | RerankResults]]) -> Response:
-    """What the work comes to, unless the client leaves before."""
+async def _answered(
+    asked: Incoming, size: int, work: Callable[[Callable[[int], None]], Awaitable[SearchResults | RerankResults]]
+) -> Response:
+    """What the work comes to, unless the client leaves before; its texts have so many bytes, and it may hold more.
+
+    Raises: ServiceError (429) where searches under way hold too much.
+    """
     try:
         with asked.place():
-            results = await while_connected(asked.body, work())
+            hold = asked.services.search_memory.hold(asked.record.holder, asked.record.at_end.append)
+            hold(size)
+            results = await while_connected(asked.body, work(hold))
     except ClientGone:
         asked.record.reason = "client_gone"
         return Response(status_code=499)

@@ -6,7 +6,7 @@ Letters: N passages of all documents, D model width.
 import asyncio
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from dist_attn_service.search.words import Floats, WordCounts, bm25, words_of
 __all__ = ["Passages", "Pool", "directions", "fused", "ranks"]
 
 ROWS_AT_ONCE = 2048
+TEXT_AT_ONCE = 1 << 20  # bytes whose words are counted together, as strings take some twenty times as much
 FUSION = 60
 
 
@@ -38,21 +39,34 @@ class Passages:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def grow(self, upto: int) -> None:
-        """Take in some more of the rows before `upto`."""
+        """Take in some more of the rows before `upto`: as many as have `TEXT_AT_ONCE` bytes together, one at least."""
         block = self.read(self.rows, min(ROWS_AT_ONCE, upto - self.rows))
-        counted = WordCounts.of(self.texts(block), self.rows)
+        begin, ends_N = int(block.ranges_N4[0, 2]), block.ranges_N4[:, 3]
+        block = block.first(max(1, int(np.searchsorted(ends_N, begin + TEXT_AT_ONCE, side="right"))))
+        texts = [self.parts(begin, int(ends_N[0]))] if len(block) == 1 else [[text] for text in self.texts(block)]
+        counted = WordCounts.of(texts, self.rows)
         # What searches look at is replaced whole: others may be under way in other threads.
         self.words = (*self.words, counted)
         self.total_D = self.total_D + block.vectors_ND.sum(0, dtype=np.float64)
         self.rows += len(block)
 
+    def text(self, start: int, stop: int) -> str:
+        """The text of these bytes; half a character at an edge becomes U+FFFD."""
+        return self.read_text(start, stop).decode("utf-8", "replace")
+
     def texts(self, block: RowBlock) -> list[str]:
-        """The text of each row; half a character at an edge becomes U+FFFD."""
-        if not len(block):
-            return []
+        """The text of each row."""
         begin, stop = int(block.ranges_N4[0, 2]), int(block.ranges_N4[-1, 3])
         data = self.read_text(begin, stop)
         return [data[a - begin : b - begin].decode("utf-8", "replace") for a, b in block.ranges_N4[:, 2:].tolist()]
+
+    def parts(self, start: int, stop: int) -> Iterator[str]:
+        """The text of these bytes in parts of `TEXT_AT_ONCE`, each but the last up to a blank where it has one."""
+        while start < stop and (data := self.read_text(start, min(stop, start + TEXT_AT_ONCE))):
+            if start + len(data) < stop:
+                data = data[: 1 + max(map(data.rfind, (b" ", b"\n"))) or len(data)]
+            start += len(data)
+            yield data.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.text.base import TokenArray
-from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_api.search_types import (
     RerankDocument,
@@ -32,7 +31,7 @@ from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms, utf8
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.encodings.embeddings import EmbeddingService
-from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, pieces_of
+from dist_attn_service.encodings.encoding_run import ByteOffsets, EncodingRun, RowBlock, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.passages import Passages, Pool, directions, fused, ranks
@@ -45,6 +44,8 @@ MIB = 1 << 20
 ENCODED_BYTES, ENCODED_ROWS = 16 * MIB, 20_000  # of documents that one request encodes
 SEARCHED_BYTES, SEARCHED_ROWS = 64 * MIB, 200_000  # of all documents of one request
 KEPT_BYTES = 64 * MIB  # of texts of jobs whose words this process keeps counted
+ROW_BYTES = 32  # of a row's range, beside its vector
+TOLD_BYTES = 1 << 17  # of a row's text in a result
 AT_ONCE = 4  # documents of one request in the engine
 PIECE_BYTES = 1 << 16
 
@@ -72,6 +73,7 @@ class Query:
 class _Found:
     """What one request has of its documents, by their places, and the tokens that it has read."""
 
+    hold: Callable[[int], None]  # takes so many bytes of what all searches may have
     passages: dict[int, Passages] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
     bytes: int = 0
@@ -84,11 +86,12 @@ class _Found:
         if self.bytes > ENCODED_BYTES:
             raise _too_large(f"the documents of this request have more than {ENCODED_BYTES} bytes")
 
-    def take_rows(self, count: int) -> None:
-        """Raises: TooLarge for more than one request may encode."""
+    def take_rows(self, count: int, dim: int) -> None:
+        """Rows of so many numbers. Raises: TooLarge for more than one request may encode; as `hold`."""
         self.rows += count
         if self.rows > ENCODED_ROWS:
             raise _too_large(f"the documents of this request have more than {ENCODED_ROWS} rows")
+        self.hold(count * (ROW_BYTES + 4 * dim))
 
 
 @final
@@ -105,14 +108,21 @@ class SearchService:
     # ---- searches ------------------------------------------------------------------------------
 
     async def search(
-        self, documents: Sequence[Searched], query: Query, caller: str, name: str, terms: RequestTerms
+        self,
+        documents: Sequence[Searched],
+        query: Query,
+        caller: str,
+        name: str,
+        terms: RequestTerms,
+        hold: Callable[[int], None],
     ) -> SearchResults:
         """The passages that answer a query best; `name` is the request's in the log.
 
-        Raises: ServiceError for documents that cannot be had or are too large, and when the engine fails.
+        `hold` takes the bytes of jobs' texts and of rows. Raises: ServiceError for documents that cannot be had or are
+            too large, and when the engine fails; what `hold` raises.
         """
         async with _in_time(terms):
-            found, query_D = _Found(), None
+            found, query_D = _Found(hold), None
             if query.mode != "lexical":
                 await self._context.watch.until_ready()
                 query_D, found.tokens = await self._read_query(query.text, name, terms)
@@ -166,6 +176,7 @@ class SearchService:
                 f"the documents have {size} bytes and {rows} rows; one search goes through {SEARCHED_BYTES} bytes and "
                 f"{SEARCHED_ROWS} rows at most"
             )
+        found.hold(record.input_bytes)
         rows_of, text_of = self._jobs.results.kept(name, record)
         passages = self._kept.pop(name, None) or Passages(rows_of, text_of, record.input_bytes)
         passages.size = record.input_bytes  # which grows while the job is received
@@ -189,12 +200,13 @@ class SearchService:
     ) -> None:
         """Encode documents, one after the other, and count their words."""
         for place, source in waiting:
-            text = bytearray()
+            parts: list[bytes] = []
             async with self._places, aclosing(source.chunks()) as chunks:
                 async for chunk in chunks:
                     found.take_bytes(len(chunk))
-                    text += chunk
-                data = bytes(text)
+                    parts.append(chunk)
+                data = b"".join(parts)
+                parts.clear()
                 pieces = pieces_of(self._context.tokeniser, query.spec, _once(data), TextMark())
                 if query.mode == "lexical":
                     blocks = await _without_vectors(query.spec, pieces, found)
@@ -219,7 +231,7 @@ class SearchService:
         blocks: list[RowBlock] = []
 
         async def put(block: RowBlock) -> None:
-            found.take_rows(len(block))
+            found.take_rows(len(block), self._context.model.hidden_size)
             blocks.append(block)
 
         with self._context.workload.document(size=len(data)) as load:
@@ -308,18 +320,17 @@ async def _once(data: bytes) -> AsyncIterator[bytes]:
 
 async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: _Found) -> list[RowBlock]:
     """The rows of a document that nobody needs vectors of."""
-    tokens, lengths = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    offsets, edges = ByteOffsets(spec), [np.zeros((1, 2), np.int64)]
     async with aclosing(pieces):
         async for piece in pieces:
-            tokens.append(piece.tokens)
-            lengths.append(piece.byte_lengths.astype(np.int64))
-    token_T, end_T = np.concatenate(tokens), np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-    every = spec.window if spec.granularity == "window" else max(1, len(token_T))
-    ends = marked_ends(token_T) if spec.marked else np.arange(every, len(token_T), every)
-    edges = np.unique(np.concatenate([[0], ends, [len(token_T)]])).astype(np.int64)
-    found.take_rows(len(edges) - 1)
-    ranges_N4 = np.column_stack((edges[:-1], edges[1:], end_T[edges[:-1]], end_T[edges[1:]]))
-    return [RowBlock(0, ranges_N4, np.empty((len(edges) - 1, 0), np.float32))]
+            ends_N2 = offsets.push(piece.byte_lengths, piece.tokens if spec.marked else None)
+            found.take_rows(len(ends_N2), 0)
+            edges.append(ends_N2)
+    # a text's last row ends with it, and may be one that was counted
+    edges_N2 = np.unique(np.concatenate([*edges, [[offsets.tokens, offsets.bytes]]]), axis=0)
+    ranges_N4 = np.column_stack((edges_N2[:-1, 0], edges_N2[1:, 0], edges_N2[:-1, 1], edges_N2[1:, 1]))
+    found.take_rows(len(ranges_N4) - sum(map(len, edges)) + 1, 0)
+    return [RowBlock(0, ranges_N4, np.empty((len(ranges_N4), 0), np.float32))]
 
 
 def _in_memory(block: RowBlock, data: bytes) -> Passages:
@@ -361,9 +372,9 @@ def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, 
         if not order_N[passage]:
             break
         document, row = pool.place(passage)
-        block = pool.documents[document].read(row, 1)
-        (text,) = pool.documents[document].texts(block)
-        start, stop, byte_start, byte_stop = block.ranges_N4[0].tolist()
+        start, stop, byte_start, byte_stop = pool.documents[document].read(row, 1).ranges_N4[0].tolist()
+        cut = byte_stop - byte_start > TOLD_BYTES
+        text = pool.documents[document].text(byte_start, byte_start + TOLD_BYTES if cut else byte_stop)
         told = {
             name: SearchPart(rank=int(rank_N[passage]), score=round(float(part_N[passage]), 6))
             for name, (part_N, rank_N) in parts.items()
@@ -379,8 +390,9 @@ def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, 
                 stop=stop,
                 byte_start=byte_start,
                 byte_stop=byte_stop,
-                text=text,
+                text=text.rstrip("\ufffd") if cut else text,
                 words=places_of(text, words),
+                text_cut=cut,
             )
         )
     return results

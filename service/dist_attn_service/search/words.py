@@ -8,7 +8,7 @@ Letters: N passages of all documents, V different words.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -41,34 +41,40 @@ def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
 class WordCounts:
     """How often which word stands in each of some passages, the first of which is number `first`.
 
-    The passages with word v are `rows[starts[v] : starts[v + 1]]`, in order, and `counts` says how often. Shapes:
-    starts [V + 1], rows and counts alike, lengths [passages] in words.
+    Words are kept as their hashes, 24 bytes each at most whatever their length; two of 64 bits hardly ever agree. The
+    passages with word `hashes[v]` are `rows[starts[v] : starts[v + 1]]`, in order, and `counts` says how often. Shapes:
+    hashes [V] in rising order, starts [V + 1], rows and counts alike, lengths [passages] in words.
     """
 
     first: int
-    numbers: dict[str, int]
+    hashes: Ints
     starts: Ints
     rows: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
     lengths: Ints
 
     @classmethod
-    def of(cls, texts: Sequence[str], first: int = 0) -> "WordCounts":
-        """The words of these passages."""
-        numbers: dict[str, int] = {}
-        found = [[numbers.setdefault(word, len(numbers)) for word in words_of(text)] for text in texts]
-        lengths = np.array([len(words) for words in found], dtype=np.int64)
-        word = np.fromiter((number for words in found for number in words), dtype=np.int64, count=int(lengths.sum()))
-        places = word * len(texts) + np.repeat(np.arange(len(texts)), lengths)
-        places, counts = np.unique(places, return_counts=True)
-        starts = np.searchsorted(places, np.arange(len(numbers) + 1) * len(texts))
-        rows = (places % max(1, len(texts))).astype(np.int32)
-        return cls(first, numbers, starts, rows, counts.astype(np.int32), lengths)
+    def of(cls, passages: Sequence[Iterable[str]], first: int = 0) -> "WordCounts":
+        """The words of these passages, each given as the parts of its text, whose words are held one part at a time."""
+        found = [np.empty((3, 0), dtype=np.int64)]  # word, passage, count
+        for passage, parts in enumerate(passages):
+            for part in parts:
+                own = Counter(map(hash, words_of(part)))
+                found.append(np.array([[*own], [passage] * len(own), [*own.values()]], dtype=np.int64))
+        table = np.concatenate(found, axis=1)
+        found.clear()
+        word, row, count = table = table[:, np.lexsort((table[1], table[0]))]
+        begins = np.flatnonzero((np.diff(word, prepend=0) != 0) | (np.diff(row, prepend=-1) != 0))
+        lengths = np.bincount(row, count, minlength=len(passages)).astype(np.int64)
+        row, count = row[begins].astype(np.int32), np.add.reduceat(count, begins).astype(np.int32)
+        hashes, starts = np.unique(word[begins], return_index=True)
+        return cls(first, hashes, np.append(starts, len(row)), row, count, lengths)
 
     def having(self, word: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The passages that have a word, counted from the first of these, and how often."""
-        number = self.numbers.get(word)
-        some = slice(0) if number is None else slice(self.starts[number], self.starts[number + 1])
+        place = int(np.searchsorted(self.hashes, hash(word)))
+        known = place < len(self.hashes) and self.hashes[place] == hash(word)
+        some = slice(self.starts[place], self.starts[place + 1]) if known else slice(0)
         return self.rows[some], self.counts[some]
 
 
