@@ -408,6 +408,8 @@ def test_work_that_would_wait_too_long(tmp_path: Path, when_busy: str) -> None:
                 assert int(answer.headers["retry-after"]) >= 1 and "respond-async" in answer.text
             willing = post(url, content=b"x" * 100_000, headers={"Prefer": "respond-async, wait=100000"})
             assert willing.status_code == 202
+            by_edges = post(url, json={"input": "x" * 100_000, "boundaries": [9]})
+            assert by_edges.status_code == answer.status_code, by_edges.text
         eventually(lambda: engine.open_count == 0, "it to be over")
 
 

@@ -13,6 +13,7 @@ from tests.service.test_encodings import ROUTE, encode
 from tests.support.fake_engine import row_vector
 from tests.support.raw_http import lines_of
 from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 STORY = ("One night. Mr. Dee left.\n\nTwo “nights.” Gone!\n\nCHAPTER I\nThree é" + " and more" * 50 + "\n") * 40
 
@@ -59,5 +60,23 @@ def test_rows_between_given_boundaries(service: RunningService) -> None:
     assert [line["index"] for line in lines_of(ask(boundaries=[1, 5], from_row=2).content)[:-1]] == [2]
     assert len(lines_of(ask(boundaries=[7]).content)) == 2
     for more in ({"boundaries": [5, 1]}, {"boundaries": [8]}, {"boundaries": [1], "granularity": "sentence"}):
-        answer = ask(**more)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "boundaries", answer.text
+        for answer in (ask(**more), httpx.post(f"{service.url}/v1/jobs", json={"input": "abcdéf", **more})):
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "boundaries", answer.text
+
+
+def test_a_job_keeps_boundaries(service: RunningService) -> None:
+    """An encoding with boundaries becomes a job as any other; one that lost them has lost its input."""
+    asked = {"input": STORY, "boundaries": [700, 701, 2000]}
+    wanted = lines_of(httpx.post(f"{service.url}{ROUTE}", json=asked, timeout=60).content)
+    for route, headers in (("/v1/jobs", {}), (ROUTE, {"prefer": "respond-async"})):
+        made = httpx.post(f"{service.url}{route}", json=asked, headers=headers).json()
+        address = f"{service.url}/v1/jobs/{made['id']}"
+        eventually(lambda address=address: httpx.get(address).json()["status"] == "succeeded", "the job to end")
+        assert lines_of(httpx.get(f"{address}/result").content) == wanted
+    service.engine.ready = False
+    made = httpx.post(f"{service.url}/v1/jobs", json=asked).json()
+    next(service.settings.data_dir.glob(f"jobs/files/*/{made['id']}/boundaries")).unlink()
+    service.engine.ready = True
+    address = f"{service.url}/v1/jobs/{made['id']}"
+    eventually(lambda: httpx.get(address).json()["status"] == "failed", "the job to fail")
+    assert httpx.get(address).json()["error"]["code"] == "input_lost"

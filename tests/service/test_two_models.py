@@ -10,9 +10,11 @@ import httpx
 import pytest
 from dist_attn_service.app import create_app
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits, JobRecord
 
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.settings import EncoderSettings, JobSettings, read_settings
+from dist_attn.store.memory import MemoryRecords
 from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine
 from tests.support.metrics import samples, value
 from tests.support.opening import is_opening
@@ -176,8 +178,46 @@ def test_jobs_keep_to_their_model(tmp_path: Path) -> None:
         assert httpx.get(f"{service.url}/v1/jobs/{made['vectors']['id']}/result").text == rows
 
 
+def test_jobs_of_one_model_do_not_wait_for_the_engine_of_the_other(tmp_path: Path) -> None:
+    """Those of an engine that is away take none of the others' places."""
+    models, encoder = two_models(tmp_path), FakeEngine(ready=False)
+    models["jobs"] = JobSettings(look_s=0.05, save_s=0.05, at_once=1)
+    with running_service(
+        tmp_path, FakeEngine(keep=False), encoder_engine=encoder, **models, engine_ready_seconds=900
+    ) as service:
+        waiting = [post(service, "/v1/jobs", input="abc" * 30).json()["id"] for _ in range(3)]
+        assert job(service, input="abc" * 30, model="tiny")["status"] == "succeeded"
+        statuses = [httpx.get(f"{service.url}/v1/jobs/{name}").json()["status"] for name in waiting]
+        assert "succeeded" not in statuses and statuses.count("queued") >= 2
+        encoder.ready = True
+        for name in waiting:
+            eventually(
+                lambda name=name: httpx.get(f"{service.url}/v1/jobs/{name}").json()["status"] == "succeeded", "the rest"
+            )
+
+
+def test_only_jobs_of_the_same_model_are_before_a_job() -> None:
+    """The tokens of the other model's jobs are read by another engine."""
+
+    async def ahead() -> float:
+        catalogue = JobCatalogue(MemoryRecords(), JobLimits(1 << 30, 10, 15.0))
+        now, names, record = catalogue.clock(), [], None
+        for number, model in enumerate(("a@1", "b@2", "a@1", "b@2")):
+            record = JobRecord(
+                caller="", kind="encoding", model=model, created_at=now + number, expires_at=now + 1000,
+                state="queued", expected_tokens=10.0**number,
+            )  # fmt: skip
+            names.append(await catalogue.add(record))
+        assert record is not None
+        return await catalogue.ahead(names[-1], record)
+
+    assert asyncio.run(ahead()) == 10.0
+
+
 def test_models_need_names_and_addresses_of_their_own(tmp_path: Path) -> None:
-    """Two models under one name, and an encoder without the address of its controller, are refused at the start."""
+    """Two models under one name or with one identity, and an encoder without the address of its controller, are refused
+    at the start.
+    """
     models = two_models(tmp_path)
     models["encoder"] = models["encoder"].model_copy(update={"served_model_name": ("tiny",)})
 
@@ -187,6 +227,10 @@ def test_models_need_names_and_addresses_of_their_own(tmp_path: Path) -> None:
             raise AssertionError("it started")
 
     with pytest.raises(ModelFolderError, match="both models answer to 'tiny'"):
+        asyncio.run(start())
+    twin = model_folder(tmp_path / "other")
+    models["encoder"] = models["encoder"].model_copy(update={"model": str(twin), "served_model_name": ("vectors",)})
+    with pytest.raises(ModelFolderError, match="could not tell apart; rename one of the folders"):
         asyncio.run(start())
     flags = {"model": "m", "encoder.model": "e", "engine.api_address": "ipc:///a"}
     with pytest.raises(ConfigError, match="give --encoder-address"):

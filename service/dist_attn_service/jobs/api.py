@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import msgspec
+import numpy as np
 
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
@@ -46,9 +47,17 @@ class JobApi:
     # ---- handing in ----------------------------------------------------------------------------
 
     async def encoding(
-        self, context: ServiceContext, caller: str, spec: RowSpec, body: AsyncIterator[bytes], size: int | None
+        self,
+        context: ServiceContext,
+        caller: str,
+        spec: RowSpec,
+        body: AsyncIterator[bytes],
+        size: int | None,
+        boundaries: Sequence[int] = (),
     ) -> tuple[str, JobRecord]:
         """A new job that encodes what `body` gives with the model of `context`; `size` is its length, if known.
+
+        `boundaries` are the byte offsets at which rows end, where the granularity of `spec` says so.
 
         When this returns, all of it is on the disk, where a power cut leaves it.
 
@@ -61,11 +70,12 @@ class JobApi:
         record = self._new(context, caller, "encoding", spec=spec, dim=context.model.hidden_size, **receiving)
         name = await self._catalogue.add(record)
         try:
-            total, sha256 = await self._receive(name, body, size or 0, lease)
+            ends = np.array(boundaries, dtype="<i8").tobytes()
+            total, sha256 = await self._receive(name, body, ends, size or 0, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
             await unbroken(beside(None, self._store.files.sync_input, name))
-            return name, await self._enqueue(context, name, total, sha256)
+            return name, await self._enqueue(context, name, total, total + len(ends), sha256)
         except BaseException as error:
             await asyncio.shield(self._drop(name))
             if isinstance(error, OSError):
@@ -97,8 +107,10 @@ class JobApi:
             **{"state": "queued", **values},
         )
 
-    async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> tuple[int, str]:
-        """Write the body to the job's file; its length, and its SHA-256 in hex."""
+    async def _receive(
+        self, name: str, body: AsyncIterator[bytes], ends: bytes, reserved: int, lease: float
+    ) -> tuple[int, str]:
+        """Write the body to the job's file, and where its rows end; its length, and the SHA-256 of both in hex."""
         await beside(None, self._store.files.make, name)
         total, waiting, renewed, digest = 0, bytearray(), self._catalogue.clock(), hashlib.sha256()
 
@@ -119,15 +131,23 @@ class JobApi:
                 await unbroken(beside(None, write, bytes(waiting)))
                 waiting.clear()
         await unbroken(beside(None, write, bytes(waiting)))
+        if ends:
+            digest.update(ends)
+            await unbroken(beside(None, self._store.files.add_boundaries, name, ends))
         return total, digest.hexdigest()
 
-    async def _enqueue(self, context: ServiceContext, name: str, total: int, sha256: str) -> JobRecord:
+    async def _enqueue(self, context: ServiceContext, name: str, total: int, on_disk: int, sha256: str) -> JobRecord:
         ratio = context.workload.ratio.measured()
         expected = None if ratio is None else total * ratio.tokens_per_byte
         now = self._catalogue.clock()
 
         def queued(record: JobRecord) -> JobRecord:
-            received = {"input_bytes": total, "input_sha256": sha256, "disk_bytes": total, "expected_tokens": expected}
+            received = {
+                "input_bytes": total,
+                "input_sha256": sha256,
+                "disk_bytes": on_disk,
+                "expected_tokens": expected,
+            }
             record = changed(record, state="queued", runner="", lease_until=0.0, **received)
             return with_event(record, "created", now)
 
@@ -285,7 +305,7 @@ class JobServices:
             return works[record.model, record.kind]
 
         store = JobStore(catalogue, files, states)
-        runner = JobRunner(settings, store, work_of, first.log, first.metrics)
+        runner = JobRunner(settings, store, work_of, first.log, first.metrics, models=len(contexts))
         return JobServices(
             JobApi(settings, store, runner, contexts), JobResults(settings, store, contexts, first.threads), runner
         )

@@ -59,8 +59,8 @@ class JobRecord(Record, frozen=True, kw_only=True):
 
     `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
     that works on it is the `runner`, which is taken for dead after `lease_until`. `point` is where it goes on then.
-    `input_sha256` is in hex, of all `input_bytes` of an encoding, and `dim` counts the numbers of its rows; empty and 0
-    in records of an earlier version.
+    `input_sha256` is in hex, of all `input_bytes` of an encoding and of the boundaries sent with it, and `dim` counts
+    the numbers of its rows; empty and 0 in records of an earlier version.
     """
 
     KIND: ClassVar[str] = "job"
@@ -319,14 +319,17 @@ class JobCatalogue:
 
         await self._change(run)
 
-    async def claim(self, work: Change) -> tuple[str, JobRecord] | None:
+    async def claim(
+        self, work: Change, wanted: Callable[[JobRecord], bool] = lambda _: True
+    ) -> tuple[str, JobRecord] | None:
         """Become the runner of the job that has waited longest, changed by `work`; None where none waits.
 
-        A job whose runner has died waits again.
+        Those that are not `wanted` are left out. A job whose runner has died waits again.
         """
 
         async def run(ledger: JobLedger) -> tuple[str, JobRecord] | None:
-            for name, record in await ledger.jobs("open/", lambda each: self._waits(each, ledger.now), limit=1):
+            waits = await ledger.jobs("open/", lambda each: self._waits(each, ledger.now) and wanted(each), limit=1)
+            for name, record in waits:
                 lease = ledger.now + self._limits.lease_seconds
                 mine = work(changed(record, runner=self.runner, lease_until=lease))
                 await ledger.save(name, mine, record)
@@ -336,10 +339,11 @@ class JobCatalogue:
         return await self._change(run)
 
     async def ahead(self, name: str, record: JobRecord) -> float:
-        """Tokens of jobs that have waited longer; of those that do not know, none count."""
+        """Tokens of the same model's jobs that have waited longer; of those that do not know, none count."""
+        about = (record.model, "encoding")
         jobs = await self._change(
             lambda ledger: ledger.jobs(
-                "open/", lambda other: other.kind == "encoding", before=record.open_key(name), limit=PAGE
+                "open/", lambda other: (other.model, other.kind) == about, before=record.open_key(name), limit=PAGE
             )
         )
         return sum((max(0.0, (other.expected_tokens or 0) - other.tokens) for _, other in jobs), 0.0)

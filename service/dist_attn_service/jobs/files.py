@@ -2,9 +2,10 @@
 
 Its rows are numbers, so that any format can be made of them from any row on.
 
-`input` has the bytes that were sent; `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian int64
-[rows, 4] (start and stop in tokens, then in bytes); `result` is a completion's JSON. What the catalogue says is there
-was synced before, with every name on the way to it. Calls block: they belong beside the event loop.
+`input` has the bytes that were sent, `boundaries` the offsets, in little-endian int64, at which rows are to end where
+these were sent too; `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian int64 [rows, 4] (start
+and stop in tokens, then in bytes); `result` is a completion's JSON. What the catalogue says is there was synced before,
+with every name on the way to it. Calls block: they belong beside the event loop.
 """
 
 import os
@@ -53,10 +54,21 @@ class JobFiles:
         with open(self.input(name), "ab", opener=private_opener) as file:
             file.write(data)
 
+    def add_boundaries(self, name: str, data: bytes) -> None:
+        """Where rows are to end, whole, beside what was sent."""
+        with open(self._boundaries(name), "wb", opener=private_opener) as file:
+            file.write(data)
+
+    def read_boundaries(self, name: str) -> bytes:
+        """Where rows are to end; nothing where that was not sent."""
+        path = self._boundaries(name)
+        return path.read_bytes() if path.exists() else b""
+
     def sync_input(self, name: str) -> None:
         """Have what was sent on the disk, and the names that lead to it, where a power cut leaves them."""
-        with self.input(name).open("rb") as file:
-            os.fsync(file.fileno())
+        for path in filter(Path.exists, (self.input(name), self._boundaries(name))):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         self._sync_names(name)
 
     def read_input(self, name: str, start: int, count: int) -> bytes:
@@ -82,6 +94,9 @@ class JobFiles:
     def rows(self, name: str, dim: int) -> "RowFile":
         """The rows of an encoding."""
         return RowFile(self._of(name), dim)
+
+    def _boundaries(self, name: str) -> Path:
+        return self._of(name) / "boundaries"
 
     def _sync_names(self, name: str) -> None:
         # All of them, also those that another process has made: it may have died before it synced them.

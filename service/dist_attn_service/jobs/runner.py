@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -62,7 +62,9 @@ class _Stop(Exception):
 
 @final
 class JobRunner:
-    """Runs up to `jobs_at_once` jobs; what `work_of` finds does the work and gives what the record shall say then."""
+    """Runs up to `jobs.at_once` jobs of each of so many `models`, so that those that wait for one engine do not hold up
+    the others'; what `work_of` finds does the work and gives what the record shall say then.
+    """
 
     def __init__(
         self,
@@ -72,17 +74,21 @@ class JobRunner:
         log: Log,
         metrics: Metrics,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        models: int = 1,
     ) -> None:
         self._settings = settings
         self._catalogue = store.catalogue
         self._files = store.files
         self._states = store.states
         self._work_of = work_of
+        self._places = models * settings.jobs.at_once
         self._log = log
         self._metrics = metrics
         self._grace = ExpiryGrace(settings.expired_seconds, store.catalogue.clock, monotonic)
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._of_models: Counter[str] = Counter()
         self._interrupted: set[str] = set()
         self._loop: asyncio.Task[None] | None = None
 
@@ -119,8 +125,8 @@ class JobRunner:
         while True:
             self._wake.clear()
             try:
-                while self.running < self._settings.jobs.at_once:
-                    claimed = await self._catalogue.claim(self._begun)
+                while self.running < self._places:
+                    claimed = await self._catalogue.claim(self._begun, self._has_place)
                     if claimed is None:
                         break
                     self._begin(*claimed)
@@ -143,6 +149,9 @@ class JobRunner:
             await beside(None, self._files.remove, name)
             await self._catalogue.remove(name)
 
+    def _has_place(self, record: JobRecord) -> bool:
+        return self._of_models[record.model] < self._settings.jobs.at_once
+
     def _begun(self, record: JobRecord) -> JobRecord:
         now = self._catalogue.clock()
         again = changed(record, state="running", attempts=record.attempts + 1, started_at=record.started_at or now)
@@ -151,9 +160,11 @@ class JobRunner:
     def _begin(self, name: str, record: JobRecord) -> None:
         task = asyncio.create_task(self._run(name, record), name=f"job {name}")
         self._running[name] = task
+        self._of_models[record.model] += 1
 
         def ended(_: asyncio.Task[None]) -> None:
             self._running.pop(name, None)
+            self._of_models[record.model] -= 1
             self._interrupted.discard(name)
             self._wake.set()
 

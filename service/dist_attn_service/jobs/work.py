@@ -1,10 +1,12 @@
 """What jobs do: an encoding from its file into its files, which goes on from states after a death, and a completion."""
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from math import lcm
 from typing import Any, final
+
+import numpy as np
 
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
@@ -15,6 +17,7 @@ from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
 from dist_attn_service.jobs.files import JobFiles, JobStates, RowFile
 from dist_attn_service.jobs.runner import Complete, Report
 
+BOUNDARY_BYTES = 8
 CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
 UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
 """What a state is refused with that nothing can be gone on from."""
@@ -39,7 +42,7 @@ class EncodingWork:
         Raises: ServiceError.
         """
         await self._context.watch.until_ready()
-        await self._check_input(name, record)
+        given = await self._checked_boundaries(name, record)
         report.point = record.point
         rows = self._files.rows(name, self._context.model.hidden_size)
         point, spec = record.point, record.spec
@@ -47,19 +50,24 @@ class EncodingWork:
         if point is not None and point.run.row <= record.rows and self._step(spec):
             try:
                 if (size := await self._states.size(record.caller, point)) is not None:
-                    return await self._encode(name, record, report, rows, point, size)
+                    return await self._encode(name, record, report, rows, point=point, state_bytes=size)
             except ServiceError as error:
                 if error.code not in UNUSABLE:
                     raise
-        return await self._encode(name, record, report, rows)
+        return await self._encode(name, record, report, rows, given)
 
-    async def _check_input(self, name: str, record: JobRecord) -> None:
-        """Raises: ServiceError (`input_lost`) where the input is not what the caller was told is kept."""
+    async def _checked_boundaries(self, name: str, record: JobRecord) -> Sequence[int]:
+        """The byte offsets at which rows end, where they were sent.
+
+        Raises: ServiceError (`input_lost`) where they, or the input, are not what the caller was told is kept.
+        """
         size, digest = 0, hashlib.sha256()
         with suppress(FileNotFoundError):
             async for block in self._blocks(name, 0, CHECK_BYTES):
                 size += len(block)
                 await beside(None, digest.update, block)
+        ends = await beside(None, self._files.read_boundaries, name)
+        digest.update(ends)
         # Jobs that an earlier version took in have no digest.
         if size != record.input_bytes or record.input_sha256 not in ("", digest.hexdigest()):
             others = " other" if size == record.input_bytes else ""
@@ -68,6 +76,7 @@ class EncodingWork:
                 "bytes are on the disk; send it again as a new job",
                 code=Code.INPUT_LOST,
             )
+        return list(map(int, np.frombuffer(ends, dtype="<i8")))
 
     async def _encode(
         self,
@@ -75,6 +84,8 @@ class EncodingWork:
         record: JobRecord,
         report: Report,
         rows: RowFile,
+        given: Sequence[int] = (),
+        *,
         point: JobPoint | None = None,
         state_bytes: int = 0,
     ) -> dict[str, object]:
@@ -102,7 +113,7 @@ class EncodingWork:
                     _tell(report, run, rows, record.input_bytes)
                     try:
                         blocks = self._blocks(name, begin.mark.byte, self._context.settings.piece_bytes)
-                        pieces = pieces_of(self._context.tokeniser, spec, blocks, begin.mark)
+                        pieces = pieces_of(self._context.tokeniser, spec, blocks, begin.mark, given)
                         state = None if point is None else self._states.pieces(record.caller, point)
                         await run.work(stream, pieces, state=state, keep=keep if step else None)
                     finally:
@@ -110,7 +121,7 @@ class EncodingWork:
             safe = await unbroken(beside(None, rows.settle))
         finally:
             await unbroken(beside(None, rows.close))
-        size = record.input_bytes + safe * rows.bytes_per_row()
+        size = record.input_bytes + BOUNDARY_BYTES * len(given) + safe * rows.bytes_per_row()
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
 
     async def _keep(self, record: JobRecord, report: Report, at: RunPoint, pieces: AsyncIterator[bytes]) -> None:

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 
-import numpy as np
 from fastapi import APIRouter
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -15,7 +14,14 @@ from dist_attn_service.dependencies import ModelServices, media_type
 from dist_attn_service.encodings.documents import RowRequest, Source
 from dist_attn_service.encodings.estimates import Size
 from dist_attn_service.encodings.formats import FORMATS, choose_format
-from dist_attn_service.routers.incoming import DOCUMENTS, Incoming, document_source, named_source, no_error_trailer
+from dist_attn_service.routers.incoming import (
+    DOCUMENTS,
+    Incoming,
+    check_boundaries,
+    document_source,
+    named_source,
+    no_error_trailer,
+)
 from dist_attn_service.routers.jobs import ROW_TYPES, job_response
 from dist_attn_service.routers.openapi import JSON, REFERENCE, answered, described, query_parameters
 from dist_attn_service.schemas.documents import EncodingOptions, EncodingRequest
@@ -56,14 +62,10 @@ async def create_encoding(request: Request) -> Response:
     wanted = RowRequest(spec, form, options.from_row, boundaries, terms_of(request))
     _check_length(form, source)
     if await becomes_job(served, request.headers, source):
-        if boundaries:
-            raise BadRequest(
-                "boundaries are not offered of a job; leave out `Prefer: respond-async`, or take granularity",
-                code=Code.UNSUPPORTED_PARAMETER,
-                param="boundaries",
-            )
         with asked.place():
-            made = await services.jobs.api.encoding(served, asked.caller, spec, source.chunks(), source.size)
+            made = await services.jobs.api.encoding(
+                served, asked.caller, spec, source.chunks(), source.size, boundaries
+            )
         return await job_response(services, *made, preference_applied="respond-async")
     return asked.streamed(
         lambda writer: served.documents.answer(wanted, source, asked.body, writer, record),
@@ -78,26 +80,8 @@ async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, En
     wanted = await asked.json(EncodingRequest)
     source, options = await named_source(asked, wanted.input, wanted.file_id), _merged(options, wanted)
     if wanted.boundaries is not None:
-        _check_boundaries(wanted.boundaries, options, source)
+        check_boundaries(wanted.boundaries, options.model_fields_set, source)
     return source, options, wanted.boundaries or []
-
-
-def _check_boundaries(boundaries: list[int], options: EncodingOptions, source: Source) -> None:
-    """Raises: BadRequest for offsets that do not rise or lie outside the document, and beside another granularity."""
-    if named := options.model_fields_set & {"granularity", "window"}:
-        other = min(named)
-        raise BadRequest(f"boundaries and {other} were given; rows end at one or the other", param="boundaries")
-    places = np.array(boundaries, dtype=np.int64)
-    if len(falls := np.flatnonzero(np.diff(places) <= 0)):
-        before, after = places[falls[0]], places[falls[0] + 1]
-        raise BadRequest(
-            f"boundaries must rise: {after} stands behind {before}, as number {falls[0] + 1}", param="boundaries"
-        )
-    if source.size is not None and places[-1] > source.size:
-        raise BadRequest(
-            f"boundaries has {places[-1]}, and the document {source.size} bytes: offsets are in bytes of its UTF-8",
-            param="boundaries",
-        )
 
 
 def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:

@@ -1,11 +1,12 @@
 """A request as the routes have it: what serves it, its body as JSON or as a document, and the ways to answer."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from contextlib import AbstractContextManager, aclosing
 from functools import cached_property
 from typing import Any, TypeVar, final
 
 import msgspec
+import numpy as np
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -197,6 +198,24 @@ async def named_source(asked: Incoming, text: str | None, file_id: str | None) -
     pieces = asked.services.files.read(file.segments, 0, file.size)
     is_text = file.details.mime_type.lower().startswith("text/")
     return Source(pieces=utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
+
+
+def check_boundaries(boundaries: list[int], named: Set[str], source: Source) -> None:
+    """Raises: BadRequest for offsets that do not rise or lie outside the document, and beside others of `named`."""
+    if others := named & {"granularity", "window"}:
+        other = min(others)
+        raise BadRequest(f"boundaries and {other} were given; rows end at one or the other", param="boundaries")
+    places = np.array(boundaries, dtype=np.int64)
+    if len(falls := np.flatnonzero(np.diff(places) <= 0)):
+        before, after = places[falls[0]], places[falls[0] + 1]
+        raise BadRequest(
+            f"boundaries must rise: {after} stands behind {before}, as number {falls[0] + 1}", param="boundaries"
+        )
+    if source.size is not None and places[-1] > source.size:
+        raise BadRequest(
+            f"boundaries has {places[-1]}, and the document {source.size} bytes: offsets are in bytes of its UTF-8",
+            param="boundaries",
+        )
 
 
 async def named_file(asked: Incoming, file_id: str) -> FileRecord:

@@ -19,6 +19,7 @@ from dist_attn_service.jobs.results import ResultWanted
 from dist_attn_service.routers.incoming import (
     DOCUMENTS,
     Incoming,
+    check_boundaries,
     document_source,
     json_response,
     named_source,
@@ -70,15 +71,18 @@ async def _encoding(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord
     if wanted.input is None and wanted.file_id is None:
         raise BadRequest("send input, file_id or completion", code=Code.MISSING_PARAMETER, param="input")
     named = wanted.model_dump(include={"granularity", "window", "pooling"}, exclude_none=True)
-    spec = served.rows(EncodingOptions.model_validate(named))
-    source = await named_source(asked, wanted.input, wanted.file_id)
-    return await asked.services.jobs.api.encoding(served, asked.caller, spec, source.chunks(), source.size)
+    spec = served.rows(EncodingOptions.model_validate(named), None if wanted.boundaries is None else "boundaries")
+    source, boundaries = await named_source(asked, wanted.input, wanted.file_id), wanted.boundaries or []
+    if boundaries:
+        check_boundaries(boundaries, named.keys(), source)
+    jobs = asked.services.jobs.api
+    return await jobs.encoding(served, asked.caller, spec, source.chunks(), source.size, boundaries)
 
 
 async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord]:
     """A completion is checked now, as far as it can be without the engine."""
     served = asked.services.context_for(wanted.model, "completions")
-    for name in ("input", "file_id", "granularity", "window", "pooling"):
+    for name in ("input", "file_id", "granularity", "window", "pooling", "boundaries"):
         if getattr(wanted, name) is not None:
             raise BadRequest(f"{name} and completion were given; a job is one of the two", param=name)
     completion = validated(CompletionRequest, wanted.completion)

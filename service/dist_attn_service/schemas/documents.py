@@ -24,6 +24,16 @@ MOST_BOUNDARIES = 1_000_000
 ShortText = Annotated[str, Field(min_length=1, max_length=8192)]
 
 
+Boundaries = Annotated[
+    Annotated[list[Annotated[int, Field(ge=1, le=MOST)]], Field(fail_fast=True)] | None,
+    Field(
+        min_length=1,
+        max_length=MOST_BOUNDARIES,
+        description="in place of `granularity`: rising byte offsets at which rows end, but for the last row",
+    ),
+]
+
+
 class EmbeddingRequest(NeutralEmbedding, Input):
     """OpenAI's embeddings request: the mean of the hidden states over each input, or a text encoder's vector of it."""
 
@@ -72,12 +82,7 @@ class EncodingRequest(EncodingOptions):
 
     input: str | None = None
     file_id: str | None = Field(default=None, description="a file in place of `input`")
-    boundaries: Annotated[list[Annotated[int, Field(ge=1, le=MOST)]], Field(fail_fast=True)] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MOST_BOUNDARIES,
-        description="in place of `granularity`: rising byte offsets at which rows end, but for the last row",
-    )
+    boundaries: Boundaries = None
 
 
 class EstimateRequest(Input):
@@ -148,6 +153,7 @@ class JobRequest(Input):
     granularity: Granularity | Cut | None = None
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
     pooling: Pooling | None = None
+    boundaries: Boundaries = None
     completion: dict[str, Any] | None = Field(
         default=None, description="the body of a request to /v1/completions, without stream"
     )
