@@ -23,7 +23,7 @@ from dist_attn.commands.tables import byte_size, stdout_console
 from dist_attn.commands.trial_ranks import last_line, started, trial_command
 from dist_attn.control.preflight import CHECK_S, check_engine
 from dist_attn.control.settings import ControlSettings
-from dist_attn.costs import estimate, read_model_costs
+from dist_attn.costs import estimate, read_any_costs
 from dist_attn.errors import ConfigError, DistAttnError, ModelFolderError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.settings import EngineSettings, Settings, read_settings
@@ -73,13 +73,13 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     except ModelFolderError as error:
         problems.append(broken("model", str(error), "name another with --model DIR"))
     rank_bytes, message_bytes = _needs(folder, ranks, settings.engine.weights)
-    if settings.encoder.model:
-        problems += _encoder(settings)
+    encoder, encoder_bytes = _encoder(settings) if settings.encoder.model else ([], 0)
+    problems += encoder
     at_once = [
         machine.check_python(),
         machine.check_libraries(),
         machine.check_cores(),
-        machine.check_memory(rank_bytes, ranks),
+        machine.check_memory(rank_bytes, ranks, encoder_bytes),
         machine.check_disk(settings.data_dir),
         machine.check_port(settings.http.host, settings.http.port),
     ]
@@ -91,18 +91,19 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
 
 
-def _encoder(settings: Settings) -> list[Finding]:
-    """Whether the second model is there, and what its ranks need beside those of the first."""
+def _encoder(settings: Settings) -> tuple[list[Finding], int]:
+    """Whether the second model is there, and the bytes that its ranks need beside those of the first."""
     own = settings.encoder
     try:
         folder = resolve_model_folder(own.model)
         engine = ControlSettings.of_encoder(settings)
         check_engine(folder, engine, "encoder")
     except DistAttnError as error:
-        return [broken("encoder", str(error), "name another with encoder.model")]
+        return [broken("encoder", str(error), "name another with encoder.model")], 0
     rank_bytes, _ = _needs(folder, engine.ranks, engine.weights)
     takes = f", each of about {byte_size(rank_bytes)}" if rank_bytes else ""
-    return [machine.ok("encoder", f"{folder}; ranks of its own: {engine.ranks}{takes}")]
+    found = machine.ok("encoder", f"{folder}; ranks of its own: {engine.ranks}{takes}")
+    return [found], engine.ranks * rank_bytes
 
 
 def _needed_by(engine: EngineSettings) -> tuple[str, ...]:
@@ -194,7 +195,7 @@ def _needs(folder: Path | None, ranks: int, weights: WeightPrecision) -> tuple[i
     """Bytes of memory a rank needs and of the state it sends; usual figures for a model without formulas."""
     if folder is not None:
         with contextlib.suppress(ConfigError):
-            model = read_model_costs(folder, weights)
+            model = read_any_costs(folder, weights)
             at = estimate(model, 1 << 20, ranks=ranks)
             return at.memory.peak, model.carry_bytes or USUAL_MESSAGE_BYTES
     return 0, USUAL_MESSAGE_BYTES

@@ -143,8 +143,8 @@ def check_cores() -> Finding:
     return ok("cpu", detail, cores=cores if quota is None else min(cores, quota))
 
 
-def check_memory(rank_bytes: int, ranks: int = 1) -> Finding:
-    """Memory that is free to use, against what each of the ranks needs (0: not known)."""
+def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> Finding:
+    """Memory that is free to use, against what each of the ranks needs (0: not known), and all of the encoder's."""
     total, available = _memory()
     if available is None:
         return ok("memory", "not known on this system")
@@ -152,7 +152,9 @@ def check_memory(rank_bytes: int, ranks: int = 1) -> Finding:
     if rank_bytes:
         each = "one rank needs" if ranks == 1 else f"each of {ranks} ranks needs"
         detail += f"; {each} about {byte_size(rank_bytes)}"
-    if rank_bytes * ranks > available:
+    if encoder_bytes:
+        detail += f"; those of the encoder need about {byte_size(encoder_bytes)} together"
+    if rank_bytes * ranks + encoder_bytes > available:
         return broken("memory", detail, "free memory, or take fewer ranks or a smaller model")
     return ok("memory", detail, available_bytes=available)
 

@@ -13,13 +13,14 @@ from dist_attn.commands.tables import Table, byte_size, duration, print_tables
 from dist_attn.costs import (
     Estimate,
     LanguageModelCosts,
+    ModelCosts,
     Rates,
     calibration_file,
     estimate,
     model_kind,
     parse_count,
+    read_any_costs,
     read_calibration,
-    read_model_costs,
     usual_exchange,
 )
 from dist_attn.costs.estimate import PROCESS_BYTES
@@ -66,8 +67,13 @@ def plan(options: PlanOptions) -> None:
                 "its states travel is not chosen: leave them out"
             )
         return _plan_downloaded(folder, count, options=options, rates=rates)
-    costs = read_model_costs(folder, options.weights)
+    costs = read_any_costs(folder, options.weights)
     if options.measure:
+        if not isinstance(costs, LanguageModelCosts):
+            raise InputError(
+                f"--measure was given, and {folder} holds a {model_kind(folder)}; ranks that measure read with a "
+                "language model: leave it out, and give --gflops, as `dist-attn doctor` measures"
+            )
         if options.weights != "float32":
             raise InputError(
                 f"--measure and --weights {options.weights} were given; ranks are timed with float32 weights: "
@@ -91,7 +97,7 @@ def plan(options: PlanOptions) -> None:
         _print(name, result, "Measured" if options.measure else "Assumed")
 
 
-def _chosen(costs: LanguageModelCosts, ranks: int, backend: str) -> str | None:
+def _chosen(costs: ModelCosts, ranks: int, backend: str) -> str | None:
     """The exchange that ranks choose on this machine: the one measured fastest, if any was; None without a choice."""
     messages = [message for mixer in costs.kinds if (message := mixer.traffic().scanned) is not None]
     if not messages or ranks < 2 or any(usual_exchange(message, ranks) == "in_turn" for message in messages):
@@ -156,8 +162,9 @@ def _time(result: Estimate) -> Table:
         ("handing tokens out and rows back", duration(result.handing_seconds)),
         ("the document in all", duration(result.prefill_seconds)),
         ("tokens read per second", f"{result.tokens / result.prefill_seconds:,.0f}"),
-        ("tokens written per second", f"{result.decode_tokens_per_second:,.0f}"),
     ]
+    if result.decode_tokens_per_second is not None:
+        rows.append(("tokens written per second", f"{result.decode_tokens_per_second:,.0f}"))
     return Table("Time", rows)
 
 
@@ -176,7 +183,7 @@ def _notes(result: Estimate, source: str) -> list[str]:
     ]
     if rates.exposed_s:
         notes.append(f"{source}: the exchanges of a layer and block hold a rank up for {duration(rates.exposed_s)}.")
-    if source == "Assumed":
+    if source == "Assumed" and result.decode_tokens_per_second is not None:
         notes.append("With --measure the ranks read for a few seconds and find the rates of this machine.")
     notes.append(
         f"Times are for a machine that does nothing else; in the last minute {os.getloadavg()[0]:.1f} processes wanted "

@@ -23,7 +23,15 @@ from dist_attn.costs.exchanges import (
     scan_cost,
     scan_seconds,
 )
-from dist_attn.costs.models import LanguageModelCosts, LayerCosts, layer_costs, model_kind, read_model_costs
+from dist_attn.costs.models import (
+    LanguageModelCosts,
+    LayerCosts,
+    ModelCosts,
+    layer_costs,
+    model_kind,
+    read_any_costs,
+    read_model_costs,
+)
 from dist_attn.model_config.figures import ScanMessage, TokenFlops, takes_turns
 
 __all__ = [
@@ -33,6 +41,7 @@ __all__ = [
     "LayerCosts",
     "Link",
     "MemoryPerRank",
+    "ModelCosts",
     "OutputFormat",
     "Rates",
     "ScanCost",
@@ -50,6 +59,7 @@ __all__ = [
     "model_kind",
     "output_bytes",
     "parse_count",
+    "read_any_costs",
     "read_calibration",
     "read_model_costs",
     "reshuffle_back_bytes",

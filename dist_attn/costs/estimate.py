@@ -13,7 +13,7 @@ from dist_attn.costs.exchanges import (
     scan_cost,
     scan_seconds,
 )
-from dist_attn.costs.models import LanguageModelCosts
+from dist_attn.costs.models import ModelCosts
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN, Traffic
 from dist_attn.model_config.mixer import MixerConfig
@@ -96,7 +96,7 @@ class Estimate:
     The four times follow each other on rank 0 and are those of `EncodeReport`: `compute` in the model, `exchange` held
     up by exchanges inside it, `text` reading and tokenising (the other ranks wait), `handing` tokens to the ranks and
     rows back. `exchange` names how states travel; empty where none do. Where layers differ, it names all ways, and the
-    two messages are the largest of any layer.
+    two messages are the largest of any layer. `decode_tokens_per_second` is None of a model that writes nothing.
     """
 
     tokens: int
@@ -117,7 +117,7 @@ class Estimate:
     exchange_seconds: float
     text_seconds: float
     handing_seconds: float
-    decode_tokens_per_second: float
+    decode_tokens_per_second: float | None
     output: dict[str, dict[str, int]]
     rates: Rates
 
@@ -128,7 +128,7 @@ class Estimate:
 
 
 def estimate(
-    model: LanguageModelCosts,
+    model: ModelCosts,
     tokens: int,
     *,
     ranks: int = 1,
@@ -163,7 +163,7 @@ def estimate(
         memory=_memory(model, tokens, ranks, block_tokens, layers),
         exchange=" and ".join(dict.fromkeys(layer.algorithm for layer in layers if layer.algorithm)),
         carry_message_bytes=model.carry_bytes,
-        halo_message_bytes=max(layer.edge_bytes for layer in layers),
+        halo_message_bytes=max((layer.edge_bytes for layer in layers), default=0),
         carry_bytes_sent=blocks * sum(layer.layers * layer.state_bytes_sent() for layer in layers),
         halo_bytes_sent=blocks * sum(layer.layers * all_gather_bytes(layer.edge_bytes, ranks) for layer in layers),
         key_bytes_sent=keys,
@@ -171,7 +171,7 @@ def estimate(
         exchange_seconds=_exchange_seconds(layers, blocks, ranks, keys, rates),
         text_seconds=tokens / rates.text_tokens_per_s,
         handing_seconds=_handing_seconds(model, tokens, ranks, block_tokens, window, rates),
-        decode_tokens_per_second=1 / _decode_seconds(model, tokens, rates),
+        decode_tokens_per_second=_decode_rate(model, tokens, rates),
         output={
             rows: {kind: output_bytes(count, model.hidden_size, kind) for kind in FORMATS}
             for rows, count in (("token", tokens), ("window", -(-tokens // window)), ("document", 1))
@@ -254,9 +254,7 @@ def _exchange_seconds(layers: Sequence[_LayerExchange], blocks: int, ranks: int,
     return blocks * sum(layer.layers * layer.seconds(link) for layer in layers) + keys
 
 
-def _handing_seconds(
-    model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: int, window: int, rates: Rates
-) -> float:
+def _handing_seconds(model: ModelCosts, tokens: int, ranks: int, block_tokens: int, window: int, rates: Rates) -> float:
     blocks = -(-tokens // (ranks * block_tokens))
     if rates.handing_s is not None:
         return blocks * rates.handing_s
@@ -273,19 +271,21 @@ def busiest_rank_tokens(tokens: int, ranks: int, block_tokens: int, grain: int =
 
 
 def _memory(
-    model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: int, layers: Sequence[_LayerExchange]
+    model: ModelCosts, tokens: int, ranks: int, block_tokens: int, layers: Sequence[_LayerExchange]
 ) -> MemoryPerRank:
     return MemoryPerRank(
         process=PROCESS_BYTES,
         weights=model.weights_bytes,
         state=model.state_bytes_of_rank(tokens, ranks),
         activations=model.activation_bytes(busiest_rank_tokens(min(tokens, ranks * block_tokens), ranks, block_tokens)),
-        exchange=max(layer.memory_bytes(min(block_tokens, -(-tokens // ranks))) for layer in layers),
+        exchange=max((layer.memory_bytes(min(block_tokens, -(-tokens // ranks))) for layer in layers), default=0),
         loading=2 * model.read_bytes,
     )
 
 
-def _decode_seconds(model: LanguageModelCosts, position: int, rates: Rates) -> float:
-    """One token of one session: all weights are read, its state is read and written, and the products are computed."""
-    moved = model.weights_bytes + 2 * model.state_bytes(position)
-    return max(moved / rates.memory_bytes_per_s, model.decode_flops(position).total / rates.matmul_flops_per_s)
+def _decode_rate(model: ModelCosts, position: int, rates: Rates) -> float | None:
+    """Tokens of one session: all weights are read, its state is read and written, and the products are computed."""
+    flops, moved = model.decode_flops(position), model.weights_bytes + 2 * model.state_bytes(position)
+    if flops is None:
+        return None
+    return 1 / max(moved / rates.memory_bytes_per_s, flops.total / rates.matmul_flops_per_s)

@@ -207,6 +207,7 @@ def test_a_second_model_is_looked_at_too(folder: Path, tmp_path: Path) -> None:
         found = _by_name(examine(read_settings(environment={}, flags=flags).settings))
         assert (found["encoder"].status, found["encoder"].blocks) == (status, status == "broken")
         assert name in found["encoder"].detail
+        assert ("those of the encoder need" in found["memory"].detail) == (status == "ok")
 
 
 @pytest.mark.usefixtures("without_processes")

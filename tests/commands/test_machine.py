@@ -95,6 +95,8 @@ def test_memory() -> None:
     assert machine.check_memory(1 << 60).blocks
     assert machine.check_memory(1 << 50, ranks=1 << 10).blocks
     assert "each of 4 ranks" in machine.check_memory(1, ranks=4).detail
+    assert machine.check_memory(1, encoder_bytes=1 << 60).blocks
+    assert "the encoder need about 2.0 KiB together" in machine.check_memory(1, encoder_bytes=2048).detail
 
 
 def test_the_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

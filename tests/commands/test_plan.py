@@ -76,6 +76,18 @@ def test_weights_of_fewer_bits_are_planned_with(folder: str, capsys: pytest.Capt
     assert "weights, int8" in out and "while weights are read" in out
 
 
+def test_a_stream_encoder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has costs of reading and none of writing; it is not measured, and its weights are float32."""
+    for as_json in (True, False):
+        plan(PlanOptions(tokens="2M", ranks=2, model="minilm-stream", as_json=as_json))
+    found, table = capsys.readouterr().out.split("\n", 1)
+    assert json.loads(found)["carry_bytes_sent"] > 0 and json.loads(found)["decode_tokens_per_second"] is None
+    assert "tokens read per second" in table and "written" not in table and "--measure" not in table
+    for options, error in (({"measure": True}, InputError), ({"weights": "int8"}, ConfigError)):
+        with pytest.raises(error, match="stream_encoder"):
+            plan(PlanOptions(tokens="2M", ranks=1, model="minilm-stream", as_json=True, **options))  # type: ignore[arg-type]
+
+
 def test_the_exchange_is_the_one_that_ranks_would_choose(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """The formulas of models against the models themselves: numbers held, state, operations, memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_attn.costs import LanguageModelCosts, read_model_costs
+from dist_attn.costs.models import StreamEncoderCosts
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig
 from dist_attn.model_config.mixers import attention, kernels, recurrent, scans, state_spaces
-from dist_attn.models import LanguageModel, hold_weights_as
+from dist_attn.models import LanguageModel, StreamingModel, hold_weights_as
 from dist_attn.ops import diagonal
 from dist_attn.ops import legs as legs_module
 from dist_attn.ops.affine import implementation as affine_implementation
@@ -21,6 +23,7 @@ from dist_attn.ops.relative_attention import numerators
 from dist_attn.ops.selective_scan import BLOCK_BYTES, BLOCK_TOKENS, CHUNK_TOKENS
 from dist_attn.ops.softmax_attention import tiled
 from dist_attn.wire.choices import WeightPrecision
+from tests.models.test_stream_encoder import MIXERS, small
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
 DENSE_CASES = [name for name in MODEL_CASES if kinds_of(name) & {"hippo", "lssl", "s4"}]
@@ -118,6 +121,28 @@ def test_peak_of_activations(
     assert computed_by == "native" or formula <= (2 if tokens >= 512 else 3) * peak
 
 
+@pytest.mark.parametrize("tokens", [512, 2048])
+def test_a_stream_encoder(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, state, operations and the peak of one that reads blocks with a frame, and context behind them."""
+    for one in (implementation, affine_implementation):
+        monkeypatch.setattr(one, "why_no_library", lambda: "torch counts its own operations")
+    model = small(MIXERS["rfa_gate"]).float()
+    costs, tokens_BL = StreamEncoderCosts(model.config), torch.zeros(1, tokens, dtype=torch.int64)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert costs.parameters == sum(p.numel() for p in model.parameters())
+    assert costs.weights_bytes == sum(t.numel() * t.element_size() for t in tensors)
+    with torch.inference_mode():
+        assert costs.state_bytes(tokens) == model.hidden(tokens_BL)[1].num_bytes()
+    flops = costs.prefill_flops(tokens)
+    alone = replace(costs, config=model.config.model_copy(update={"context": None})).prefill_flops(tokens)
+    # torch counts both halves of the context's scores, and none of the sentence encoder's, by a fused kernel.
+    assert _count(lambda: model.hidden(tokens_BL)) == pytest.approx(
+        tokens * (flops.total + flops.scores - 2 * alone.scores), rel=1e-12
+    )
+    peak, formula = _peak_bytes(model, tokens), costs.activation_bytes(tokens) + costs.state_bytes(0)
+    assert peak <= formula <= 3 * peak
+
+
 def test_constants_are_those_of_the_kernel() -> None:
     """Chunk, block and tile sizes in the formulas are those that the blocked and the tiled forms use."""
     assert kernels.CHUNK_TOKENS == streaming.CHUNK_TOKENS == numerators.CHUNK_TOKENS
@@ -194,11 +219,11 @@ def _solve_flops(square: torch.Size, columns: torch.Size, **_: object) -> int:
     return 2 * columns.numel() * square[-1]
 
 
-def _peak_bytes(model: LanguageModel, tokens: int) -> int:
+def _peak_bytes(model: StreamingModel, tokens: int) -> int:
     """The most bytes that tensors made during the call held at once."""
     tokens_BL = torch.zeros(1, tokens, dtype=torch.int64)
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-        model.encode(tokens_BL)
+        model.hidden(tokens_BL)
     assert watch.profiler is not None and watch.profiler.kineto_results is not None
     events = [e for e in watch.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0

@@ -9,6 +9,7 @@ import pytest
 from dist_attn_service.engine.workload import EngineSpeed, TextRatio, Workload
 from msgspec.structs import replace
 
+from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import train_bpe
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.fake_sessions import MANIFEST
@@ -81,6 +82,15 @@ def test_memory_by_formulas_where_there_are_some(service: RunningService, tmp_pa
         assert memory["peak"] == memory["process"] + max(memory["loading"], after)
         assert told["seconds"]["source"] == "planned" and "no document has been read" in told["notes"][0]
         assert ask(other, tokens=100_000, max_tokens=1000)["seconds"]["value"] > told["seconds"]["value"]
+
+
+def test_a_stream_encoder_has_formulas_too(tmp_path: Path) -> None:
+    """Memory and seconds of an encoding; it writes nothing, so a completion is refused."""
+    with running_service(tmp_path, model=resolve_model_folder("minilm-stream")) as service:
+        told = ask(service, tokens=100_000)
+        assert told["memory_bytes_per_rank"]["weights"] == 92_826_884 and told["seconds"]["value"] > 0
+        answer = httpx.post(f"{service.url}/v1/estimate", json={"tokens": 9, "max_tokens": 1})
+        assert answer.status_code == 400 and "writes none" in answer.json()["detail"]
 
 
 def test_memory_is_that_of_weights_as_they_are_held(tmp_path: Path) -> None:

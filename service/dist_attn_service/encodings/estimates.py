@@ -1,10 +1,11 @@
 """What work would take if it were sent now: tokens, seconds, memory and bytes, and where each figure comes from."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from dist_attn.costs import Estimate as Plan
-from dist_attn.costs import LanguageModelCosts, OutputFormat, estimate, output_bytes, read_model_costs
+from dist_attn.costs import LanguageModelCosts, ModelCosts, OutputFormat, estimate, output_bytes, read_any_costs
 from dist_attn.errors import ConfigError
 from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import Estimate, Figure, MemoryEstimate
@@ -41,7 +42,7 @@ class EstimateService:
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
-        self._costs: LanguageModelCosts | None = None
+        self._costs: ModelCosts | None = None
         self._costs_read = False
 
     async def estimate(self, size: Size, spec: RowSpec, max_tokens: int | None) -> Estimate:
@@ -53,7 +54,7 @@ class EstimateService:
         plan = await self._plan(max(1, count), ranks or 1, spec.window)
         seconds, notes = self._seconds(tokens, plan)
         if max_tokens is not None:
-            seconds = _plus(seconds, max_tokens / plan.decode_tokens_per_second if plan else 0.0)
+            seconds = _plus(seconds, max_tokens / (plan.decode_tokens_per_second or math.inf) if plan else 0.0)
             notes.append("tokens that are drawn count by the planner's rates, all of max_tokens")
         queue = self.queue_seconds(tokens, seconds)
         rows = 0 if max_tokens is not None else count_rows(spec, count)
@@ -145,7 +146,7 @@ class EstimateService:
     async def _plan(self, tokens: int, ranks: int, window: int) -> Plan | None:
         if not self._costs_read:
             try:
-                self._costs = await self._context.beside(read_model_costs, self._context.settings.model)
+                self._costs = await self._context.beside(read_any_costs, self._context.settings.model)
             except ConfigError:
                 self._costs = None  # a kind of model that has no formulas
             self._costs_read = True
@@ -153,7 +154,7 @@ class EstimateService:
         if costs is None:
             return None
         status = self._context.watch.health().status
-        if status is not None and status.manifest is not None:
+        if status is not None and status.manifest is not None and isinstance(costs, LanguageModelCosts):
             costs = replace(costs, weights=status.manifest.model.weight_precision)
         return await self._context.beside(estimate, costs, tokens, ranks=ranks, window=window)
 
