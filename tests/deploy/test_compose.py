@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 from tests.support.dockerfile import Image, read_dockerfile
 from tests.support.stores import started_redis, why_no_redis
 from tests.support.waiting import eventually
@@ -37,8 +38,8 @@ def test_the_schema_accepts_it() -> None:
 
 
 def test_the_parts_are_there() -> None:
-    """API, engine with four ranks, its like on GPUs, their keys, Redis, Prometheus and Grafana."""
-    assert set(SERVICES) == {"keys", "api", "engine", "engine-gpu", "redis", "prometheus", "grafana"}
+    """API, engine with four ranks, its like on GPUs and for vectors, their keys, Redis, Prometheus and Grafana."""
+    assert set(SERVICES) == {"keys", "api", "encoder", "engine", "engine-gpu", "redis", "prometheus", "grafana"}
     assert "--ranks=${RANKS:-4}" in SERVICES["engine"]["command"]
 
 
@@ -78,7 +79,7 @@ def test_ports_are_open_on_this_machine_only(name: str) -> None:
 
 def test_engine_and_redis_cannot_be_reached_from_outside() -> None:
     """Neither publishes a port, and each is only on networks without a way out."""
-    for name in ("engine", "engine-gpu", "redis"):
+    for name in ("encoder", "engine", "engine-gpu", "redis"):
         assert "ports" not in SERVICES[name]
         assert all(COMPOSE["networks"][network].get("internal") for network in SERVICES[name]["networks"])
 
@@ -91,6 +92,12 @@ def test_addresses_fit_together() -> None:
         assert flags[engine]["--api-address"] == f"tcp://0.0.0.0:{port}"
         assert set(SERVICES[engine]["networks"]) & set(SERVICES["api"]["networks"])
         assert flags[engine]["--model"] == flags["api"]["--model"]
+    values = SERVICES["api"]["environment"]
+    encoder = values["DIST_ATTN_ENCODER__MODEL"].removeprefix("${ENCODER-").removesuffix("}")
+    assert values["DIST_ATTN_ENCODER__API_ADDRESS"] == f"tcp://encoder:{port}"
+    assert flags["encoder"]["--api-address"] == f"tcp://0.0.0.0:{port}"
+    assert flags["encoder"]["--model"] == f"${{ENCODER:-{encoder}}}" and resolve_model_folder(encoder).is_dir()
+    assert encoder == DEFAULT_ENCODER and set(SERVICES["encoder"]["networks"]) & set(SERVICES["api"]["networks"])
     assert set(SERVICES["redis"]["networks"]) & set(SERVICES["api"]["networks"])
     assert "DIST_ATTN_STORE__ADDRESS" in SERVICES["api"]["environment"]
 

@@ -10,6 +10,7 @@ import yaml
 
 from dist_attn import __version__
 from dist_attn.settings import Settings, read_settings
+from dist_attn.shipped import DEFAULT_ENCODER
 from tests.support.dockerfile import Image, read_dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ OBJECTS: list[dict[str, Any]] = [
 ]
 OVERLAY: dict[str, Any] = yaml.safe_load((ROOT / "deploy/kubernetes-gpu/kustomization.yaml").read_text())
 ALL_WORKLOADS = {item["metadata"]["name"]: item for item in OBJECTS if item["kind"] in ("Deployment", "StatefulSet")}
-WORKLOADS = {name: ALL_WORKLOADS[name] for name in ("api", "engine")}  # those with an image of ours
+WORKLOADS = {name: ALL_WORKLOADS[name] for name in ("api", "engine", "encoder")}  # those with an image of ours
 OLDEST, NEWEST = "1.29", "1.33"
 
 
@@ -49,7 +50,7 @@ def settings_of(name: str) -> Settings:
 
 def image_of(name: str) -> Image:
     """The image of a workload."""
-    return read_dockerfile(ROOT / f"deploy/Dockerfile.{name}")
+    return read_dockerfile(ROOT / "deploy" / container(name)["image"].replace("dist-attn-", "Dockerfile."))
 
 
 @pytest.mark.parametrize("item", OBJECTS, ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
@@ -104,10 +105,10 @@ def test_all_parts_and_all_files_are_there() -> None:
     kinds = sorted(item["kind"] for item in OBJECTS)
     assert kinds == sorted(
         ["Namespace", "Deployment", "HorizontalPodAutoscaler", "PersistentVolumeClaim"]
-        + ["StatefulSet"] * 2
-        + ["Service"] * 3
-        + ["PodDisruptionBudget"] * 3
-        + ["NetworkPolicy"] * 4
+        + ["StatefulSet"] * 3
+        + ["Service"] * 4
+        + ["PodDisruptionBudget"] * 4
+        + ["NetworkPolicy"] * 5
     )
     assert {path.name for path in FOLDER.iterdir()} == {"kustomization.yaml", *KUSTOMIZATION["resources"]}
     images = {image["name"]: image["newTag"] for image in KUSTOMIZATION["images"]}
@@ -190,8 +191,10 @@ def test_probes_ask_what_they_should() -> None:
 def test_streams_may_end_after_sigterm() -> None:
     """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 20 s of room; the engine drains too."""
     waits, engine = settings_of("api").waits, settings_of("engine").engine
+    assert settings_of("encoder").engine == engine
     pause = int(container("api")["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod("api")["terminationGracePeriodSeconds"] == pause + waits.shutdown_seconds + 20
+    assert pod("encoder")["terminationGracePeriodSeconds"] == pod("engine")["terminationGracePeriodSeconds"]
     assert pod("engine")["terminationGracePeriodSeconds"] == engine.drain_s + 2 * engine.stop_deadline_s + 20
     assert engine.drain_s > 0
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
@@ -259,20 +262,25 @@ def test_services_autoscaler_and_budgets_point_at_the_workloads() -> None:
     assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "api"}
     assert "replicas" not in WORKLOADS["api"]["spec"]
     assert scaler["minReplicas"] > find("PodDisruptionBudget", "api")["spec"]["minAvailable"]
-    assert WORKLOADS["engine"]["spec"]["serviceName"] == "engine"
+    for name in ("engine", "encoder"):
+        assert WORKLOADS[name]["spec"]["serviceName"] == name
+        assert find("Service", name)["spec"]["publishNotReadyAddresses"] is True
     assert "--api-address=tcp://engine:5555" in container("api")["args"]
-    assert find("Service", "engine")["spec"]["publishNotReadyAddresses"] is True
+    encoder = settings_of("api").encoder
+    assert encoder.api_address == "tcp://encoder:5555" and encoder.model == DEFAULT_ENCODER
+    assert f"--model={encoder.model}" in container("encoder")["args"]
 
 
-def test_only_the_api_reaches_the_engine() -> None:
-    """Nothing is open that a policy does not name; the engine hears the API alone, and reaches nobody."""
-    everybody, engine, api = (find("NetworkPolicy", name)["spec"] for name in ("nobody", "engine", "api"))
+@pytest.mark.parametrize("name", ["engine", "encoder"])
+def test_only_the_api_reaches_an_engine(name: str) -> None:
+    """Nothing is open that a policy does not name; an engine hears the API alone, and reaches nobody."""
+    everybody, engine, api = (find("NetworkPolicy", which)["spec"] for which in ("nobody", name, "api"))
     assert everybody == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     api_pods = WORKLOADS["api"]["spec"]["template"]["metadata"]["labels"]
     (rule,) = engine["ingress"]
     (peer,) = rule["from"]
     assert peer["podSelector"]["matchLabels"].items() <= api_pods.items()
-    assert rule["ports"] == [{"protocol": "TCP", "port": container("engine")["ports"][0]["containerPort"]}]
+    assert rule["ports"] == [{"protocol": "TCP", "port": container(name)["ports"][0]["containerPort"]}]
     assert engine["egress"] == []
     assert engine["podSelector"] in [peer.get("podSelector") for rule in api["egress"] for peer in rule["to"]]
     assert api["ingress"][0]["ports"] == [{"protocol": "TCP", "port": container("api")["ports"][0]["containerPort"]}]
