@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from tests.service.test_two_models import two_models
 from tests.support.browser import opened_page
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, model_folder, running_service
@@ -132,6 +133,29 @@ def test_a_document_is_continued_and_continued_again(browser: "Browser", service
         assert len(appends) == 2 and all('"file_id"' in (sent or "") for sent in appends)  # one after the reload
         names = [session["name"] for session in httpx.get(f"{service.url}/v1/sessions").json()["data"]]
         assert names.count("lines.txt") == 1
+
+
+def test_an_encoder_reads_what_the_writer_goes_on_with(browser: "Browser", tmp_path: Path) -> None:
+    """With two models the job and the search are the encoder's and the session is the writer's; the page names both."""
+    text = ("A line of the document, and another one.\n" * 300).encode()
+    engines = {"engine": FakeEngine(keep=False), "encoder_engine": FakeEngine(keep=False)}
+    models = two_models(tmp_path, max_tokens=512)
+    with (
+        running_service(tmp_path, **engines, **models) as service,
+        opened_page(browser, service.url) as page,
+    ):
+        page.wait_for_selector("#service-state:has-text('tiny and vectors')")
+        read(page, text, "lines.txt")
+        (job,) = httpx.get(f"{service.url}/v1/jobs").json()["data"]
+        assert (job["model"], job["progress"]["tokens"]) == ("vectors", len(text))
+        page.fill("#query", "another line")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".hit .text:has-text('another')")
+        page.click("#to-session")
+        page.wait_for_selector(".session.current:has-text('lines.txt') .dot")
+        page.wait_for_selector("#write:enabled")
+        write(page, "", 5)
+        assert position(service, "lines.txt") == len(text) + 5
 
 
 def test_reading_to_continue_shows_how_far_it_is(browser: "Browser", service: RunningService) -> None:

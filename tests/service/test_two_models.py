@@ -25,10 +25,10 @@ JOBS = JobSettings(look_s=0.05, save_s=0.05)
 TEXT = {"content-type": "text/plain"}
 
 
-def two_models(folder: Path) -> dict[str, Any]:
+def two_models(folder: Path, max_tokens: int = 64) -> dict[str, Any]:
     """The values of a language model `tiny` and a text encoder `vectors`, whose folders are written here."""
     vectors = model_folder(folder / "encoder").rename(folder / "vectors")
-    config = {"kind": "text_encoder", "vocab_size": VOCAB, "encoder": {"hidden_size": HIDDEN}, "max_tokens": 64}
+    config = {"kind": "text_encoder", "vocab_size": VOCAB, "encoder": {"hidden_size": HIDDEN}, "max_tokens": max_tokens}
     (vectors / "config.json").write_text(json.dumps(config))
     return {
         "model": model_folder(folder),
