@@ -9,7 +9,6 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from dist_attn_api.errors import InputError
 from dist_attn_api.search_types import RerankResults, SearchResults
 from dist_attn_api.types import (
     Choice,
@@ -31,6 +30,7 @@ from dist_attn_client.encodings import (
     RowOptions,
     RowsPlan,
     check_keywords,
+    encoding_body,
     row_query,
 )
 from dist_attn_client.errors import NotOurAnswer, Overloaded
@@ -108,11 +108,7 @@ class Flows:
         Raises: InputError for a document that cannot be read, ClientError.
         """
         source = one_document(document, file_id)
-        body: dict[str, Any] | None = {"file_id": file_id} if source is None else None
-        if boundaries is not None:
-            if body is None and not isinstance(document, str):
-                raise InputError("boundaries go with a str or a file_id; upload a long document and name its file_id")
-            body = {**(body or {"input": document}), "boundaries": list(boundaries)}
+        body = encoding_body(document, file_id, boundaries)
         query = row_query(options)
         headers = _terms(deadline_s, priority)
 

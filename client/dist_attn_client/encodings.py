@@ -1,16 +1,18 @@
 """Rows of documents: which are asked for, how they are read while they come, and from which row to go on."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict, cast, final
+from typing import Any, Literal, TypedDict, cast, final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dist_attn_api.errors import InputError
 from dist_attn_api.types import EncodingSummary
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
 from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached
+from dist_attn_client.sources import Document
 
 Granularity = Literal["token", "window", "document", "sentence", "paragraph", "chapter"]
 Pooling = Literal["mean", "last"]
@@ -35,6 +37,21 @@ def row_query(options: RowOptions) -> dict[str, str | int | None]:
     """The query of a request for such rows. Raises: TypeError for an option that does not exist."""
     check_keywords("encode", options, RowOptions)
     return dict(cast("Mapping[str, str | int | None]", options))
+
+
+def encoding_body(
+    document: Document | None, file_id: str | None, boundaries: Sequence[int] | None
+) -> dict[str, Any] | None:
+    """The JSON of an encoding of a file, or with boundaries; None where the document is the body.
+
+    Raises: InputError for boundaries of a document that is neither a text nor a file of the service.
+    """
+    body = None if file_id is None else {"file_id": file_id}
+    if boundaries is None:
+        return body
+    if body is None and not isinstance(document, str):
+        raise InputError("boundaries go with a str or a file_id; upload a long document and name its file_id")
+    return {**(body or {"input": document}), "boundaries": list(boundaries)}
 
 
 @dataclass(frozen=True, eq=False)

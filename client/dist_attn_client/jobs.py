@@ -1,13 +1,13 @@
 """Jobs of a service: work that goes on without its client, followed and fetched when that suits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, final
 
 import msgspec
 
 from dist_attn_api.types import Completion, EncodingSummary, Job, JobList
-from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, row_query
+from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, encoding_body, row_query
 from dist_attn_client.errors import NotOurAnswer, error_of_words
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, Reached, path_of
@@ -40,27 +40,31 @@ class AsyncJobs:
         document: Document | None = None,
         *,
         file_id: str | None = None,
+        boundaries: Sequence[int] | None = None,
         deadline_s: float | None = None,
         on_sent: Callable[[Reached], None] | None = None,
         **options: Unpack[RowOptions],
     ) -> Job:
         """Hand in the encoding of a document, or of a file of the service; once this returns, the job needs nobody.
 
+        `boundaries` are rising byte offsets at which rows end, of a `str` or a file of the service.
+
         A connection that is lost meanwhile is an error: whether there is a job then is not known, `all` tells. Where
         that is likely, upload the document first, which goes on after a break, and hand in its `file_id`.
 
         Raises: InputError, ClientError.
         """
+        body, query = encoding_body(document, file_id, boundaries), row_query(options)
         source = one_document(document, file_id)
-        query = row_query(options)
-        if source is None:
-            body = {name: value for name, value in {**query, "file_id": file_id}.items() if value is not None}
-            return await self._exchange.value(Call("POST", "/v1/jobs", json=body), Job, deadline_s)
         try:
-            call = Call("POST", "/v1/jobs", query, source=source)
-            return await self._exchange.value(call, Job, deadline_s, on_sent)
+            if body is None:
+                call = Call("POST", "/v1/jobs", query, source=source)
+                return await self._exchange.value(call, Job, deadline_s, on_sent)
+            body |= {name: value for name, value in query.items() if value is not None}
+            return await self._exchange.value(Call("POST", "/v1/jobs", json=body), Job, deadline_s)
         finally:
-            source.close()
+            if source is not None:
+                source.close()
 
     async def complete(self, prompt: str | list[int], **options: Unpack[Sampling]) -> Job:
         """Hand in a completion. Raises: ClientError."""

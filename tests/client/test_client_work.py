@@ -270,8 +270,11 @@ def test_passages_and_documents_for_a_query(client: Client) -> None:
     rows = list(client.encode(text, granularity="sentence"))
     assert [(row.byte_start, row.byte_stop) for row in rows] == [(0, 10), (10, 21), (21, 34)]
     assert [row.byte_stop for row in client.encode(text, boundaries=[10, 21])] == [10, 21, 34]
-    with pytest.raises(InputError, match="boundaries go with"):
-        client.encode(text.encode(), boundaries=[10])
+    bounded = client.jobs.wait(client.jobs.encode(text, boundaries=[10, 21]).id)
+    assert [row.byte_stop for row in client.jobs.rows(bounded.id)] == [10, 21, 34]
+    for encode in (client.encode, client.jobs.encode):
+        with pytest.raises(InputError, match="boundaries go with"):
+            encode(text.encode(), boundaries=[10])
     ordered = client.rerank("abc", ["zebra", "abc"], return_documents=True).results
     assert ordered[0].document is not None and {one.index for one in ordered} == {0, 1}
 

@@ -166,6 +166,7 @@ JOBS: Cases = {
     "granularity": (["token", "window", "document", "sentence", "paragraph", "chapter", None], ["page"]),
     "window": ([1, 512, None], [0, 1_000_001, 0.5]),
     "pooling": (["mean", "last", None], ["max"]),
+    "boundaries": ENCODINGS["boundaries"],
     "completion": ([None], [5]),
 }
 HOW_SOON: Cases = {name: COMPLETIONS[name] for name in ("priority", "deadline_seconds")}

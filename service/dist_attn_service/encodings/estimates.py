@@ -124,7 +124,7 @@ class EstimateService:
             return _around(tokens.value / speed.tokens_per_second, speed.spread + spread, "measured"), notes
         notes.append(
             "no document has been read since this service started: seconds are by the planner's rates, and may be far "
-            "off; `dist-attn plan --measure` measures them"
+            "off" + "; `dist-attn plan --measure` measures them" * isinstance(self._costs, LanguageModelCosts)
         )
         if plan is None:
             notes.append("for this kind of model there are no formulas, so seconds are unknown and stand as 0")
