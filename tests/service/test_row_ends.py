@@ -1,14 +1,21 @@
 """Rows of /v1/encodings that end where the text or its sender says."""
 
+import asyncio
 import io
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from dist_attn_service.encodings.encoding_run import LOOKED_AT_BYTES, pieces_of
+from dist_attn_service.text.tokenising import TextMark, ThreadTokeniser
 
+from dist_attn.text import ByteTokeniser
+from dist_attn.text.cuts import CutFinder
+from dist_attn.wire.messages import RowSpec
 from tests.service.test_encodings import ROUTE, encode
 from tests.support.fake_engine import row_vector
 from tests.support.raw_http import lines_of
@@ -62,6 +69,29 @@ def test_rows_between_given_boundaries(service: RunningService) -> None:
     for more in ({"boundaries": [5, 1]}, {"boundaries": [8]}, {"boundaries": [1], "granularity": "sentence"}):
         for answer in (ask(**more), httpx.post(f"{service.url}/v1/jobs", json={"input": "abcdéf", **more})):
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "boundaries", answer.text
+
+
+def test_a_block_is_looked_at_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends are looked for between other requests' turns, however long the block that has come."""
+    sizes: list[int] = []
+    push = CutFinder.push
+
+    def watched(finder: CutFinder, data: bytes, *, final: bool = False) -> None:
+        sizes.append(len(data))
+        push(finder, data, final=final)
+
+    async def block() -> AsyncIterator[bytes]:
+        yield b"A sentence. " * 5000
+
+    async def rows() -> int:
+        with ThreadPoolExecutor(1) as threads:
+            tokeniser = ThreadTokeniser(ByteTokeniser(), threads)
+            pieces = pieces_of(tokeniser, RowSpec(granularity="sentence"), block(), TextMark())
+            return sum([int((piece.tokens < 0).sum()) async for piece in pieces])
+
+    monkeypatch.setattr(CutFinder, "push", watched)
+    assert asyncio.run(rows()) == 4999
+    assert sum(sizes) == 60_000 and max(sizes) <= LOOKED_AT_BYTES
 
 
 def test_a_job_keeps_boundaries(service: RunningService) -> None:
