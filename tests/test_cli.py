@@ -362,6 +362,7 @@ def test_models_are_listed_with_what_they_are_for(run, tmp_path, monkeypatch):
     assert run("models", "nix")[0] == 2
 
 
+@pytest.mark.slow
 def test_benchmarks_are_listed():
     """`bench` without a name lists benchmarks and experiments with what each asks, and runs none."""
     done = finish(start_command(["dist_attn", "bench"], Path(cli.__file__).parents[1]))

@@ -99,7 +99,8 @@ def test_a_folder_without_all_weights_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is asked of /proc")
-@pytest.mark.parametrize("size", ["large", pytest.param("of 2 GB", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["large", "of 2 GB"])
 def test_the_largest_size_is_that_of_the_weights(size, folders, tmp_path):
     """A model never takes more memory than 1.15 of its weights, and hardly any for what it has as it is stored."""
     folder = folders.get(size, tmp_path / "model")

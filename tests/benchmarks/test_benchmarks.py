@@ -70,6 +70,7 @@ def _shapes(result: object) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in tensors if isinstance(t, torch.Tensor)]
 
 
+@pytest.mark.slow
 def test_green_and_red(tmp_path: Path) -> None:
     """Passing tests are green; failing ones, none, or too slow ones are red with the reason."""
     assert why_red(_tests(tmp_path, GREEN)) == ""

@@ -99,6 +99,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_bit_for_bit(tmp_path):
     """A state saved by one process and restored by another: no token is read again, and logits are equal to the bit."""
     wanted = []
