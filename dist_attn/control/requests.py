@@ -281,13 +281,14 @@ def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> Re
 
 def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView:
     """An encoding: no block has too many rows, and none ends at a row inside a sequence."""
-    length = row_length(rows)
-    grid = GRAIN if cutting.text_tokens is None else sequence_length(rows, cutting.text_tokens)
-    least = 1 if rows.marked else length or ROW_BYTES_PER_BLOCK
-    limit = (ROW_BYTES_PER_BLOCK // (4 * max(1, cutting.hidden_size))) * least
-    chunk = max(1, min(view.chunk, limit) // grid) * grid
-    if cutting.text_tokens is None:
-        edges = None if length is None else math.lcm(length, cutting.grain)
-        return dataclasses.replace(view, grid=grid, chunk=chunk, row_length=edges)
-    # Sequences need no other rank, so short texts go around.
-    return dataclasses.replace(view, grid=grid, chunk=chunk, home=view.number)
+    length, grid = row_length(rows), GRAIN
+    edges: int | None = None
+    if cutting.text_tokens is not None:
+        grid = sequence_length(rows, cutting.text_tokens)
+    elif length is not None:
+        edges = math.lcm(length, cutting.grain)
+    # Texts without rows of a length are summed up to every multiple of the grid.
+    row_bytes = -(-4 * cutting.hidden_size // (1 if rows.marked else length or grid))
+    chunk = max(1, min(view.chunk, ROW_BYTES_PER_BLOCK // max(1, row_bytes)) // grid) * grid
+    # What is too short to be cut goes around: sequences need no other rank, nor do the blocks of a stream encoder.
+    return dataclasses.replace(view, grid=grid, chunk=chunk, row_length=edges, row_bytes=row_bytes, home=view.number)

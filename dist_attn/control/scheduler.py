@@ -18,6 +18,7 @@ from dist_attn.model_config.figures import GRAIN
 
 WEIGHTS = (1, 4, 16)
 """What a token counts for in each class, the most urgent first."""
+STEP_ROW_BYTES = 32 << 20  # so that a rank's answer stays below the size of a message
 DECODE_SHARE = 0.38
 """Of a step's time. Under one half: half of the machine is promised to reading, and handing tokens on takes some."""
 
@@ -55,6 +56,7 @@ class RequestView:
     final: bool = False
     overdue: bool = False  # its tokens have waited long enough for more to come
     row_length: int | None = None  # a row ends at every multiple of it; None: only at the end of the input
+    row_bytes: int = 0  # of the rows that ranks make of a token, at most
     grid: int = GRAIN  # tokens; blocks and the slices of ranks are cut at multiples of it
     chunk: int = GRAIN  # tokens on all ranks; a block ends at every multiple of it
     due: tuple[int, ...] = ()  # where its next blocks ended when they were read before; they end there again
@@ -171,36 +173,34 @@ def _decodes(requests: tuple[RequestView, ...], limits: Limits) -> tuple[tuple[i
 def _prefills(view: View, requests: tuple[RequestView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
     """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round.
 
-    It is a chunk at least: what fits into no step would never be read.
+    It is a chunk at least, and so are the `STEP_ROW_BYTES` of their rows: what fits into no step would never be read.
     """
     limits = view.limits
-    chunk = max([GRAIN, *(r.chunk for r in requests)])
-    budget = max(chunk, budget)
+    chunk, chunk_rows = max([GRAIN, *(r.chunk for r in requests)]), max([0, *(r.chunk * r.row_bytes for r in requests)])
     runnable = {r.number: r for r in requests if _next(r, r.start)}
     shorts = [r for r in runnable.values() if r.final and r.available <= limits.short_tokens]
     shorts.sort(key=lambda request: request.priority)
     longs = runnable.keys() - {r.number for r in shorts}
-    share = max(chunk, budget // 2) if shorts and longs else budget
+    parts = 2 if shorts and longs else 1
+    share = max(chunk, budget // parts), max(chunk_rows, STEP_ROW_BYTES // parts)
 
     blocks: list[Block] = []
-    left, served = share, 0
+    room, served = _Room(*share), 0
     for request in shorts:
-        made = _blocks(request, left, limits.ranks)
+        made = room.take(request, limits.ranks)
         if not made or served == limits.max_requests - bool(longs):
             break
         blocks += made
         served += 1
-        left -= _tokens(made)
 
-    left = share if longs else 0
+    room = _Room(*share)
     turns = _round(view.ring, longs)
     for place, turn in enumerate(turns):
         request = runnable[turn.number]
-        made = _blocks(request, left, limits.ranks) if served < limits.max_requests else []
+        made = room.take(request, limits.ranks) if served < limits.max_requests else []
         if made:
             blocks += made
             served += 1
-            left -= _tokens(made)
             turns[place] = Turn(turn.number, turn.passed + _tokens(made) * WEIGHTS[request.priority])
     return tuple(blocks), tuple(turns)
 
@@ -210,6 +210,22 @@ def _round(ring: tuple[Turn, ...], longs: set[int]) -> list[Turn]:
     known = {turn.number: turn.passed for turn in ring if turn.number in longs}
     least = min(known.values(), default=0)
     return sorted((Turn(r, known.get(r, least)) for r in longs), key=lambda turn: (turn.passed, turn.number))
+
+
+@dataclass
+class _Room:
+    """What is left in a step: tokens, and bytes of the rows that ranks make of them."""
+
+    tokens: int
+    row_bytes: int
+
+    def take(self, request: RequestView, ranks: int) -> list[Block]:
+        """The next blocks of the request for which there is room."""
+        limit = min(self.tokens, self.row_bytes // request.row_bytes) if request.row_bytes else self.tokens
+        made = _blocks(request, limit, ranks)
+        self.tokens -= _tokens(made)
+        self.row_bytes -= _tokens(made) * request.row_bytes
+        return made
 
 
 def _blocks(request: RequestView, limit: int, ranks: int) -> list[Block]:

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_attn.control.scheduler import Limits, RequestView, View, plan, split
+from dist_attn.control.requests import Cutting, Request, view_of
+from dist_attn.control.scheduler import STEP_ROW_BYTES, Limits, RequestView, View, plan, split
 from dist_attn.rank_link.rows import GRAIN
+from dist_attn.wire.messages import OpenWork, RowSpec
 
 LIMITS = Limits(ranks=2, block_tokens=2048, beside_decode_tokens=512)
 
@@ -25,6 +27,13 @@ def long_document(request, available=1 << 20, **fields):
 def short_prompt(request, tokens=700):
     """A prompt that has arrived whole."""
     return RequestView(request, opened=False, available=tokens, final=True)
+
+
+def short_text(number, rows, **fields):
+    """A text whose rows have 16 numbers, as the scheduler sees it."""
+    request = Request.opened_by(OpenWork(f"e{number}", rows=rows), number, b"api", 0.0, 512)
+    request.reading.push(bytes(4 * 9), final=True, now=0.0)
+    return view_of(request, Cutting(chunk=1024, patience_s=1.0, hidden_size=16, **fields), 0.0, blocked=False)
 
 
 def planned(*requests, limits=LIMITS, ring=()):
@@ -84,6 +93,21 @@ def test_a_step_reads_for_a_bounded_time():
     assert sum(tokens_of(planned(long_document(1), limits=replace(LIMITS, token_s=1e-9))).values()) == 4096
 
 
+def test_the_rows_of_a_step_fit_into_a_message():
+    """However many texts come together: short and long ones have half each, and a block that is larger goes alone."""
+    many = replace(LIMITS, block_tokens=1 << 20, max_requests=64)
+    rows = {"row_bytes": 4 * 1024, "chunk": 512}
+    shorts = [replace(short_prompt(n, 512), **rows) for n in range(40)]
+    longs = [long_document(n, **rows) for n in range(40, 80)]
+    for requests, numbers in ((shorts, 16), (longs, 1), ([*shorts, *longs], 9)):
+        made = planned(*requests, limits=many)
+        assert len(tokens_of(made)) == numbers
+        assert sum(tokens_of(made).values()) * 4 * 1024 == STEP_ROW_BYTES
+    assert len(planned(*(replace(short_prompt(n, 512), row_bytes=3) for n in range(40)), limits=many).blocks) == 40
+    wide = [replace(short_prompt(n, 512), row_bytes=1 << 18) for n in range(3)]
+    assert tokens_of(planned(*wide, limits=many)) == {0: 512}
+
+
 def test_new_decoders_go_to_the_rank_with_the_fewest():
     """Owners spread over the ranks, counting those that are there."""
     made = planned(decoder(1, owner=0), decoder(2, owner=0), decoder(3), decoder(4), decoder(5))
@@ -113,6 +137,23 @@ def test_long_documents_take_turns():
         for request, tokens in tokens_of(made).items():
             given_tokens[request] += tokens
     assert len(set(given_tokens.values())) == 1
+
+
+@pytest.mark.parametrize(("text_tokens", "grain"), [(14, 1), (None, 64), (None, 1)])
+@pytest.mark.parametrize("rows", [RowSpec("document"), RowSpec("window", 12), RowSpec("sentence")])
+def test_short_texts_go_around(rows, text_tokens, grain):
+    """Each rank reads as many of the texts that are too short to be cut, whatever kind of model makes the rows."""
+    views = [short_text(number, rows, text_tokens=text_tokens, grain=grain) for number in range(4)]
+    assert [block.lengths for block in planned(*views).blocks] == [(9, 0), (0, 9), (9, 0), (0, 9)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_bytes"),
+    [(RowSpec("token"), 64), (RowSpec("sentence"), 64), (RowSpec("window", 12), 6), (RowSpec("document"), 1)],
+)
+def test_what_the_rows_of_a_token_take(rows, num_bytes):
+    """Bytes of a row by the fewest tokens that are in one; ranks sum up at the grid whatever the rows are."""
+    assert short_text(0, rows).row_bytes == num_bytes
 
 
 def test_blocks_wait_for_more_tokens_only_while_that_helps():
