@@ -103,12 +103,17 @@ def pack_state(
 
 
 def restore_state(
-    snapshot: Snapshot, model: StreamingModel, manifest: Manifest, *, position: int | None = None
+    snapshot: Snapshot,
+    model: StreamingModel,
+    manifest: Manifest,
+    *,
+    position: int | None = None,
+    shapes: StateShapes | None = None,
 ) -> Restored:
     """The state of a snapshot, in the model that `manifest` describes, where the model lies.
 
     `position` is where the caller wants to be; the tokens from the snapshot to there are for it to feed. Without it,
-    that is where the snapshot stands.
+    that is where the snapshot stands. `shapes` are those of the model's states; without them a pass of it tells.
 
     Raises: StateMismatchError naming both values where the model is another one, or an array has not the shape and
         type of its states; InputError for a position before the snapshot's: a state cannot be rewound.
@@ -120,24 +125,23 @@ def restore_state(
         raise InputError(
             f"the state stands at token {header.position} and cannot go back to {target}; take an earlier checkpoint"
         )
-    state = _state(snapshot, model)
+    state = _state(snapshot, StateShapes.of(model) if shapes is None else shapes)
     logits = snapshot.arrays.get("logits")
     logits_V = None if logits is None else _tensor(logits, torch.float32).to(model.device)
     report = report_restore(stored.computed, manifest.computed, header.position, wanted=target, storage=header.storage)
     return Restored(state, logits_V, report)
 
 
-def _state(snapshot: Snapshot, model: StreamingModel) -> ModelState:
+def _state(snapshot: Snapshot, shapes: StateShapes) -> ModelState:
     """The tensors of a snapshot as a state; each is held against those of the model's states."""
-    shapes, position = StateShapes.of(model), snapshot.header.position
-    device = model.device
+    position = snapshot.header.position
 
     def tensor(layer: int, index: int) -> torch.Tensor:
-        array, dtype = _stored(snapshot, layer, index), shapes.like(layer, index).dtype
+        array, like = _stored(snapshot, layer, index), shapes.like(layer, index)
         shapes.check(
             f"array layers.{layer}.{index} of the snapshot", layer, index, array.shape, _type_of(array), position
         )
-        return _tensor(array, dtype)[None].to(device)
+        return _tensor(array, like.dtype)[None].to(like.device)
 
     state = shapes.state(position, tensor)
     stored = sum(name != "logits" for name in snapshot.arrays)

@@ -195,7 +195,7 @@ class ModelExecutor:
         logits_V = None
         if restore is not None and restore.snapshot:
             try:
-                restored, logits_V = state_of_snapshot(state, self._model, self.manifest)
+                restored, logits_V = state_of_snapshot(state, self._model, self.manifest, self._shapes)
             except (WireError, StateMismatchError) as error:
                 self._refused.add(op.request)
                 return RequestFault(op.request, str(error), Code.INVALID_STATE)

@@ -115,9 +115,9 @@ def snapshot_bytes(state: ModelState, logits_V: torch.Tensor | None, manifest: M
 
 
 def state_of_snapshot(
-    data: bytes, model: StreamingModel, manifest: Manifest | None
+    data: bytes, model: StreamingModel, manifest: Manifest | None, shapes: StateShapes
 ) -> tuple[ModelState, torch.Tensor | None]:
-    """The state of a snapshot and the logits after its last token, where they were stored.
+    """The state of a snapshot, as `shapes` has it, and the logits after its last token, where they were stored.
 
     Raises: WireError or StateMismatchError for bytes that are not a snapshot of this model's states; EngineError where
         the model has none.
@@ -126,7 +126,7 @@ def state_of_snapshot(
         raise EngineError("stored states cannot be gone on from: the model was loaded without a manifest")
     # Stored compactly a number takes a byte at least, and four in memory.
     snapshot = read_snapshot(io.BytesIO(data), max_bytes=4 * len(data))
-    restored = restore_state(snapshot, model, manifest)
+    restored = restore_state(snapshot, model, manifest, shapes=shapes)
     return restored.state, restored.logits_V
 
 

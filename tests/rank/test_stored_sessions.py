@@ -102,6 +102,18 @@ def test_a_stored_state_goes_on_bit_for_bit(kind):
     assert stored(first)[1] == 2612
 
 
+def test_a_restore_makes_no_pass_of_the_model():
+    """Where layers lie on one rank each, a pass of all ranks would stand before every stored state."""
+    model = small_model(small_config("rfa_gate"))
+    made, passes = executor(model=model), []
+    begin(made, spec=SPEC)
+    feed(made, 0, 100)
+    kept = stored(made)
+    model.parts[0].register_forward_hook(lambda *_: passes.append(1))
+    begin(made, kept, spec=SPEC)
+    assert stored(made)[1] == 100 and not passes
+
+
 def of_pieces(comm: Communicator, cuts: tuple[int, ...], kind: str) -> bytes:
     """The state after an append that ended at each of the cuts, handed out and gone on from each time."""
     made, kept, grid = executor(comm, kind), None, CHUNK * comm.size
