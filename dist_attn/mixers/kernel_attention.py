@@ -1,7 +1,7 @@
 """What causal kernel attention is, whatever the feature map: projections, positions, gates, and a walk over a state."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from dist_attn.mixers.heads import (
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.kernels import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
+from dist_attn.ops.device import send
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,18 @@ class KernelState:
         unit_BH = None if self.unit_BH is None else next(optional)
         return KernelState(LinearState(*tensors[:count]), tensors[count], self.kind, position_B, unit_BH)
 
-    def advanced(
-        self, attention: LinearState, tail_BKD: torch.Tensor, tokens: int, unit_BH: torch.Tensor | None
-    ) -> "KernelState":
-        """The state after `tokens` more, with what they leave behind."""
-        position_B = None if self.position_B is None else self.position_B + tokens
-        return KernelState(attention, tail_BKD, self.kind, position_B, unit_BH)
+
+def _positions(before_B: torch.Tensor, ops: SequenceOps, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions [B, L] of the tokens held here and [B] behind the last one of all ranks.
+
+    Features of a turned query and key depend on more than their distance, so that every document begins at 0.
+    """
+    places = ops.document_places(length)
+    goes_on_L = (places.number_L == 0) & places.goes_on
+    at_L, goes_on_L = (send(x_L, before_B.device) for x_L in (places.position_L, goes_on_L))
+    *earlier, last = places.lengths_N or (0,)
+    begun_B = before_B if places.goes_on and not earlier else torch.zeros_like(before_B)
+    return before_B[:, None] * goes_on_L + at_L, begun_B + last
 
 
 def attention_shapes(batch: int, heads: int, features: int, values: int) -> list[tuple[int, ...]]:
@@ -109,8 +116,9 @@ class CausalKernelAttention(ProjectedAttention):
         before = self._own(state, x_BLD.shape[0])
         x_BLD, tail_BKD = self.convolved(x_BLD, ops, before.tail_BKD)
         q, k, v, *_ = self.heads(x_BLD)
-        if before.position_B is not None:
-            positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1], x_BLD.device)
+        position_B = before.position_B
+        if position_B is not None:
+            positions_BL, position_B = _positions(position_B, ops, x_BLD.shape[1])
             q, k = (rotate(t, positions_BL, self.config.rotary) for t in (q, k))
         log_gate, key_scale = (None if t is None else t.transpose(1, 2) for t in self._gates(x_BLD))
         weights, unit_BH = self.log_key_weights(k), before.unit_BH
@@ -119,16 +127,18 @@ class CausalKernelAttention(ProjectedAttention):
                 weights, ops, unit_BH, log_gate_BHS=log_gate, key_scale_BHS=key_scale
             )
         out_BHLV, attention = self.attend(HeadInputs(q, k, v, log_gate, key_scale), ops, before.attention)
-        total = ops.total_length(x_BLD.shape[1])
-        return self.out(merge_heads(out_BHLV)), before.advanced(attention, tail_BKD, total, unit_BH)
+        after = replace(before, attention=attention, tail_BKD=tail_BKD, position_B=position_B, unit_BH=unit_BH)
+        return self.out(merge_heads(out_BHLV)), after
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
         before = self._own(state, x_BD.shape[0])
         x_BD, tail_BKD = self.convolved_step(x_BD, before.tail_BKD)
         sizes, heads = self.config.qkv_sizes, self.config.num_heads
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in self.qkv(x_BD).split(sizes, dim=-1))
-        if before.position_B is not None:
-            q, k = (rotate(t[:, :, None], before.position_B[:, None], self.config.rotary).squeeze(2) for t in (q, k))
+        position_B = before.position_B
+        if position_B is not None:
+            q, k = (rotate(t[:, :, None], position_B[:, None], self.config.rotary).squeeze(2) for t in (q, k))
+            position_B = position_B + 1
         log_gate, key_scale = self._gates(x_BD)
         weights, unit_BH = self.log_key_weights(k), before.unit_BH
         if weights is not None and unit_BH is not None:
@@ -136,7 +146,8 @@ class CausalKernelAttention(ProjectedAttention):
                 weights, unit_BH, log_gate_BH=log_gate, key_scale_BH=key_scale
             )
         out_BHV, attention = self.attend_step(HeadInputs(q, k, v, log_gate, key_scale), before.attention)
-        return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1, unit_BH)
+        after = replace(before, attention=attention, tail_BKD=tail_BKD, position_B=position_B, unit_BH=unit_BH)
+        return self.out(out_BHV.flatten(1)), after
 
     def initial_state(self, batch: int) -> KernelState:
         config, like = self.config, empty_output(self.qkv)

@@ -7,6 +7,7 @@ the 1 is e^{-m_t}.
 Letters: B batch, H heads, L tokens on this rank, K numbers of a head's key, V of its value, D model width.
 """
 
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -101,8 +102,7 @@ class MatrixMemory(TokenMixer):
         h_BHLV, attention, unit_BH = matrix_memory(
             HeadInputs(q, k, v, log_gate, log_weight), ops, before.attention, before.unit_BH
         )
-        after = before.advanced(attention, before.tail_BKD, 0, unit_BH)
-        return self._output(merge_heads(h_BHLV), o_BLE), after
+        return self._output(merge_heads(h_BHLV), o_BLE), replace(before, attention=attention, unit_BH=unit_BH)
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
         before = self._own(state, x_BD.shape[0])
@@ -114,7 +114,7 @@ class MatrixMemory(TokenMixer):
         attention = before.attention.advance(k, _with_ones(v), log_gate_BH=gate_BH, key_scale_BH=scale_BH)
         sums_BH1W, _ = attention.read(q[:, :, None])
         h_BHV = _normalised(sums_BH1W.squeeze(2), unit_BH)
-        return self._output(h_BHV.flatten(1), o_BE), before.advanced(attention, before.tail_BKD, 0, unit_BH)
+        return self._output(h_BHV.flatten(1), o_BE), replace(before, attention=attention, unit_BH=unit_BH)
 
     def initial_state(self, batch: int) -> KernelState:
         config, like = self.config, empty_output(self.qk)

@@ -11,17 +11,7 @@ from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
-from dist_attn.mixers import (
-    EfficientConfig,
-    EluConfig,
-    HippoConfig,
-    LsslConfig,
-    PerformerConfig,
-    RandomFeatureConfig,
-    S4Config,
-    ScaleformerConfig,
-    TokenMlpConfig,
-)
+from dist_attn.mixers import HippoConfig, LsslConfig, S4Config, ScaleformerConfig, TokenMlpConfig
 from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models import MillionConfig, MillionModel, TextClassifier, TextClassifierConfig
 from dist_attn.models.million import Reading
@@ -96,14 +86,6 @@ def _check_packs(model: TextClassifierConfig) -> None:
             raise ConfigError(
                 f"model.encoder.mixer {mixer.kind} takes no packed texts; take s4d, s4 as a convolution, or another "
                 "mixer"
-            )
-        if (
-            isinstance(mixer, EfficientConfig | EluConfig | PerformerConfig | RandomFeatureConfig)
-            and mixer.rotary is not None
-        ):
-            raise ConfigError(
-                f"model.encoder.mixer {mixer.kind} has rotary positions, so its features depend on where in a batch a "
-                "text is packed; leave rotary out and take model.encoder.positions, or take softmax"
             )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from dist_attn.comm import Communicator
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import TextClassifier, TextClassifierConfig
+from dist_attn.model_config.mixer import registered_mixers
+from dist_attn.models import TextClassifier, TextClassifierConfig, TextEncoder, TextEncoderConfig
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
@@ -30,6 +31,27 @@ MIXERS: dict[str, dict[str, Any]] = {
     "causal performer": {"kind": "performer", "num_random": 6},
     "causal softmax": {"kind": "softmax"},
 }
+# Of each kind all forms, and positions that turn queries and keys or are relative, where it has them.
+OPTIONS: dict[str, dict[str, Any]] = {"rotary": {"size": 4}, "relative": {"reach": 2}, "weighting": "norm"}
+ALONE = ("hippo", "lssl", "mlp_mixer", "s4", "scaleformer")
+"""Kinds that take one unbroken sequence, as they are by default."""
+
+
+def _every_mixer() -> dict[str, dict[str, Any]]:
+    sizes = {"hidden_size": SIZE, "num_heads": 2, "length": 9, "token_mlp_size": 5, "num_random": 6}
+    found = {}
+    for kind, config in registered_mixers().items():
+        known = {"kind": kind} | {name: size for name, size in sizes.items() if name in config.model_fields}
+        for form, options in config.forms.items():
+            found[f"{kind} {form}".strip()] = known | options
+        found |= {
+            f"{kind} {name}": known | {name: value}
+            for name, value in OPTIONS.items()
+            if name in config.model_fields and kind != "bidirectional"
+        }
+    found["rfa_gate, rotary, weighting"] = found["rfa_gate rotary"] | {"weighting": "norm", "short_convolution": 0}
+    found["bidirectional relative"] = found["bidirectional softmax"] | {"relative": {"reach": 2}}
+    return found
 
 
 def _model(mixer: str, pooling: str, positions: str = "sinusoidal") -> TextClassifier:
@@ -53,6 +75,22 @@ def _pairs(mixer: str, pooling: str) -> TextClassifier:
 def _texts() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("positions", ["none", "sinusoidal", "learned", "concatenated"])
+@pytest.mark.parametrize("mixer", _every_mixer())
+def test_each_text_is_read_as_if_alone(mixer: str, positions: str) -> None:
+    """Texts that are read together have the hidden states that each has by itself, or are refused together."""
+    encoder = {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 12, "mixer": _every_mixer()[mixer]}
+    encoder |= {"positions": positions, "max_length": 9 if positions == "learned" else None}
+    values = {"vocab_size": VOCAB, "max_tokens": 9, "prefix": [1], "suffix": [2], "encoder": encoder}
+    model = randomised(TextEncoder(TextEncoderConfig.model_validate(values)))
+    if mixer in ALONE:
+        with pytest.raises(InputError):
+            model.hidden_together(_texts())
+        return
+    for got, text in zip(model.hidden_together(_texts()), _texts(), strict=True):
+        assert_close(got, model.hidden(model.frame(text[None])))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "class_token"])

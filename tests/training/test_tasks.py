@@ -217,10 +217,6 @@ def test_data_that_does_not_fit_is_named(tmp_path: Path, kind: str, sections: di
     ("mixer", "words"),
     [
         ({"kind": "scaleformer", "hidden_size": 16, "num_heads": 2}, "is causal and takes no packed texts"),
-        *(
-            ({"kind": kind, "hidden_size": 16, "num_heads": 2, "rotary": {"size": 4}}, f"{kind} has rotary positions")
-            for kind in ("rfa", "rfa_gate", "elu", "performer", "efficient")
-        ),
         ({"kind": "lssl", "hidden_size": 16}, "lssl takes no packed texts"),
         (
             {
