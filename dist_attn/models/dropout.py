@@ -73,10 +73,10 @@ class Dropout(nn.Module):
         if self.draw is None or ops is None or not self.training:
             return x_BLD
         places, first = ops.document_places(x_BLD.shape[1]), self.draw.first_row if row is None else row
-        rows_B1 = torch.arange(len(x_BLD), device="cpu")[:, None] * len(places.lengths_N)
+        number_L, position_L = (send(x_L, x_BLD.device) for x_L in (places.number_L, places.position_L))
+        rows_B1 = torch.arange(len(x_BLD), device=x_BLD.device)[:, None] * len(places.lengths_N)
         seeds = (self.draw.seed, self.draw.step, self.place)
-        token_BL = hashed(hashed(first + rows_B1 + places.number_L, seeds) ^ places.position_L, ())
-        token_BL = send(token_BL, x_BLD.device)
+        token_BL = hashed(hashed(first + rows_B1 + number_L, seeds) ^ position_L, ())
         feature_D = torch.arange(x_BLD.shape[2], device=x_BLD.device) * GOLDEN_GAMMA
         bits_BLD = _mixed(token_BL[..., None] + feature_D)
         kept_BLD = bits_BLD >= int(self.draw.rate * (1 << 64)) - (1 << 63)

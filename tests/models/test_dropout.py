@@ -1,7 +1,10 @@
 """Dropout: a function of seed, step, place, row and token, so that no cut of a batch changes it; none at evaluation."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
@@ -57,6 +60,22 @@ def test_slices_are_dropped_from_as_the_whole(documents: tuple[int, ...] | None)
     outs, gradients = zip(*run_simulated(body, 4), strict=True)
     assert torch.equal(torch.cat(outs, 1), want_BLD)
     assert torch.equal(torch.cat(gradients, 1), whole_BLD.grad)
+
+
+def test_the_mask_is_drawn_on_the_device() -> None:
+    """Where the model lies elsewhere the CPU says which tokens these are, and draws nothing."""
+    ran: set[str] = set()
+
+    class OnCpu(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **kwargs or {})
+            if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+                ran.add(str(function))
+            return result
+
+    with OnCpu():
+        _dropout()(torch.ones(2, 9, 4, device="meta"), LocalSequenceOps())
+    assert ran and not {name for name in ran if "xor" in name or "mul" in name}
 
 
 def test_a_document_is_dropped_from_wherever_it_is_packed() -> None:
