@@ -249,9 +249,10 @@ class ModelExecutor:
         short = {op.request: op for op in ops if self._is_short(op)}
         if len(short) < 2 or not isinstance(self._model, StreamEncoder) or self._watch.finite is not None:
             return
-        with contextlib.suppress(InputError):  # of a mixer that takes no packed documents: each is read in its turn
+        # InputError: of a mixer that takes no packed documents; each is read in its turn.
+        with contextlib.suppress(InputError), watching(self._watch):
             for batch in batches_of(list(short.values())):
-                read = self._model.short_hidden([tokens_of(op).to(self._device) for op in batch])
+                read = self._model.short_hidden([tokens_of(op) for op in batch])
                 self._ahead |= {op.request: h_1LD for op, h_1LD in zip(batch, read, strict=True)}
 
     def _is_short(self, op: PrefillOp) -> bool:

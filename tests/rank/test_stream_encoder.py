@@ -11,16 +11,17 @@ from dist_attn.comm import run_simulated
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.control.intake import misfit
 from dist_attn.control.scheduler import split
-from dist_attn.conversion import convert_folder, convert_sentence_encoder
+from dist_attn.conversion import begin_stream_encoder, convert_folder, convert_sentence_encoder
 from dist_attn.errors import EngineError
 from dist_attn.generation import computation_of, identity_of
 from dist_attn.rank.executor import ModelExecutor
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import Failed, Keep, OpenWork, RowSpec, SamplingSpec, Tokens
 from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp
-from tests.models.test_stream_encoder import BLOCK, DIM, GATED_DELTA, PAIR, VOCABULARY, context, small
+from tests.models.test_stream_encoder import BLOCK, DIM, GATED_DELTA, PAIR, VOCABULARY, context, small, teacher
 from tests.support import simulated_engine
 from tests.support.closeness import assert_close
+from tests.support.over_ranks import randomised
 from tests.support.sentence_encoders import VOCABULARY as WORDS
 from tests.support.sentence_encoders import write_sentence_encoder
 from tests.support.simulated_engine import Engine
@@ -121,6 +122,26 @@ def test_short_texts_are_read_together(ranks):
         if got is not None:
             vectors = [torch.from_numpy(np.frombuffer(one.vectors, "<f4").copy()) for one in (got, want)]
             assert_close(*vectors)
+
+
+def test_denominators_of_short_texts_are_counted():
+    """Texts that are read together have the denominators that they have one by one, in the same layers and heads."""
+    mixer = {"kind": "bidirectional", "hidden_size": DIM, "num_heads": 2, "attention": "rfa", "num_random": 8}
+    values = teacher().config.encoder.model_dump() | {"mixer": mixer}
+    model = randomised(begin_stream_encoder(teacher(encoder=values), BLOCK, context(GATED_DELTA))).float()
+    counts = []
+    for together in (True, False):
+        made = ModelExecutor(model, LocalCommunicator(), name="small")
+        made.take_guards()
+        ops = [PrefillOp(number, 0, [5], TOKENS[number : number + 5].tobytes()) for number in range(3)]
+        for op in ops:
+            made.open(OpenOp(op.request, RowSpec("document")))
+        if together:
+            made.read_ahead(ops)
+        for op in ops:
+            made.prefill(op)
+        counts.append(made.take_guards())
+    assert counts[0] == counts[1] and counts[0].denominators == 3 * 7 * 2 * 2
 
 
 def test_a_model_that_writes_nothing_refuses_to():
