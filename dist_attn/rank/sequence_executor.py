@@ -85,10 +85,15 @@ class SequenceExecutor:
             return
         with watching(self._watch):
             for batch in batches_of(list(short.values())):
-                hidden = self._encoder.hidden_together([tokens_of(op).to(self._device) for op in batch])
-                for op, h_1LD in zip(batch, hidden, strict=True):
-                    spec = self._requests[op.request].rows
-                    self._ahead[op.request] = _pieces(self._encoder, h_1LD, self._start(op), op.request, spec)
+                specs = [self._requests[op.request].rows for op in batch]
+                hidden = self._encoder.hidden_together([tokens_of(op) for op in batch])
+                rows = [_vectors(self._encoder, *read) for read in zip(hidden, specs, strict=True)]
+                # All at once: the host waits for the device whenever it takes rows.
+                own = torch.cat(rows).to("cpu").split([len(vectors_ND) for vectors_ND in rows])
+                for op, spec, vectors_ND in zip(batch, specs, own, strict=True):
+                    start, length = self._start(op), op.lengths[self._rank]
+                    starts = range(start, start + length, 1 if spec.granularity == "token" else length)
+                    self._ahead[op.request] = _row_pieces(vectors_ND, starts, start + length, op.request)
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
@@ -182,8 +187,9 @@ def read_sequences(
     read, at = [], start
     for batch_BT in batches:
         if batch_BT.numel():
-            read.append(_rows(model, batch_BT, at, spec))
-            at += batch_BT.numel()
+            starts = range(at, at + batch_BT.numel(), batch_BT.shape[1])
+            read.append(_rows(model, batch_BT, starts, spec))
+            at = starts.stop
     vectors_ND = torch.cat(read)
     step = 1 if spec.granularity == "token" else size
     return _row_pieces(vectors_ND, range(start, start + length, step), start + length, request)
@@ -210,36 +216,31 @@ def batches_of(ops: list[PrefillOp]) -> Iterator[list[PrefillOp]]:
     yield batch
 
 
-def _pieces(model: TextEncoder, h_1LD: torch.Tensor, start: int, request: int, spec: RowSpec) -> RowPieces:
-    """The rows of one sequence, whose text begins at `start`."""
-    vectors_ND, length = _vectors(model, h_1LD, spec), h_1LD.shape[1] - len(model.config.prefix + model.config.suffix)
-    starts = range(start, start + length, 1 if spec.granularity == "token" else length)
-    return _row_pieces(vectors_ND, starts, start + length, request)
-
-
 def _read_marked(
     model: TextEncoder, tokens_L: torch.Tensor, request: int, edges_N: NDArray[np.int64], ends: Sequence[int]
 ) -> RowPieces:
     """The pieces between edges as sequences, each vector times its tokens; those of one length are read at once."""
     sizes_N, start = np.diff(edges_N), int(edges_N[0])
-    vectors_ND = torch.empty(len(sizes_N), model.config.encoder.hidden_size, device="cpu")
+    read, order = [], []
     for size in np.unique(sizes_N).tolist():
         places = np.flatnonzero(sizes_N == size)
         for some in np.array_split(places, -(-len(places) * size // BATCH_TOKENS)):
             begins = torch.from_numpy(edges_N[some] - start)
             text_BT = tokens_L[begins[:, None] + torch.arange(size, device="cpu")]
-            pooled_BD = _rows(model, send(text_BT, model.embedding.weight.device), int(edges_N[some[0]]), _WHOLE)
-            vectors_ND[torch.from_numpy(some)] = pooled_BD.to(device="cpu", dtype=torch.float32) * size
+            pooled_BD = _rows(model, send(text_BT, model.embedding.weight.device), edges_N[some].tolist(), _WHOLE)
+            read.append(pooled_BD.to(torch.float32) * size)
+            order.append(some)
+    vectors_ND = torch.cat(read).to("cpu")[torch.from_numpy(np.concatenate(order).argsort())]
     data = vectors_ND.numpy().astype("<f4", copy=False).tobytes()
     return RowPieces(request, edges_N[:-1].tolist(), edges_N[1:].tolist(), data, list(ends))
 
 
-def _rows(model: TextEncoder, text_BT: torch.Tensor, start: int, spec: RowSpec) -> torch.Tensor:
+def _rows(model: TextEncoder, text_BT: torch.Tensor, starts: Sequence[int], spec: RowSpec) -> torch.Tensor:
+    """The rows of texts that begin at these tokens."""
     watch, ops = current_watch(), LocalSequenceOps()
     finite = None if watch is None else watch.finite
     if finite is not None:
-        ahead = len(model.config.prefix)
-        finite.first_tokens = tuple(range(start - ahead, start - ahead + text_BT.numel(), text_BT.shape[1]))
+        finite.first_tokens = tuple(start - len(model.config.prefix) for start in starts)
     h_BLD = model.hidden(model.frame(text_BT), ops if finite is None else checked(ops))
     return _vectors(model, h_BLD, spec)
 

@@ -13,13 +13,14 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands.encode_file import Encoding, encode_file
 from dist_attn.control.intake import misfit
 from dist_attn.control.scheduler import Limits, RequestView, View, plan, split
-from dist_attn.errors import EngineError, InputError
+from dist_attn.errors import EngineError, InputError, NotFiniteError
 from dist_attn.models import TextEncoder, TextEncoderConfig, build_model
+from dist_attn.ops import FiniteCheck
 from dist_attn.rank.sequence_executor import SequenceExecutor
 from dist_attn.rank_link.rows import RowAssembler, sequence_length
 from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import OpenWork, RowSpec, SamplingSpec
-from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp, RankHello
+from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp, RankHello, SavedState
 from dist_attn.wire.specs import RowChoiceError, SequenceReading, choose_rows
 from tests.support.closeness import assert_close
 
@@ -117,6 +118,33 @@ def test_marked_rows_over_ranks() -> None:
             rows += [] if pieces is None else assembler.add(pieces, total)
         assert np.concatenate([batch.stops for batch in rows]).tolist() == [*ends, total]
         assert_close(torch.from_numpy(np.concatenate([batch.vectors for batch in rows])), torch.stack(expected))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("spec", [*SPECS, RowSpec("sentence", pooling="model")])
+def test_a_number_that_is_wrong_is_named_by_its_token(spec: RowSpec, ranks: int) -> None:
+    """Where the text goes on from a saved place, in rows of whatever length, it is the token's place in the text."""
+    model, wrong = small_encoder(), 200
+    with torch.no_grad():
+        model.embedding.weight[wrong] = torch.nan
+    start, total = 42 * 8, 170
+    ends = [start + at for at in (3, 14, 17, 50, 61, 64, 120, 131)]
+    lengths = split(start, total, ranks, sequence_length(spec, TEXT_TOKENS))
+    for at in (start, start + 15, start + 62, start + 130, start + 169):
+        tokens = np.where(wrong == TOKENS, 0, TOKENS)[: start + total]
+        tokens[at] = wrong
+        if spec.marked:
+            tokens[[end - 1 for end in ends]] = ~tokens[[end - 1 for end in ends]]
+        errors, before = [], start
+        for rank, length in enumerate(lengths):
+            executor = SequenceExecutor(model, rank, name="small", finite=FiniteCheck(rank))
+            executor.open(OpenOp(1, spec, None, SavedState(1, start, 0, 0)))
+            try:
+                executor.prefill(PrefillOp(1, start, list(lengths), tokens[before : before + length].tobytes()))
+            except NotFiniteError as error:
+                errors.append(str(error))
+            before += length
+        assert len(errors) == 1 and f"at token {at} " in errors[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
