@@ -3,13 +3,16 @@
 import random
 import re
 
+import pytest
 import torch
 
 from dist_attn.checkpoints import load_model, resolve_model_folder
-from dist_attn.text import load_tokeniser
+from dist_attn.errors import ConfigError
+from dist_attn.text import ByteTokeniser, load_tokeniser
 from dist_attn_research.writer.grow import grow
 from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH
 from dist_attn_research.writer.texts import as_chat, lay_out, paragraphs_of, turns
+from tests.support.models import small_config, small_model
 
 PARAGRAPHS = [
     "CHAPTER I",
@@ -43,3 +46,14 @@ def test_a_grown_model_computes_the_same():
     tokens_1L = torch.from_numpy(tokeniser.encode(b"It was the best of times")).long()[None]
     with torch.inference_mode():
         torch.testing.assert_close(large.encode(tokens_1L), small.encode(tokens_1L), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"readout": "own"}, {"positions": {"kind": "learned", "length": 9}}, {"positions": "concatenated"}],
+)
+def test_what_would_be_left_behind_is_refused(changes):
+    """Weights beside embedding, layers and norm would begin anew, and the model would not compute the same."""
+    small, tokeniser = small_model(small_config(**changes)), ByteTokeniser()
+    with pytest.raises(ConfigError, match="needed are readout = tied, and positions = none or sinusoidal"):
+        grow(small, tokeniser, tokeniser, ADDED)

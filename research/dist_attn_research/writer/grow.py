@@ -20,11 +20,18 @@ __all__ = ["grow"]
 def grow(small: LanguageModel, own: Tokeniser, tokeniser: Tokeniser, added: dict[str, object]) -> LanguageModel:
     """A model with a layer of mixer `added` behind each of `small`, over the tokens of `tokeniser`.
 
-    Raises: ConfigError for a model whose layers have different mixers already.
+    Raises: ConfigError for a model whose layers have different mixers already, and for one with weights of its own for
+        positions or the read-out.
     """
     config = small.config.model_dump()
     if config["mixer"]["kind"] == "hybrid":
         raise ConfigError("the model has a pattern of mixers; needed is one whose layers are alike")
+    if small.config.readout == "own" or small.config.positions not in ("none", "sinusoidal"):
+        kind = getattr(small.config.positions, "kind", small.config.positions)
+        raise ConfigError(
+            f"the model has readout = {small.config.readout} and positions = {kind}, and weights of these are not "
+            "taken over; needed are readout = tied, and positions = none or sinusoidal"
+        )
     config |= {
         "vocab_size": tokeniser.vocab_size,
         "num_layers": 2 * small.config.num_layers,
