@@ -13,6 +13,15 @@ from dist_attn.shipped.stored_tensors import read_json_object
 OUR_MODEL_TYPE: Final = "dist_attn"
 CONVERTIBLE: Final = ("bert", "gpt2", "gpt_neox", "llama")
 """The values of `model_type` that `dist-attn convert` reads."""
+FLA_MIXERS: Final = {
+    "gla": "gla", "gated_deltanet": "gated_delta", "kda": "kda", "rwkv7": "rwkv7", "retnet": "lightning",
+}  # fmt: skip
+"""Values of `model_type` that flash-linear-attention writes, and the kind of mixer that has their layers here."""
+FLA_OTHERS: Final = (
+    "abc", "comba", "delta_net", "deltaformer", "forgetting_transformer", "gated_deltaproduct", "gsa", "hgrn", "hgrn2",
+    "lightnet", "linear_attn", "log_linear_mamba2", "mesa_net", "mla", "moba", "mom", "nsa", "path_attn", "rodimus",
+    "rwkv6", "samba",
+)  # fmt: skip
 
 
 def origin(folder: Path) -> Literal["ours", "downloaded", "neither"]:
@@ -46,7 +55,12 @@ def refuse_foreign(folder: Path) -> None:
     if (folder / "modules.json").is_file() or kind in CONVERTIBLE:
         todo = f"make it a model folder of this project: dist-attn convert {folder} --out NEW_FOLDER"
     else:
-        todo = (
+        todo = ""
+        if isinstance(kind, str) and (kind in FLA_MIXERS or kind in FLA_OTHERS):
+            todo = "folders that flash-linear-attention writes are not read: "
+        if isinstance(kind, str) and kind in FLA_MIXERS:
+            todo += f"dist-attn train makes a model of such layers, mixer.kind = {FLA_MIXERS[kind]}; "
+        todo += (
             f"dist-attn serve takes the types {', '.join(SUPPORTED)} as they were downloaded, and dist-attn convert "
             f"makes model folders of the types {', '.join(CONVERTIBLE)}"
         )

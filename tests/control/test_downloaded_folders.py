@@ -154,6 +154,18 @@ WRONG: dict[str, tuple[Spoil, str]] = {
     "unknown type": (
         _config(model_type="rwkv9"), "model_type 'rwkv9'.* takes the types qwen3_next, .*mistral as they were"
     ),
+    **{
+        f"flash-linear-attention's {kind}": (
+            _config(model_type=kind, architectures=[f"{kind}ForCausalLM"]),
+            rf"model_type '{kind}', .* flash-linear-attention writes are not read: {words}dist-attn serve takes",
+        )
+        for kind, words in (
+            ("gla", "dist-attn train .* mixer.kind = gla; "),
+            ("rwkv7", "dist-attn train .* mixer.kind = rwkv7; "),
+            ("gated_deltanet", "dist-attn train .* mixer.kind = gated_delta; "),
+            ("delta_net", ""),
+        )
+    },
     "no type": (_without_type, r"is a Hugging Face folder \(architectures \['Qwen3NextForCausalLM'\]\)"),
     "code of its own": (_config(model_type="new", auto_map=CODE), r"\(auto_map\) is never run"),
     "unknown rope": (
@@ -311,6 +323,7 @@ def test_the_size_of_a_state_is_known_before_weights_are_read(kind: str, tmp_pat
     [
         ("serve", "missing shard"),
         ("logits", "quantised by GPTQ"),
+        ("serve", "flash-linear-attention's gla"),
         pytest.param("serve", "wrong shape", marks=pytest.mark.slow),
         pytest.param("logits", "wrong shape", marks=pytest.mark.slow),
     ],
