@@ -17,7 +17,8 @@ from dist_attn.models.blocks import Block, stream_through
 from dist_attn.models.causal_model import ModelState, StreamingModel
 from dist_attn.models.encoder import initialise
 from dist_attn.models.text_encoder import TextEncoder
-from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
+from dist_attn.ops.finite import checked
 
 
 class StreamEncoder(StreamingModel):
@@ -102,9 +103,11 @@ class StreamEncoder(StreamingModel):
             stop = min(start + GRAIN, length)
             whole = stop - stop % self.grain
             if whole > start:
-                h_NCD = self._read(tokens_BL[:, start:whole].reshape(-1, size))
+                h_NCD = self._read(tokens_BL[:, start:whole].reshape(-1, size), start)
                 read.append(h_NCD.reshape(batch, whole - start, -1))
-            read += [self._read(block_BC) for block_BC in self._unfinished(tokens_BL[:, whole:stop])]
+            for block_BC in self._unfinished(tokens_BL[:, whole:stop]):
+                read.append(self._read(block_BC, whole))
+                whole += block_BC.shape[1]
         return torch.cat(read, dim=1)
 
     def short_hidden(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -124,14 +127,21 @@ class StreamEncoder(StreamingModel):
             return ()
         return tokens.split(-(-length // -(-length // self.config.block)), dim=-1)
 
-    def _read(self, text_NC: torch.Tensor) -> torch.Tensor:
-        """Texts that stand alone, without what the sentence encoder makes of their frame."""
+    def _read(self, text_NC: torch.Tensor, at: int = 0) -> torch.Tensor:
+        """Blocks from token `at` of this slice on, each alone, without what becomes of their frame."""
         if not text_NC.shape[1] and not torch.is_grad_enabled():
             return cast(torch.Tensor, self.sentence.embedding(text_NC))
         # Every rank has a gradient of every weight, one without tokens the zeros of a frame around nothing.
-        before = len(self.config.sentence.prefix)
-        h_NLD = self.sentence.hidden(self.sentence.frame(text_NC))
-        return h_NLD[:, before : before + text_NC.shape[1]]
+        (blocks, size), before = text_NC.shape, len(self.config.sentence.prefix)
+        framed_NL, watch = self.sentence.frame(text_NC), current_watch()
+        if watch is None or watch.finite is None:
+            h_NLD = self.sentence.hidden(framed_NL)
+        else:
+            of_slice = watch.finite.first_tokens
+            watch.finite.first_tokens = tuple(of_slice[0] + at - before + block * size for block in range(blocks))
+            h_NLD = self.sentence.hidden(framed_NL, checked(LocalSequenceOps()))
+            watch.finite.first_tokens = of_slice
+        return h_NLD[:, before : before + size]
 
     def _check_cuts(self, ops: SequenceOps, length: int, total: int, state: ModelState | None) -> None:
         size = self.grain

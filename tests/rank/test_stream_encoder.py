@@ -12,8 +12,9 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.control.intake import misfit
 from dist_attn.control.scheduler import split
 from dist_attn.conversion import begin_stream_encoder, convert_folder, convert_sentence_encoder
-from dist_attn.errors import EngineError
+from dist_attn.errors import EngineError, NotFiniteError
 from dist_attn.generation import computation_of, identity_of
+from dist_attn.ops import FiniteCheck
 from dist_attn.rank.executor import ModelExecutor
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import Failed, Keep, OpenWork, RowSpec, SamplingSpec, Tokens
@@ -92,6 +93,36 @@ def test_a_saved_state_goes_on_bit_for_bit(snapshot, tmp_path):
     assert (saved.position, saved.snapshot) == (1088, snapshot)
     second.open(OpenOp(1, ROWS, None, saved), state)
     assert prefill(second, 1088, 1500) == prefill(first, 1088, 1500)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("at", [1024, 1024 + 3 * BLOCK + 2, 1499])
+def test_a_number_that_is_wrong_is_named_by_its_token(at, ranks):
+    """In a block of a text that goes on from a saved state, on the rank that reads it; also without context."""
+    tokens = np.where(VOCABULARY - 1 == TOKENS, 3, TOKENS).astype("<i4")
+    tokens[at] = VOCABULARY - 1
+
+    def rank_work(comm):
+        model = randomised(begin_stream_encoder(teacher(), BLOCK, None)).float()
+        with torch.no_grad():
+            model.sentence.embedding.weight[-1] = torch.nan
+        made = ModelExecutor(model, comm, name="small", finite=FiniteCheck(comm.rank))
+        made.open(OpenOp(1, ROWS))
+        lengths = split(0, 1024, ranks)
+        before = sum(lengths[: comm.rank])
+        made.prefill(PrefillOp(1, 0, list(lengths), tokens[before : before + lengths[comm.rank]].tobytes()))
+        saved, state = made.save(1)
+        made.open(OpenOp(2, ROWS, None, saved), state)
+        lengths = split(1024, 476, ranks, home=ranks - 1)
+        before = 1024 + sum(lengths[: comm.rank])
+        try:
+            made.prefill(PrefillOp(2, 1024, list(lengths), tokens[before : before + lengths[comm.rank]].tobytes()))
+        except NotFiniteError as error:
+            return str(error)
+        return ""
+
+    *others, words = run_simulated(rank_work, ranks)
+    assert f"on rank {ranks - 1}: " in words and f"at token {at} " in words and not any(others)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
