@@ -266,3 +266,15 @@ def test_short_texts_are_read_together(spec: RowSpec, ranks: int) -> None:
                 assert (got.starts, got.stops) == (want.starts, want.stops)
                 vectors = [torch.from_numpy(np.frombuffer(one.vectors, "<f4").copy()) for one in (got, want)]
                 assert_close(vectors[0], vectors[1])
+
+
+def test_a_model_that_takes_no_packed_texts_reads_each_alone() -> None:
+    """Short texts of a step have their rows in turn where the mixer refuses to read them together."""
+    values = CONFIG.model_dump()
+    values["encoder"]["mixer"] = {"kind": "lssl", "hidden_size": DIM, "state_size": 4}
+    made = SequenceExecutor(build_model(TextEncoderConfig.model_validate(values)).eval(), 0, name="small")
+    ops = [PrefillOp(number, 0, [5], TOKENS[number : number + 5].tobytes()) for number in range(3)]
+    for op in ops:
+        made.open(OpenOp(op.request, RowSpec("token", pooling="model")))
+    made.read_ahead(ops)
+    assert [pieces and pieces.starts for pieces in map(made.prefill, ops)] == [[0, 1, 2, 3, 4]] * 3

@@ -175,6 +175,23 @@ def test_denominators_of_short_texts_are_counted():
     assert counts[0] == counts[1] and counts[0].denominators == 3 * 7 * 2 * 2
 
 
+def test_blocks_of_a_mixer_that_takes_no_packed_texts_are_read_in_turn():
+    """Texts of a step have the rows that each has alone where the sentence encoder refuses to read them together."""
+    values = teacher().config.encoder.model_dump() | {"mixer": {"kind": "lssl", "hidden_size": DIM, "state_size": 4}}
+    model = randomised(begin_stream_encoder(teacher(encoder=values), BLOCK, context(GATED_DELTA))).float()
+    made = ModelExecutor(model, LocalCommunicator(), name="small")
+    ops = [PrefillOp(number, 0, [5], TOKENS[number : number + 5].tobytes()) for number in range(3)]
+    for op in ops:
+        made.open(OpenOp(op.request, RowSpec("document")))
+    made.read_ahead(ops)
+    for op in ops:
+        with torch.inference_mode():
+            own_1L = torch.from_numpy(TOKENS[op.request : op.request + 5].astype(np.int64))[None]
+            want_D = model.encode(own_1L)[0].sum(0)
+        vectors = np.frombuffer(made.prefill(op).vectors, "<f4").copy()
+        assert_close(torch.from_numpy(vectors), want_D)
+
+
 def test_a_model_that_writes_nothing_refuses_to():
     """Completions and draws are errors, as they are of a text encoder."""
     made = executor()
