@@ -1,7 +1,8 @@
 """Every code that an error of the service can have, and the HTTP status that it is answered with.
 
-To add one, add a line here: the service raises it as `ServiceError(…, code=Code.…)`, the engine sends it in `Failed`,
-and the client raises the exception of its status (dist_attn_client/errors.py).
+To add one, add a line here and a row in docs/reference/service.md: the service raises it as
+`ServiceError(…, code=Code.…)`, the engine sends it in `Failed`, and the client raises the exception of its status
+(dist_attn_client/errors.py).
 """
 
 from enum import StrEnum
