@@ -10,7 +10,7 @@ import torch
 
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn_research.retrieval.cases import Case
-from dist_attn_research.retrieval.program import rows_of, rows_of_streams
+from dist_attn_research.retrieval.program import rows_of, rows_of_streams, scores_of
 from dist_attn_research.retrieval.ranking import K1, B, bm25, cosines, fused, hits, interval, tf_idf
 
 TEXTS = ("the white whale", "a whale of a time, a whale", "the captain's leg", "chowder at the inn")
@@ -94,3 +94,14 @@ def test_rows_are_means_alone_and_in_a_stream() -> None:
     tokens = torch.from_numpy(tokeniser.encode(TEXTS[0].encode()).astype(np.int64))[None]
     with torch.inference_mode():
         np.testing.assert_allclose(alone[0], model.encode(tokens)[0].mean(0).numpy(), atol=1e-6)
+
+
+def test_questions_are_asked_of_streams() -> None:
+    """Queries that are no part of a stream are read alone, and scored against the rows of the streams."""
+    nothing = np.zeros((len(QUERIES), 3), dtype=np.bool_)
+    case = Case(QUERIES, TEXTS[:3], nothing, nothing, np.arange(len(QUERIES)), streams=(slice(0, 2), slice(2, 3)))
+    model, tokeniser = load_model_and_tokeniser("books-6m")
+    scores = scores_of(case, {"own": (model, tokeniser)})
+    with torch.inference_mode():
+        asked, stream = rows_of(model, tokeniser, QUERIES), rows_of_streams(model, tokeniser, case)
+    np.testing.assert_array_equal(scores["own, one stream"], cosines(asked, stream, centred=True))

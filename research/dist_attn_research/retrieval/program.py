@@ -68,7 +68,8 @@ def scores_of(case: Case, models: dict[str, tuple[StreamingModel | TextEncoder, 
         scores[f"{name}, mean off + BM25"] = fused(scores[f"{name}, mean off"], words)
         if case.streams and not isinstance(model, TextEncoder):
             stream = rows_of_streams(model, tokeniser, case)
-            scores[f"{name}, one stream"] = among(cosines(stream, stream, centred=True))
+            asked = stream if queries is candidates else queries
+            scores[f"{name}, one stream"] = among(cosines(asked, stream, centred=True))
             scores[f"{name}, one stream + BM25"] = fused(scores[f"{name}, one stream"], words)
     return scores
 
