@@ -125,7 +125,8 @@ class StreamEncoder(StreamingModel):
         length = tokens.shape[-1]
         if not length:
             return ()
-        return tokens.split(-(-length // -(-length // self.config.block)), dim=-1)
+        blocks: Sequence[torch.Tensor] = tokens.split(-(-length // -(-length // self.config.block)), dim=-1)
+        return blocks
 
     def _read(self, text_NC: torch.Tensor, at: int = 0) -> torch.Tensor:
         """Blocks from token `at` of this slice on, each alone, without what becomes of their frame."""

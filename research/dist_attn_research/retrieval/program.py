@@ -5,14 +5,15 @@ and says why. `--model` names models beside MiniLM, which `dist-attn models add 
 """
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.measured import Measured, Panel, Table
+from benchmarks.setting import Setting, look_around
 from dist_attn.checkpoints import load_reader_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.models import StreamingModel, TextEncoder
@@ -22,6 +23,13 @@ from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, fused, h
 
 __all__ = ["main"]
 
+NAME = "retrieval"
+QUESTION = "Do words, MiniLM and our models find chapters, speeches, words and verses?"
+NOTES = (
+    "Share of queries whose right candidate is the nearest, or among the nearest where the case says so; intervals "
+    "draw whole groups of queries. MRR is the mean of one over the rank of the first right candidate.",
+    "One stream: candidates are rows of one reading of their whole text, queries are read alone.",
+)
 TEACHER = "minilm"
 Rows = NDArray[np.float32]
 
@@ -88,8 +96,25 @@ def _judged(
     return judged
 
 
+def finding(cases: Mapping[str, Mapping[str, Mapping[str, float]]], setting: Setting) -> Measured:
+    """What was judged, by case and way, as a table for each case."""
+    tables, curves = [], dict[str, dict[float, float]]()
+    for number, (name, judged) in enumerate(cases.items(), 1):
+        rows = [
+            (way, f"{one['share']:.1%}", f"{one['low']:.1%} to {one['high']:.1%}", f"{one['mrr']:.2f}")
+            for way, one in judged.items()
+        ]
+        title = f"{name}: {CASES[name][0]}; {judged['BM25']['queries']:.0f} queries"
+        tables.append(Table(title, ("way", "share", "95 %", "MRR"), tuple(rows)))
+        for way, one in judged.items():
+            curves.setdefault(way, {})[float(number)] = one["share"]
+    numbers = {f"{name}, {way}, MRR": one["mrr"] for name, judged in cases.items() for way, one in judged.items()}
+    panel = Panel("right, by case in the order of the tables", "case", "share of queries", curves)
+    return Measured(NAME, QUESTION, setting, tuple(tables), {}, numbers, (panel,), NOTES)
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Judge, print the table, and write it as JSON where that is wanted."""
+    """Judge, print each table, and write the finding where that is wanted."""
     parser = argparse.ArgumentParser(prog="retrieval", description=__doc__)
     parser.add_argument("--books", type=Path, default=Path("data/books"))
     parser.add_argument("--model", action="append", default=[], help="a model folder or name; repeatable")
@@ -106,22 +131,16 @@ def main(arguments: Sequence[str]) -> int:
             continue
         assert isinstance(model, StreamingModel | TextEncoder)
         models[name if name not in models else f"{name} again"] = (model, tokeniser)
-    results = {}
+    results, setting = dict[str, dict[str, dict[str, float]]](), look_around()
     for name in chosen.case or CASES:
-        what, make = CASES[name]
         try:
-            case = make(chosen.books, chosen.most)
+            case = CASES[name][1](chosen.books, chosen.most)
         except ConfigError as error:
             print(f"\n{name} was left out: {error}")
             continue
-        judged = results[name] = _judged(case, models)
-        print(
-            f"\n{name}: {what}; {judged['BM25']['queries']} queries\n\n| way | share | 95 % | MRR |\n|---|---|---|---|"
-        )
-        for way, one in judged.items():
-            print(
-                f"| {way} | {one['share']:.1%} | {one['low']:.1%} to {one['high']:.1%} | {one['mrr']:.2f} |", flush=True
-            )
+        results[name] = _judged(case, models)
+        found = finding(results, setting)
+        print(f"\n{found.tables[-1].as_markdown()}", flush=True)
         if chosen.json is not None:
-            chosen.json.write_text(json.dumps({"object": "benchmark", "case": "retrieval", "cases": results}, indent=2))
+            chosen.json.write_text(found.as_json())
     return 0
