@@ -17,7 +17,7 @@ from dist_attn.settings import EncoderSettings, JobSettings, read_settings
 from dist_attn.store.memory import MemoryRecords
 from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine
 from tests.support.metrics import samples, value
-from tests.support.opening import is_opening
+from tests.support.opening import is_opening, is_session
 from tests.support.service_server import RunningService, model_folder, running_service
 from tests.support.waiting import eventually
 
@@ -170,6 +170,9 @@ def test_jobs_keep_to_their_model(tmp_path: Path) -> None:
         assert {name: (one["model"], one["status"]) for name, one in made.items()} == {
             name: (name, "succeeded") for name in made
         }
+        assert service.encoder_port is not None
+        # an engine whose model writes nothing refuses to keep states
+        assert not any(map(is_session, service.encoder_port.engine.received))
         assert opened(service) == {"tiny": 1, "vectors": 1}
         assert job(service, completion={"prompt": "a", "max_tokens": 2})["model"] == "tiny"
         rows = httpx.get(f"{service.url}/v1/jobs/{made['vectors']['id']}/result").text

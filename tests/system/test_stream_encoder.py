@@ -76,6 +76,16 @@ def test_rows_are_means_of_hidden_states_whatever_happens_to_a_rank(program: Ser
     np.testing.assert_array_equal(encode(program, half_and_half())[0], rows)
 
 
+def test_a_job_has_the_rows_of_an_encoding(program: Served) -> None:
+    """Windows too, between which a job of a language model keeps states."""
+    job = httpx.post(f"{program.url}/v1/jobs", json={"input": BOOK, "window": 100}, timeout=120)
+    answer = httpx.get(f"{program.url}{job.headers['location']}/result", timeout=120)
+    *rows, summary = [json.loads(line) for line in answer.text.splitlines()]
+    want, _ = encode(program, BOOK.encode())
+    assert summary["rows"] == len(want)
+    np.testing.assert_array_equal(np.array([row["embedding"] for row in rows], dtype=np.float32), want)
+
+
 def test_embeddings_have_length_one_and_any_length_of_text(program: Served, folder: Path) -> None:
     """The mean over the whole text, made a unit vector as the sentence encoder's are; no frame is counted."""
     texts = ["It was the best of times.", BOOK]

@@ -27,8 +27,8 @@ UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
 class EncodingWork:
     """Goes on from the last state that was kept; rows that are there are made again behind it, and not written again.
 
-    Models without states that can be stored, and documents that are one row or whose rows end where their text says,
-    begin with the first byte each time.
+    Models that write nothing or have no states that can be stored, and documents that are one row or whose rows end
+    where their text says, begin with the first byte each time.
     """
 
     def __init__(self, context: ServiceContext, files: JobFiles, states: JobStates) -> None:
@@ -138,7 +138,9 @@ class EncodingWork:
     def _step(self, spec: RowSpec) -> int:
         """Tokens between two states, which stand on the grid of blocks and between two rows; 0: there are none."""
         manifest = self._context.watch.ready_status().manifest
-        if manifest is None or spec.granularity == "document" or spec.marked:
+        if not self._context.model.writes or manifest is None:
+            return 0  # an engine whose model writes nothing neither takes nor gives states
+        if spec.granularity == "document" or spec.marked:
             return 0
         unit = lcm(manifest.computed.chunk_tokens, spec.window if spec.granularity == "window" else 1)
         return -(-self._context.settings.checkpoint_tokens // unit) * unit
