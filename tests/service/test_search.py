@@ -217,8 +217,11 @@ def test_long_rows_are_counted_in_parts_and_told_by_their_beginning(
     assert whole != found
 
 
-def test_searches_at_once_share_their_memory(tmp_path: Path) -> None:
-    """What goes over the limit beside another's documents is told when to come back, and is done after it."""
+def test_searches_at_once_share_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes over the limit beside another's documents is told when to come back, and is done after it; what no
+    search may have does not count.
+    """
+    monkeypatch.setattr("dist_attn_service.search.service.ENCODED_BYTES", 2 * len(TEXT))
     engine = FakeEngine(credit=4, stingy=True)
     asked = {"query": "a", "documents": [{"text": TEXT}]}
     body = json.dumps(asked).encode()
@@ -231,6 +234,7 @@ def test_searches_at_once_share_their_memory(tmp_path: Path) -> None:
                 answer = post(service, route, **more)
                 assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
                 assert "searched documents of requests under way hold" in answer.json()["detail"]
+            assert post(service, "/v1/search", query="a", documents=[{"text": 3 * TEXT}]).status_code == 413
         eventually(lambda: not engine.open_count, "the first search to be given up")
         answer = post(service, "/v1/search", **asked, mode="lexical")
         assert answer.status_code == 200, answer.text

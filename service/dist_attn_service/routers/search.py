@@ -20,7 +20,7 @@ from dist_attn_service.schemas.documents import (
     SearchDocument,
     SearchRequest,
 )
-from dist_attn_service.search.service import Query, Searched
+from dist_attn_service.search.service import Query, Searched, check_size
 
 router = APIRouter(tags=["search"])
 
@@ -46,6 +46,7 @@ async def search(request: Request) -> Response:
     terms = terms_of(request, wanted)
     name = asked.record.request_id
     size = sum(one.source.size or 0 for one in documents if one.source is not None)
+    check_size(size)
     return await _answered(
         asked, size, lambda hold: services.search_by(served).search(documents, query, asked.caller, name, terms, hold)
     )

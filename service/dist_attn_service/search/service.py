@@ -38,7 +38,7 @@ from dist_attn_service.search.passages import Passages, Pool, directions, fused,
 from dist_attn_service.search.words import Floats, places_of
 from dist_attn_service.text.tokenising import Piece, TextMark
 
-__all__ = ["Query", "SearchService", "Searched"]
+__all__ = ["Query", "SearchService", "Searched", "check_size"]
 
 MIB = 1 << 20
 ENCODED_BYTES, ENCODED_ROWS = 16 * MIB, 20_000  # of documents that one request encodes
@@ -83,8 +83,7 @@ class _Found:
     def take_bytes(self, size: int) -> None:
         """Raises: TooLarge for more than one request may encode."""
         self.bytes += size
-        if self.bytes > ENCODED_BYTES:
-            raise _too_large(f"the documents of this request have more than {ENCODED_BYTES} bytes")
+        check_size(self.bytes)
 
     def take_rows(self, count: int, dim: int) -> None:
         """Rows of so many numbers. Raises: TooLarge for more than one request may encode; as `hold`."""
@@ -271,6 +270,12 @@ class SearchService:
         ]
         usage = Usage(prompt_tokens=vectors.tokens, total_tokens=vectors.tokens)
         return RerankResults(model=self._context.model.id, results=results, usage=usage)
+
+
+def check_size(size: int) -> None:
+    """Raises: TooLarge for documents of more bytes than one request may encode."""
+    if size > ENCODED_BYTES:
+        raise _too_large(f"the documents of this request have more than {ENCODED_BYTES} bytes")
 
 
 def _too_large(words: str) -> TooLarge:
