@@ -53,7 +53,7 @@ def test_encode_writes_a_row_for_each_window(
         (["encode", "FILE", "--out", "rows.npy", "--window", "23"], "window=23 is over the 22 tokens"),
         (["generate", "--prompt", "x"], "holds a text_encoder; needed here is a language model"),
         (["evaluate", "FILE"], "holds a text_encoder; needed here is a language model"),
-        (["plan", "--tokens", "2M"], "describes a 'text_encoder'; the costs of a 'language_model' are known"),
+        (["plan", "--tokens", "2M"], "a 'text_encoder'; the costs of a 'language_model' and of a 'stream_encoder'"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(

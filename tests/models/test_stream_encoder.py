@@ -62,10 +62,7 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
 def test_it_begins_with_the_hidden_states_of_the_sentence_encoder(
     mixer: dict[str, Any] | None, length: int, blocks: tuple[int, ...]
 ) -> None:
-    """Before training, each block has the hidden states that the sentence encoder gives it alone, without its frame.
-
-    What is left behind the last pair is one block, or two that differ by a token at most.
-    """
+    """Each block has the hidden states that the sentence encoder gives it alone; what is left at the end is halved."""
     own, text_BL = teacher(), tokens(PAIR + length)
     model = begin_stream_encoder(own, BLOCK, None if mixer is None else context(mixer)).double().eval()
     model.sentence.load_state_dict(own.state_dict())

@@ -102,7 +102,7 @@ async def rerank(request: Request) -> Response:
     request_id = asked.record.request_id
     return await _answered(
         asked,
-        sum(map(len, texts)) + 4 * served.model.hidden_size * len(texts),
+        sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + 4 * served.model.hidden_size * len(texts),
         lambda _: services.search_by(served).rerank(wanted.query, texts, wanted.top_n, request_id, terms, told=told),
     )
 
