@@ -44,8 +44,9 @@ def command_of(service: str, form: str) -> list[str]:
 
 
 def compose_service(name: str) -> dict[str, Any]:
-    """A service of the compose file where no variable is set."""
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / "docker-compose.yml").read_text())
+    """A service of the compose file where no variable is set but ENCODER, to nothing: one engine does all."""
+    text = (ROOT / "docker-compose.yml").read_text().replace("${ENCODER-minilm-stream}", "")
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
     service: dict[str, Any] = yaml.safe_load(text)["services"][name]
     return service
 
