@@ -49,10 +49,11 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     if sharding.deterministic or (
         not by_name and takes_turns(comm.size, heads // together, erases=call.erases and size > 1)
     ):
+        groups = call.by_heads(together)
 
         def work(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             before = AffineState(before_BHX.unflatten(-1, (size, values)))
-            out, after = run(replace(call.of_heads(some), state=before))
+            out, after = run(replace(groups[some.start // together], state=before))
             return out, after.s_BHKV.flatten(2)
 
         # The state after no tokens is the one before them, and depends on all inputs.

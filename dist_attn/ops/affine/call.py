@@ -94,12 +94,21 @@ class AffineCall:
         documents = tuple(at - start for at in self.documents if start <= at < stop)
         return replace(self.with_sequence(sequence), documents=documents)
 
-    def of_heads(self, heads: slice) -> "AffineCall":
-        """The call of some heads."""
-        sequence = tuple(None if t is None else t[:, heads] for t in self.sequence)
-        bonus = None if self.bonus_HK is None else self.bonus_HK[heads]
-        state = None if self.state is None else AffineState(self.state.s_BHKV[:, heads])
-        return replace(self.with_sequence(sequence), bonus_HK=bonus, state=state)
+    def by_heads(self, at_once: int) -> list["AffineCall"]:
+        """Calls of so many heads each, without states; there is one where there are no heads.
+
+        Tensors are split and not sliced, so that gradients are put together once and not added up in full size.
+        """
+        split = [None if t is None else t.split(at_once, dim=1) for t in self.sequence]
+        bonus = None if self.bonus_HK is None else self.bonus_HK.split(at_once)
+        return [
+            replace(
+                self.with_sequence(tuple(None if t is None else t[group] for t in split)),
+                bonus_HK=None if bonus is None else bonus[group],
+                state=None,
+            )
+            for group in range(len(self.v_BHLV.split(at_once, dim=1)))
+        ]
 
     def sums_dtype(self) -> torch.dtype:
         """The precision of the state: the widest of all inputs, float32 at least."""
