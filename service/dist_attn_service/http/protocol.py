@@ -149,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._request_ended, self._head_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        self._head_bytes -= self._header_bytes
+        self._head_bytes -= self._header_bytes  # what these reads have beyond the head may be a trailer's
         self._refusal = self._wrong_head()
         if self._refusal is not None:
             raise _Refused

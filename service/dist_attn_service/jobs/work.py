@@ -42,7 +42,7 @@ class EncodingWork:
         Raises: ServiceError.
         """
         await self._context.watch.until_ready()
-        given = await self._checked_boundaries(name, record)
+        boundaries = await self._checked_boundaries(name, record)
         report.point = record.point
         rows = self._files.rows(name, self._context.model.hidden_size)
         point, spec = record.point, record.spec
@@ -54,7 +54,7 @@ class EncodingWork:
             except ServiceError as error:
                 if error.code not in UNUSABLE:
                     raise
-        return await self._encode(name, record, report, rows, given)
+        return await self._encode(name, record, report, rows, boundaries)
 
     async def _checked_boundaries(self, name: str, record: JobRecord) -> Sequence[int]:
         """The byte offsets at which rows end, where they were sent.
@@ -84,7 +84,7 @@ class EncodingWork:
         record: JobRecord,
         report: Report,
         rows: RowFile,
-        given: Sequence[int] = (),
+        boundaries: Sequence[int] = (),
         *,
         point: JobPoint | None = None,
         state_bytes: int = 0,
@@ -113,7 +113,7 @@ class EncodingWork:
                     _tell(report, run, rows, record.input_bytes)
                     try:
                         blocks = self._blocks(name, begin.mark.byte, self._context.settings.piece_bytes)
-                        pieces = pieces_of(self._context.tokeniser, spec, blocks, begin.mark, given)
+                        pieces = pieces_of(self._context.tokeniser, spec, blocks, begin.mark, boundaries)
                         state = None if point is None else self._states.pieces(record.caller, point)
                         await run.work(stream, pieces, state=state, keep=keep if step else None)
                     finally:
@@ -121,7 +121,7 @@ class EncodingWork:
             safe = await unbroken(beside(None, rows.settle))
         finally:
             await unbroken(beside(None, rows.close))
-        size = record.input_bytes + BOUNDARY_BYTES * len(given) + safe * rows.bytes_per_row()
+        size = record.input_bytes + BOUNDARY_BYTES * len(boundaries) + safe * rows.bytes_per_row()
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
 
     async def _keep(self, record: JobRecord, report: Report, at: RunPoint, pieces: AsyncIterator[bytes]) -> None:
