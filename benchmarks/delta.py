@@ -29,7 +29,7 @@ QUESTION = (
 )
 TESTS = ("tests/ops/test_affine.py", "tests/ops/test_affine_native.py", "tests/sharded/test_affine.py")
 HEADS, SIZE, CHUNK = 8, 128, 64
-LENGTH, ROUNDS, RANKS_LENGTH, RANKS_ROUNDS = 2_048, 15, 16_384, 7
+LENGTH, ROUNDS, RANKS_LENGTH, RANKS_ROUNDS = 2_048, 15, 65_536, 7
 LENGTHS = (8_192, 32_768, 131_072, 524_288, 1_048_576)
 CARRY_LENGTHS, CARRY_SIZE = (1_024, 16_384, 262_144), 16
 WEIGHTS = {"scalar": 1, "diagonal": CARRY_SIZE, "matrix": CARRY_SIZE * CARRY_SIZE}

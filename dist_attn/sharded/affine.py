@@ -16,6 +16,8 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.costs import takes_turns
 from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
+from dist_attn.ops.affine.call import AffineBuffers, Inputs
+from dist_attn.ops.parts import Parts, Whole, connected
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.prefix_scan import exclusive_scan
@@ -49,16 +51,15 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     if sharding.deterministic or (
         not by_name and takes_turns(comm.size, heads // together, erases=call.erases and size > 1)
     ):
-        groups = call.by_heads(together)
+        groups = _ByHeads(call, together)
 
         def work(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             before = AffineState(before_BHX.unflatten(-1, (size, values)))
-            out, after = run(replace(groups[some.start // together], state=before))
+            out, after = run(replace(groups.calls[some.start // together], state=before))
             return out, after.s_BHKV.flatten(2)
 
-        # The state after no tokens is the one before them, and depends on all inputs.
-        first_BHKV = recur(replace(call.part(0, 0), documents=()))[1].s_BHKV
-        _, out, after_BHX = in_turn(comm, first_BHKV.flatten(2), together, work)
+        first_BHKV = connected(call.first_sums(call.sums_dtype()), groups.tie)
+        _, out, after_BHX = in_turn(comm, first_BHKV.flatten(2), together, work, groups.out.join)
         assert out is not None  # `work` returns outputs
         return out, AffineState(after_BHX.unflatten(-1, (size, values)))
     dtype, out_dtype = call.sums_dtype(), call.v_BHLV.dtype
@@ -70,6 +71,33 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     out, _ = run(replace(call, state=AffineState(before.s_BHKV)))
     # A copy: what is scanned is larger than the state, and a session would keep all of it.
     return out.to(out_dtype), AffineState(after.s_BHKV.contiguous())
+
+
+class _ByHeads:
+    """Calls of some heads each that make up a call, without states, and the outputs of all.
+
+    `tie` has no numbers: whatever is `connected` to it depends on all inputs of the call.
+    """
+
+    def __init__(self, call: AffineCall, at_once: int) -> None:
+        heads = call.state_shape[1]
+        edges = (*range(0, max(1, heads), at_once), heads)
+        bonus = None if call.bonus_HK is None else call.bonus_HK[None]
+        cut = [None if x is None else Parts(x, edges, dim=1) for x in (*call.sequence, bonus)]
+        self.out = Whole(call.v_BHLV, edges, dim=1)
+        self.tie = torch.cat([x.tie for x in cut if x is not None])
+        self.calls = []
+        for group in range(len(edges) - 1):
+            *sequence, bonus_1HK = (None if x is None else x.parts[group] for x in cut)
+            places = (None if x is None else x.place(group) for x in cut[:-1])
+            self.calls.append(
+                replace(
+                    call.with_sequence(tuple(sequence)),
+                    bonus_HK=None if bonus_1HK is None else bonus_1HK[0],
+                    state=None,
+                    buffers=AffineBuffers(self.out.place(group), Inputs(*(*places, None, None))),
+                )
+            )
 
 
 def threads_of(comm: Communicator) -> int:

@@ -9,7 +9,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
-from dist_attn.sharded.prefix_scan.exchanges import connected
+from dist_attn.ops.parts import connected
 
 __all__ = ["Heard", "hear_from", "hear_from_start"]
 

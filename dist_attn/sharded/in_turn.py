@@ -5,25 +5,32 @@ after G + P - 1 turns of 1 / (G P) of the work. Every token is walked once and n
 would not compute, so that the bits do not depend on the number of ranks where those of `work` do not depend on cuts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
-from dist_attn.sharded.prefix_scan.exchanges import LABEL, connected, tied
+from dist_attn.ops.parts import connected
+from dist_attn.sharded.prefix_scan.exchanges import LABEL, tied
 
 Work = Callable[[slice, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
+Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def in_turn(
-    comm: Communicator, first_BHX: torch.Tensor, heads_at_once: int, work: Work
+    comm: Communicator,
+    first_BHX: torch.Tensor,
+    heads_at_once: int,
+    work: Work,
+    join: Join = lambda outputs: outputs[0],
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The messages of the states before this rank's first token, the outputs, and the messages of the global last ones.
 
     `work` takes some heads and the message of their state before this rank's tokens, and gives their outputs, if there
     are any, and the message of their state after these. `first` is the one before the first global token; it depends on
-    all inputs, so that ranks without tokens have a graph like the others. `heads_at_once` divides the heads.
+    all inputs, so that ranks without tokens have a graph like the others. `heads_at_once` divides the heads. `join`
+    puts groups' outputs side by side; by default there is one group.
 
     Every rank makes all exchanges, and whatever is used of the results, the backward pass goes through all of them.
 
@@ -48,7 +55,7 @@ def in_turn(
         send, recv = ({comm.rank + 1: 1} if sends else {}), ({comm.rank - 1: 1} if receives else {})
         rows = collectives.send_receive(comm, sent, send, recv, label=LABEL)
     before_BHX, after_BHX = torch.cat(befores, dim=1), torch.cat(afters, dim=1)
-    out_BHLV = torch.cat(outputs, dim=1) if outputs else None
+    out_BHLV = join(outputs) if outputs else None
     if comm.size > 1:
         after_BHX = collectives.broadcast(comm, connected(after_BHX, rows), comm.size - 1, label=LABEL)
         out_BHLV = None if out_BHLV is None else tied(out_BHLV, after_BHX)

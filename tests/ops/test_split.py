@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dist_attn.ops import LinearState, linear_attention
-from dist_attn.ops.linear_attention import LinearCall, complete_sums, local_sums
+from dist_attn.ops.linear_attention import LinearCall, SplitSequence, complete_sums, local_sums
+from dist_attn.ops.linear_attention.attention import attend
 from dist_attn.ops.linear_attention.block import AttentionBlock
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
@@ -27,10 +28,10 @@ def test_two_parts_are_the_whole(tokens, gate, strength):
     if gate:
         inputs.sequence["log_gate"] = inputs.sequence["log_gate"] * strength
     found = []
-    for attend in (linear_attention, in_two_parts):
+    for attention in (linear_attention, in_two_parts):
         leaves = inputs.leaves()
         qkv, kwargs = leaves.arguments()
-        out, after = attend(*qkv, **kwargs)
+        out, after = attention(*qkv, **kwargs)
         weighted_sum(out, *after.tensors()[:4]).backward()
         found.append((out, after, leaves.gradients()))
     (want, want_after, want_grads), (out, after, grads) = found
@@ -39,6 +40,23 @@ def test_two_parts_are_the_whole(tokens, gate, strength):
         assert_close(got, field, kind="state")
     for name, gradient in want_grads.items():
         assert_close(grads[name], gradient, kind="gradient", what=name)
+
+
+@pytest.mark.parametrize("cuts", [(96,), (40, 96)])
+def test_a_second_backward_pass_leaves_the_gradients_of_the_first(cuts):
+    """Gradients of parts are written to one tensor, and each pass has its own."""
+    qkv = torch.rand(3, 1, 2, 96, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    call = LinearCall(*(t.requires_grad_() for t in qkv))
+    split, state, outputs = SplitSequence(call, cuts), None, []
+    for number in range(len(cuts)):
+        out, state = attend(replace(split.part(number), state=state))
+        outputs.append(out)
+    out = split.join(outputs)
+    first = torch.autograd.grad(out.sum(), call.qkv, retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    second = torch.autograd.grad(2 * out.sum(), call.qkv)
+    assert all(torch.equal(*pair) for pair in zip(first, kept, strict=True))
+    assert all(torch.equal(2 * grad, again) for grad, again in zip(first, second, strict=True))
 
 
 def test_a_forgotten_state_is_not_read(monkeypatch):

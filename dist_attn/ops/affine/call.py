@@ -14,6 +14,7 @@ from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.documents import check_documents
 from dist_attn.ops.kernel_operation import Each
 from dist_attn.ops.linear_attention.call import Implementation
+from dist_attn.ops.parts import Place
 
 Read = Literal["after", "before"]
 
@@ -38,9 +39,19 @@ class Inputs(NamedTuple, Generic[Each]):
 AffineTensors = Inputs[torch.Tensor | None]
 
 
+class AffineBuffers(NamedTuple):
+    """Where an implementation may write: outputs, and in its backward pass gradients."""
+
+    out: torch.Tensor | None
+    grads: Inputs[Place | None]
+
+
 @dataclass(frozen=True)
 class AffineCall:
-    """The arguments of `affine_recurrence`, or with `beta_BHL` of `gated_delta_rule`; these explain them."""
+    """The arguments of `affine_recurrence`, or with `beta_BHL` of `gated_delta_rule`; these explain them.
+
+    `buffers` is memory that outputs and gradients may be written to, or not; see `by_heads`.
+    """
 
     q_BHLK: torch.Tensor
     k_BHLK: torch.Tensor
@@ -53,6 +64,7 @@ class AffineCall:
     state: AffineState | None = None
     documents: tuple[int, ...] = ()
     implementation: Implementation = "auto"
+    buffers: AffineBuffers | None = None
 
     @property
     def tokens(self) -> int:
@@ -89,26 +101,10 @@ class AffineCall:
         return replace(self, q_BHLK=q, k_BHLK=k, v_BHLV=v, log_decay_BHLG=log_decay, erase=erase, beta_BHL=beta)
 
     def part(self, start: int, stop: int) -> "AffineCall":
-        """The call of the tokens from `start` to before `stop`, with the documents that start among these."""
+        """The call of the tokens from `start` to before `stop`, with documents that start among these, no buffers."""
         sequence = tuple(None if t is None else t[:, :, start:stop] for t in self.sequence)
         documents = tuple(at - start for at in self.documents if start <= at < stop)
-        return replace(self.with_sequence(sequence), documents=documents)
-
-    def by_heads(self, at_once: int) -> list["AffineCall"]:
-        """Calls of so many heads each, without states; there is one where there are no heads.
-
-        Tensors are split and not sliced, so that gradients are put together once and not added up in full size.
-        """
-        split = [None if t is None else t.split(at_once, dim=1) for t in self.sequence]
-        bonus = None if self.bonus_HK is None else self.bonus_HK.split(at_once)
-        return [
-            replace(
-                self.with_sequence(tuple(None if t is None else t[group] for t in split)),
-                bonus_HK=None if bonus is None else bonus[group],
-                state=None,
-            )
-            for group in range(len(self.v_BHLV.split(at_once, dim=1)))
-        ]
+        return replace(self.with_sequence(sequence), documents=documents, buffers=None)
 
     def sums_dtype(self) -> torch.dtype:
         """The precision of the state: the widest of all inputs, float32 at least."""

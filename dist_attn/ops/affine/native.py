@@ -9,22 +9,22 @@ results depend neither on the number of threads nor on what else is in the batch
 Shape letters: B batch, H heads, L tokens, K key size, V values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from dist_attn.ops.affine.call import AffineCall, AffineTensors, Inputs, Read
+from dist_attn.ops.affine.call import AffineBuffers, AffineCall, AffineTensors, Inputs, Read
 from dist_attn.ops.affine.native_call import KernelCall
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import absorbed, stream_recurrence, stream_sums
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, present
-from dist_attn.ops.processor import on_large_pages
+from dist_attn.ops.parts import Place, empty_like
 
 
 def native_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`recur` of a call that is checked."""
     inputs = call.inputs(call.first_sums(torch.float32))
-    out, s_BHKV = _Recurrence(call.read, call.documents)(inputs)
+    out, s_BHKV = _Recurrence(call.read, call.documents, call.buffers)(inputs)
     return present(out), AffineState(present(s_BHKV))
 
 
@@ -45,11 +45,19 @@ class _Recurrence(KernelOperation[AffineTensors]):
 
     read: Read
     documents: tuple[int, ...]
+    buffers: AffineBuffers | None = None
+
+    def for_backward(self) -> "_Recurrence":
+        # A graph that held its own output would never be freed.
+        return self if self.buffers is None else replace(self, buffers=self.buffers._replace(out=None))
 
     def forward(self, x: AffineTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         v, s = present(x.v), present(x.s)
         call = self._call(x)
-        out, s_after = None if x.q is None else _empty_like(v), torch.empty(s.shape)
+        out, s_after = None, torch.empty(s.shape)
+        if x.q is not None:
+            out = None if self.buffers is None else self.buffers.out
+            out = empty_like(v) if out is None else out
         kept = call.states() if keep else None
         call.write(out=out)
         call.point(s_after=s_after, kept=kept)
@@ -60,7 +68,8 @@ class _Recurrence(KernelOperation[AffineTensors]):
         call = self._call(x)
         out, s_after = grads
         bonus = None if x.bonus is None else torch.empty(present(x.k).shape[0], *x.bonus.shape)
-        along = [_gradient(tensor, need) for tensor, need in zip(x, needs, strict=True)]
+        places = (None,) * len(x) if self.buffers is None else self.buffers.grads
+        along = [_gradient(*each) for each in zip(x, needs, places, strict=True)]
         totals = Inputs(*along)._replace(bonus=bonus, s=torch.empty(present(x.s).shape))
         call.read(grad_out=out)
         call.point(kept=kept[0], grad_s_after=s_after, grad_s=totals.s, grad_bonus=totals.bonus)
@@ -87,12 +96,8 @@ class _Recurrence(KernelOperation[AffineTensors]):
         return call
 
 
-def _gradient(x: torch.Tensor | None, need: object) -> torch.Tensor | None:
+def _gradient(x: torch.Tensor | None, need: object, place: Place | None) -> torch.Tensor | None:
     """Memory for the gradient of x, where it is asked for."""
-    return None if x is None or not need else _empty_like(x)
-
-
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Memory of x's type and sizes, laid out as x is where its rows lie in one piece."""
-    empty = torch.empty_like(x)
-    return on_large_pages(empty if empty.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, dtype=x.dtype))
+    if x is None or not need:
+        return None
+    return empty_like(x) if place is None else place()

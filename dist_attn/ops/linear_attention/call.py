@@ -14,6 +14,7 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import check_documents
 from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.parts import Place
 from dist_attn.ops.state import LinearState
 
 DEFAULT_DENOMINATOR = Denominator()
@@ -24,9 +25,9 @@ class OutputBuffers(NamedTuple):
     """Where an implementation may write: outputs, and in its backward pass the gradients of q, k and v."""
 
     out: torch.Tensor | None
-    grad_q: Callable[[], torch.Tensor] | None = None
-    grad_k: Callable[[], torch.Tensor] | None = None
-    grad_v: Callable[[], torch.Tensor] | None = None
+    grad_q: Place | None = None
+    grad_k: Place | None = None
+    grad_v: Place | None = None
 
 
 @dataclass(frozen=True)

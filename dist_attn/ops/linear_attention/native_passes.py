@@ -3,7 +3,6 @@
 Shape letters: B batch, H heads, L tokens, K head size, D projections, V values.
 """
 
-from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from dist_attn.ops.kernel_operation import Each, present
 from dist_attn.ops.linear_attention.call import OutputBuffers
 from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Results, Terms, converted
 from dist_attn.ops.linear_attention.native_call import KernelCall
+from dist_attn.ops.parts import Place, empty_like
 from dist_attn.ops.processor import on_large_pages
 from dist_attn.ops.watch import current_watch
 
@@ -53,7 +53,7 @@ def attend(terms: Terms, x: LinearTensors, *, keep: bool, denominators: bool = F
         if terms.undivided:
             out = on_large_pages(torch.empty((*v.shape[:3], v.shape[3] + 2)))
         elif out is None:
-            out = _empty_like(v)
+            out = empty_like(v)
         den_mass = _denominators(terms, v, denominators)
     kept = call.states() if keep else None
     call.write(out=out)
@@ -172,19 +172,11 @@ def _read_call(terms: Terms, x: ReadTensors) -> KernelCall:
     return call
 
 
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Memory of x's type and sizes, laid out as x is where its rows lie in one piece."""
-    empty = torch.empty_like(x)
-    return on_large_pages(empty if empty.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, dtype=x.dtype))
-
-
-def _gradient(
-    x: torch.Tensor | None, need: object, buffer: Callable[[], torch.Tensor] | None = None
-) -> torch.Tensor | None:
+def _gradient(x: torch.Tensor | None, need: object, buffer: Place | None = None) -> torch.Tensor | None:
     """Memory for the gradient of x, where it is asked for."""
     if x is None or not need:
         return None
-    return _empty_like(x) if buffer is None else buffer()
+    return empty_like(x) if buffer is None else buffer()
 
 
 def _whole_gradient(x: torch.Tensor | None, need: object) -> torch.Tensor | None:

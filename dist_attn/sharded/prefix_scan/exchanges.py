@@ -32,13 +32,6 @@ def rows_of(messages: Sequence[torch.Tensor], previous: torch.Tensor) -> torch.T
     return torch.cat([previous[:0], *(message[None] for message in messages)])
 
 
-def connected(message_BHX: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The message, connected to the step that brought the rows; their width may be another."""
-    # In two dimensions: of a tensor of shape [0] the backward pass of `cat` forgets where its gradient came from.
-    none = rows[:0].reshape(0, 1)
-    return torch.cat([message_BHX.reshape(-1, 1), none]).reshape(message_BHX.shape)
-
-
 def tied(x: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
     """`x` itself, whose backward pass goes through that of an exchange, although nothing of it is in `x`."""
     return cast(torch.Tensor, _Tied.apply(x, exchanged))  # type: ignore[no-untyped-call]

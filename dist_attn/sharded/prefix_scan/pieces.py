@@ -15,7 +15,8 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ConfigError
 from dist_attn.ops.monoid import Monoid
-from dist_attn.sharded.prefix_scan.exchanges import LABEL, Finish, connected, rows_of
+from dist_attn.ops.parts import connected
+from dist_attn.sharded.prefix_scan.exchanges import LABEL, Finish, rows_of
 
 Hosts = Sequence[Sequence[int]]
 
