@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS, filed_results, latest, ratios_of
-from benchmarks.race import measure
+from benchmarks.report import measure
 from benchmarks.setting import Setting, look_around
 from benchmarks.verify import ROOT, why_red
 

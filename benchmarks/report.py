@@ -1,25 +1,24 @@
 """Results with what a reader needs to judge them: machine, versions, threads, date and commit; filed as JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks import performance_page, targets
+from benchmarks import targets
 from benchmarks.cases import OURS, Case, Statistic
-from benchmarks.filed import RESULTS
-from benchmarks.measured import Measured
-from benchmarks.roofline import MATMUL, RATES, Roofline, matmul_flops
-from benchmarks.setting import Setting
-from benchmarks.studies import Finding
+from benchmarks.filed import RESULTS, write_page
+from benchmarks.measured import Finding, Measured
+from benchmarks.memory import peak_bytes
+from benchmarks.setting import Setting, look_around
 from benchmarks.targets import judge
-from benchmarks.timing import Times
+from benchmarks.timing import MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
 from benchmarks.verify import ROOT
 
-__all__ = ["Result", "Row", "file_finding", "read_finding", "refresh_page", "row_of"]
+__all__ = ["Result", "Row", "file_finding", "measure", "read_finding", "refresh_page", "row_of"]
 
 MEBIBYTE = 1 << 20
 _QUANTITIES = (("seconds", 1e3, "ms"), ("peak_bytes", 1 / MEBIBYTE, "MiB above the inputs"))
@@ -177,4 +176,18 @@ def file_finding(finding: Finding, folder: Path | None = None) -> Path:
 
 def refresh_page() -> None:
     """Bring the page of targets up to what is filed."""
-    performance_page.write(ROOT, RESULTS)
+    write_page(ROOT)
+
+
+def measure(case: Case, sizes: Sequence[int], rounds: int) -> Result:
+    """Run the case at these sizes."""
+    setting = look_around()
+    rows = tuple(_measure_size(case, size, rounds) for size in sizes)
+    return Result(case.name, case.question, rounds, setting, rows, case.statistic, case.absent())
+
+
+def _measure_size(case: Case, size: int, rounds: int) -> Row:
+    works = case.works(size)
+    times = interleaved(works, rounds, budget_s=case.budget_s)
+    measured = (name for name in works if name not in RATES) if case.memory else ()
+    return row_of(case, size, times, {name: peak_bytes(works[name]) for name in measured})

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS
-from benchmarks.studies import STUDIES as OF_TARGETS
-from benchmarks.studies import Drawn
+from benchmarks.measured import Drawn
+from benchmarks.run import STUDIES as OF_TARGETS
 from benchmarks.verify import ROOT
 from dist_attn_research import filed
 from dist_attn_research.__main__ import PROGRAMS, main

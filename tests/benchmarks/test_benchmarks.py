@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, roofline, run
+from benchmarks import report, run, timing
 from benchmarks.cases import CASES, OURS, Case
 from benchmarks.filed import RESULTS
-from benchmarks.race import measure
-from benchmarks.report import file_finding, read_finding
-from benchmarks.roofline import COPY, MATMUL, RATES, Roofline, matmul_flops
-from benchmarks.run import main
+from benchmarks.report import file_finding, measure, read_finding
+from benchmarks.run import STUDIES, main
 from benchmarks.setting import own_cores
-from benchmarks.studies import STUDIES
-from benchmarks.timing import Times, interleaved
+from benchmarks.timing import COPY, MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
 from benchmarks.verify import ROOT, why_red
 
 GREEN = "def test_a():\n    pass\n"
@@ -159,12 +156,12 @@ def test_the_list_says_what_each_asks(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_ratios(tmp_path: Path) -> None:
     """Ratios are peers over ours and ours over the arithmetic limit, at the rate of the product in the same run."""
-    case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: matmul_flops() / 2, lambda _: 4.0 * roofline.COPY_BYTES)
+    case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: matmul_flops() / 2, lambda _: 4.0 * timing.COPY_BYTES)
     times = {OURS: Times((2.0,)), "peer": Times((6.0,)), MATMUL: Times((1.0,)), COPY: Times((0.25,))}
     row = report.row_of(case, 1, times)
     assert (row.peers_over_ours, row.over_limit) == ({"peer": 3.0}, 4.0)
     # Half of a product's second, and twice of a copy's quarter: as long for arithmetic as for memory.
-    assert row.roofline == Roofline(matmul_flops(), 8.0 * roofline.COPY_BYTES)
+    assert row.roofline == Roofline(matmul_flops(), 8.0 * timing.COPY_BYTES)
     assert row.roofline.least_seconds(row.flops, row.moved_bytes) == 0.5
     result = replace(
         measure(replace(CASES["forward"], sizes=(8,)), (8,), 1), case="c", rows=(row,), absent={"x": "why"}

@@ -9,7 +9,7 @@ import torch
 from benchmarks import scaleformer
 from benchmarks.cases import CASES, OURS
 from benchmarks.memory import peak_bytes
-from benchmarks.race import measure
+from benchmarks.report import measure
 from benchmarks.timing import interleaved
 from dist_attn.ops.relative_attention.numerators import numerators
 from tests.support.closeness import assert_close

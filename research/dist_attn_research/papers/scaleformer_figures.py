@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.cases import CASES
 from benchmarks.measured import Axes, Table
-from benchmarks.race import measure
+from benchmarks.report import measure
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report
 

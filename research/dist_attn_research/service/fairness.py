@@ -26,6 +26,8 @@ from dist_attn_research.service.program import own_service
 
 __all__ = ["TESTS", "Fairness", "Plan", "Row", "main", "measure", "observe"]
 
+NAME = "service-fairness"
+QUESTION = "What do sessions and jobs get while others are busy?"
 TESTS = ("tests/control/test_scheduler.py", "tests/rank/test_interleaving.py")
 SILENCE_S, LOOK_AGAIN_S = 120.0, 0.02
 ROW = re.compile(r'\{"index":\d+,"start":\d+,"stop":(\d+)')
@@ -85,11 +87,11 @@ class Fairness:
     @property
     def case(self) -> str:
         """What its file is called, without the ending."""
-        return "service-fairness"
+        return NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        return json.dumps({"object": "benchmark", "case": "service-fairness", **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"object": "benchmark", "case": NAME, **asdict(self)}, indent=2) + "\n"
 
     def as_markdown(self) -> str:
         """The result for people."""
