@@ -15,7 +15,7 @@ from dist_attn.feature_maps import Gaussian
 from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import linear_attention
 
-__all__ = ["CASES", "OURS", "Case", "Statistic", "attention_flops", "attention_inputs", "delta_inputs"]
+__all__ = ["CASES", "OURS", "Case", "Statistic", "Works", "attention_flops", "attention_inputs", "delta_inputs"]
 
 OURS = "ours"
 

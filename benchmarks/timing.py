@@ -1,4 +1,4 @@
-"""Times of works taken in turns, which a change of the machine's speed meets alike, and the rates of the machine itself.
+"""Times of works taken in turns, which a change of the machine's speed meets alike, and the machine's own rates.
 
 The rates of a matrix product and of a copy are measured in turns with what is judged. Work of so many operations that
 moves so many bytes takes no less than the longer of operations / product rate and bytes / copy rate (Williams,
