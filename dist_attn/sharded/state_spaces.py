@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from dist_attn.ops import diagonal_scan, gated_scan, legs_memory, selective_scan
 from dist_attn.ops.dense_space import absorb_dense_inputs, dense_scan
-from dist_attn.ops.diagonal import absorb_inputs, packed_diagonal_scan, power, state_types
+from dist_attn.ops.diagonal import absorb_inputs, power, state_types
 from dist_attn.ops.legs import LegsState, absorb_signal
 from dist_attn.ops.selective_scan import absorb_gated, absorb_selected, sums_dtype
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
@@ -137,7 +137,7 @@ def sharded_packed_diagonal_scan(
     sources = ranks_heard(layout, causal=True, final=state is not None)
     starts = layout.documents_on(comm.rank)
     if not any(sources):
-        return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, documents=starts, state=state)
+        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, documents=starts, state=state)
     real, kind = state_types(u_BLD, a_DN, b_DN, c_DN, state)
     left_BDN = absorb_inputs(u_BLD[:, starts[-1] if starts else 0 :], a_DN, b_DN, like=real)
     heard = hear_from(comm, sources, torch.view_as_real(left_BDN), label="carry")
@@ -152,7 +152,7 @@ def sharded_packed_diagonal_scan(
         return torch.view_as_complex(heard.connect(torch.view_as_real(x_BDN)))
 
     first, last = layout.document_of(layout.range(comm.rank)[0]), layout.document_of(layout.total - 1)
-    y_BLD, here_BDN = packed_diagonal_scan(
+    y_BLD, here_BDN = diagonal_scan(
         u_BLD, a_DN, b_DN, c_DN, documents=starts, state=after(layout.ranks_before(comm.rank), first > 0)
     )
     return y_BLD, here_BDN if state is None else after(layout.ranks_of_last_document(), last > 0)
