@@ -35,8 +35,9 @@ from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     RelativePositions,
+    SoftmaxCall,
     SoftmaxOptions,
-    packed_softmax_attention,
+    attend_documents,
     softmax_attention,
     softmax_attention_streaming,
 )
@@ -189,9 +190,8 @@ class LocalSequenceOps:
         """See `dist_attn.ops.softmax_attention`."""
         if self.documents:
             check_prefix(prefix, causal=causal, documents=True)
-            return packed_softmax_attention(
-                q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents, relative=relative
-            )
+            options = SoftmaxOptions(scale, relative=relative)
+            return attend_documents(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options), self.documents)
         return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative)
 
     def softmax_attention_streaming(
