@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from benchmarks import scaleformer
 from benchmarks.peers import absent, cumulative_sums, performer, sdpa
-from benchmarks.roofline import rate_works
+from benchmarks.timing import rate_works
 from dist_attn.feature_maps import Gaussian
 from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import linear_attention
 
-__all__ = ["CASES", "OURS", "Case", "Statistic", "attention_flops", "attention_inputs", "delta_inputs"]
+__all__ = ["CASES", "OURS", "Case", "Statistic", "Works", "attention_flops", "attention_inputs", "delta_inputs"]
 
 OURS = "ours"
 

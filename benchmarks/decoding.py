@@ -7,9 +7,8 @@ import torch
 from benchmarks.decoding_forms import RANDOM_FEATURES, CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.roofline import RATES, Roofline, rate_works
 from benchmarks.setting import look_around
-from benchmarks.timing import Times, interleaved
+from benchmarks.timing import RATES, Roofline, Times, interleaved, rate_works
 from dist_attn.costs import LanguageModelCosts
 from dist_attn.models import LanguageModelConfig
 

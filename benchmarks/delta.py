@@ -11,9 +11,8 @@ from benchmarks.gradient_cost import backward_over_forward
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.peers import absent, delta_rule
 from benchmarks.rank_passes import Pass, run_passes
-from benchmarks.roofline import Roofline, rate_works
 from benchmarks.setting import look_around
-from benchmarks.timing import Times, interleaved
+from benchmarks.timing import Roofline, Times, interleaved, rate_works
 from benchmarks.two_ranks import speedup
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout

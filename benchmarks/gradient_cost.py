@@ -4,9 +4,8 @@ import torch
 
 from benchmarks.cases import attention_flops, attention_inputs
 from benchmarks.measured import Measured, Panel, Table
-from benchmarks.roofline import Roofline, rate_works
 from benchmarks.setting import look_around
-from benchmarks.timing import Times, interleaved
+from benchmarks.timing import Roofline, Times, interleaved, rate_works
 from dist_attn.ops import linear_attention
 
 __all__ = ["NAME", "QUESTION", "TESTS", "backward_over_forward", "measure"]

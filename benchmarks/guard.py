@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS, filed_results, latest, ratios_of
-from benchmarks.race import measure
+from benchmarks.report import measure
 from benchmarks.setting import Setting, look_around
 from benchmarks.verify import ROOT, why_red
 
@@ -113,7 +113,7 @@ def measure_now(watched: Sequence[Watched], rounds: int) -> dict[str, dict[str, 
         case = replace(CASES[name], memory=False)
         # The fastest of fewer rounds is slower.
         rounds_here = case.rounds if case.statistic == "fastest" else min(rounds, case.rounds)
-        found[name] = measure(case, sizes, rounds_here).ratios
+        found[name] = dict(measure(case, sizes, rounds_here).ratios)
     return found
 
 

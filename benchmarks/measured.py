@@ -1,19 +1,60 @@
 """What a study has measured: tables for people, numbers for machines, ratios for targets, curves for the figure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 from benchmarks import targets
 from benchmarks.setting import Setting
 from benchmarks.targets import Verdict, judge
 
-__all__ = ["Axes", "Measured", "Panel", "Table"]
+__all__ = ["Axes", "Drawn", "Finding", "Measured", "Panel", "Study", "Table", "studies_of"]
 
 Axes = Any
 """matplotlib's, which is optional."""
+
+
+class Finding(Protocol):
+    """What a measurement has found, for machines and for people."""
+
+    @property
+    def case(self) -> str:
+        """What its file is called, without the ending."""
+        ...
+
+    def as_json(self) -> str: ...
+
+    def as_markdown(self) -> str: ...
+
+
+@runtime_checkable
+class Drawn(Finding, Protocol):
+    """A finding that has a figure too."""
+
+    def draw(self, path: Path) -> None:
+        """Write the figure, a PNG."""
+        ...
+
+
+@dataclass(frozen=True)
+class Study:
+    """A measurement that is no race of peers at a few sizes; `measure(smoke)` asks only whether it runs.
+
+    `tests` are paths from the root.
+    """
+
+    name: str
+    question: str
+    tests: tuple[str, ...]
+    measure: Callable[[bool], Finding]
+
+
+def studies_of(*modules: ModuleType) -> dict[str, Study]:
+    """By name; each module has NAME, QUESTION, TESTS and `measure`."""
+    return {one.NAME: Study(one.NAME, one.QUESTION, one.TESTS, one.measure) for one in modules}
 
 
 @dataclass(frozen=True)

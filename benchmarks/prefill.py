@@ -7,9 +7,8 @@ import torch
 from benchmarks.decoding_forms import RANDOM_FEATURES, Sizes, gpt2, language_model
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.roofline import RATES, Roofline, rate_works
 from benchmarks.setting import look_around
-from benchmarks.timing import interleaved
+from benchmarks.timing import RATES, Roofline, interleaved, rate_works
 from dist_attn.costs import LanguageModelCosts
 from dist_attn.models import LanguageModel, LanguageModelConfig
 from dist_attn.ops import LocalSequenceOps

@@ -5,15 +5,17 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import busy_ranks, decoding, delta, flat_memory, gradient_cost, prefill, two_ranks
 from benchmarks.cases import CASES, Case
-from benchmarks.race import measure
-from benchmarks.report import file_finding, refresh_page
+from benchmarks.measured import Finding, Study, studies_of
+from benchmarks.report import file_finding, measure, refresh_page
 from benchmarks.setting import own_cores, pin_to
-from benchmarks.studies import STUDIES, Finding, Study
 from benchmarks.verify import why_red
 from dist_attn.errors import ConfigError
 
-__all__ = ["main"]
+__all__ = ["STUDIES", "main"]
+
+STUDIES = studies_of(busy_ranks, decoding, delta, flat_memory, gradient_cost, prefill, two_ranks)
 
 
 def main(

@@ -1,4 +1,9 @@
-"""Times of several pieces of work, taken in turns, so that a change of the machine's speed meets all of them."""
+"""Times of works taken in turns, which a change of the machine's speed meets alike, and the machine's own rates.
+
+The rates of a matrix product and of a copy are measured in turns with what is judged. Work of so many operations that
+moves so many bytes takes no less than the longer of operations / product rate and bytes / copy rate (Williams,
+Waterman and Patterson, Roofline).
+"""
 
 import gc
 import math
@@ -7,7 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Times", "interleaved"]
+import torch
+
+__all__ = ["COPY", "MATMUL", "MATMUL_SIZE", "RATES", "Roofline", "Times", "interleaved", "matmul_flops", "rate_works"]
 
 LEAST_ROUNDS = 3
 
@@ -57,3 +64,51 @@ def interleaved(
     finally:
         gc.enable()
     return {name: Times(tuple(seconds)) for name, seconds in taken.items()}
+
+
+MATMUL, COPY = "matmul", "copy"
+RATES = (MATMUL, COPY)
+"""Names of works that are no peers but measure the machine."""
+
+MATMUL_SIZE = 768
+COPY_BYTES = 64 << 20
+
+
+def matmul_flops(size: int = MATMUL_SIZE) -> float:
+    """Operations of the work "matmul"."""
+    return 2.0 * size**3
+
+
+def rate_works(size: int = MATMUL_SIZE, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], object]]:
+    """A product of square matrices, and a copy that is larger than caches."""
+    a, b = torch.randn(2, size, size, dtype=dtype)
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return {MATMUL: lambda: a @ b, COPY: lambda: target.copy_(source)}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The two rates. Units: operations per second; bytes read and written per second."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    @staticmethod
+    def of(times: Mapping[str, Times], size: int = MATMUL_SIZE) -> "Roofline":
+        """From the medians of the works above."""
+        return Roofline(matmul_flops(size) / times[MATMUL].median, 2 * COPY_BYTES / times[COPY].median)
+
+    def least_seconds(self, flops: float, moved_bytes: float) -> float:
+        """What work of this size takes at least."""
+        return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
+
+    def line(self, what: str, flops: float, moved_bytes: float, seconds: float) -> str:
+        """The work, both rates and how far from the roof it stayed, in one sentence."""
+        least = self.least_seconds(flops, moved_bytes)
+        bound = "arithmetic" if flops / self.flops_per_s >= moved_bytes / self.bytes_per_s else "memory"
+        return (
+            f"Roofline, {what}: {flops / 1e9:,.3g} GFLOP and {moved_bytes / 1e6:,.3g} MB at the least; a product ran "
+            f"at {self.flops_per_s / 1e9:,.3g} GFLOP/s and a copy at {self.bytes_per_s / 1e9:,.3g} GB/s, so "
+            f"{1e3 * least:,.3g} ms (bound by {bound}); it took {seconds / least:.2f} times that."
+        )

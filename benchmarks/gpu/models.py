@@ -1,16 +1,20 @@
-"""Whole models on the GPU: a decode step as a CUDA graph against plain ones, and training."""
+"""Whole models on the GPU: a decode step as a CUDA graph, training, and the command line as other cases run it."""
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.cases import ACCEPTED, DEVICE, Cases, Row, judged, seconds
-from benchmarks.gpu.commands import MODEL, dist_attn, write_book
+from benchmarks.verify import ROOT
+from dist_attn.control.ranks import child_environment
 from dist_attn.generation import CapturedStep
 from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.model_config.mixers.attention import ScaleformerConfig
@@ -18,7 +22,41 @@ from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.ops import Watch, watching
 
-__all__ = ["captured_cases", "matmul_rate", "training_cases"]
+__all__ = ["MODEL", "SHARED", "captured_cases", "compared", "dist_attn", "matmul_rate", "training_cases", "write_book"]
+
+
+MODEL = "books-6m"
+# Where several ranks are to share the one GPU; of a CPU there is only one.
+SHARED = "cuda:0" if DEVICE == "cuda" else "cpu"
+DEADLINE_S = 300.0  # the piece that waits for a command has a shorter one
+
+
+def write_book(folder: Path, size: int) -> Path:
+    """A file of so many characters: the pages of the documentation, one after the other."""
+    pages = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
+    book = folder / "book.txt"
+    book.write_text((pages * (1 + size // len(pages)))[:size])
+    return book
+
+
+def dist_attn(*words: str, ranks: int = 0) -> str:
+    """Run a command, under torchrun where there are `ranks`; what it prints.
+
+    Raises: RuntimeError with the end of what it said where it fails.
+    """
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks else []
+    command = [sys.executable, "-m", *launcher, "dist_attn", *words]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.returncode:
+        raise RuntimeError(f"dist-attn {' '.join(words)} ended with {done.returncode}: {done.stderr[-2_000:]}")
+    return done.stdout
+
+
+def compared(want: Path, got: Path, dtype: torch.dtype) -> Row:
+    """Two files of rows."""
+    wanted, found = (torch.from_numpy(np.load(file)) for file in (want, got))
+    return {"rows": len(found), **judged({"rows": wanted}, {"rows": found}, dtype)}
+
 
 BATCH = 8  # as many sequences as `engine.decode_slots` puts side by side
 KINDS = ("rfa_gate", "scaleformer")

@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from dist_attn.comm.agreement import differences, host_name
 from dist_attn.comm.call import (
     Call,
     Combine,
@@ -31,6 +30,8 @@ from dist_attn.comm.call import (
     Traffic,
     bytes_of,
     call_of,
+    differences,
+    host_name,
     pass_along,
     sum_in_order,
 )

@@ -4,8 +4,14 @@ from dist_attn.generation.beam_search import BeamSpec, Hypothesis, beam_search, 
 from dist_attn.generation.captured_step import CapturedStep, StepGraphs, StepMode, takes_captured_steps
 from dist_attn.generation.decode import generate
 from dist_attn.generation.sampling import generator_for, sample, sequence_scores, token_logprobs
-from dist_attn.generation.state_shapes import StateShapes
-from dist_attn.generation.state_snapshot import Restored, computation_of, identity_of, pack_state, restore_state
+from dist_attn.generation.state_snapshot import (
+    Restored,
+    StateShapes,
+    computation_of,
+    identity_of,
+    pack_state,
+    restore_state,
+)
 
 __all__ = [
     "BeamSpec",

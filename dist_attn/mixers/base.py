@@ -6,6 +6,7 @@ rest; it never asks its rank. Its state is a value: what the tokens so far leave
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Protocol, Self, TypeVar, cast, runtime_checkable
 
@@ -56,6 +57,19 @@ class MixerState(Protocol):
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> Self:
         """The same kind of state over other tensors, given in the order of `tensors()`."""
         ...
+
+
+class FieldsState:
+    """A `MixerState` for dataclasses whose tensors are fields: those that are there, in the order of the fields."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        return tuple(value for value in vars(self).values() if isinstance(value, torch.Tensor))
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> Self:
+        """The same kind of state over other tensors."""
+        names = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor)]
+        return replace(self, **dict(zip(names, tensors, strict=True)))  # type: ignore[type-var]  # a dataclass
 
 
 @runtime_checkable

@@ -13,25 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
+from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own, state_zeros
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.model_config.mixers.convolutions import ConvolutionConfig, SgConvConfig
 from dist_attn.ops import SequenceOps
 
 
 @dataclass(frozen=True)
-class ConvolutionState:
+class ConvolutionState(FieldsState):
     """The last K - 1 tokens."""
 
     tail_BKD: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors in a fixed order."""
-        return (self.tail_BKD,)
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "ConvolutionState":
-        """The same kind of state over other tensors."""
-        return ConvolutionState(*tensors)
 
 
 @final

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
+from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own, state_zeros
 from dist_attn.mixers.heads import ShortConvolution
 from dist_attn.model_config.mixers.scans import MambaConfig
 from dist_attn.ops import SequenceOps, selective_step
@@ -20,19 +20,11 @@ from dist_attn.ops.device import without_autocast
 
 
 @dataclass(frozen=True)
-class MambaState:
+class MambaState(FieldsState):
     """What every channel remembers, and the last tokens that the short convolution still needs."""
 
     x_BEN: torch.Tensor
     tail_BKE: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors in a fixed order."""
-        return (self.x_BEN, self.tail_BKE)
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "MambaState":
-        """The same kind of state over other tensors."""
-        return MambaState(*tensors)
 
 
 class _Chosen(NamedTuple):

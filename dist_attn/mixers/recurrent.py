@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
+from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own
 from dist_attn.mixers.heads import ShortConvolution
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.recurrent import RecurrentConfig
@@ -27,21 +27,12 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RecurrentState:
+class RecurrentState(FieldsState):
     """The state of every head, and the last tokens that the short convolution still needs; `kind` is the mixer's."""
 
     s_BHKV: torch.Tensor
     tail_BTC: torch.Tensor
     kind: str
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors in a fixed order."""
-        return self.s_BHKV, self.tail_BTC
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "RecurrentState":
-        """The same kind of state over other tensors."""
-        s_BHKV, tail_BTC = tensors
-        return RecurrentState(s_BHKV, tail_BTC, self.kind)
 
 
 class Recurrence(NamedTuple):
@@ -65,6 +56,8 @@ class RecurrentMixer(TokenMixer):
     """Projections, perhaps a short convolution, a recurrence for each head, and gated outputs; a kind says which."""
 
     config: RecurrentConfig
+    inputs: nn.Module
+    norm: nn.Module
     paradigm = Paradigm.LEARNED_DEPENDENT
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -73,17 +66,19 @@ class RecurrentMixer(TokenMixer):
         self.convolution: ShortConvolution | TokenShift | None = None
         self.out = nn.Linear(config.values_size, config.hidden_size, bias=False)
 
-    @abstractmethod
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What goes through the convolution, [..., C], and what passes by it."""
+        projected, size = self.inputs(x), self.config.convolved_size
+        return projected[..., :size], projected[..., size:]
 
     @abstractmethod
     def recurrence(self, x: torch.Tensor, convolved: torch.Tensor, rest: torch.Tensor) -> Recurrence:
         """What the recurrence reads, of tokens [..., D] and their two projected parts."""
 
-    @abstractmethod
     def mixed(self, out: torch.Tensor, of: Recurrence) -> torch.Tensor:
         """Outputs of the recurrence, [..., H, V], past norm and gate: [..., H V]."""
+        y: torch.Tensor = self.norm(out if of.skip is None else out + of.skip, of.gate)
+        return y
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
+from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own, state_zeros
 from dist_attn.mixers.heads import ShortConvolution
 from dist_attn.model_config.mixers.scans import RgLruConfig
 from dist_attn.ops import SequenceOps, gated_step
@@ -22,20 +22,12 @@ LEAST_SHARE = 1e-12  # of 1 - a^2: the derivative of its root has no end
 
 
 @dataclass(frozen=True)
-class RgLruState:
+class RgLruState(FieldsState):
     """What every channel remembers, the last tokens that the convolution still needs, and whether there were any."""
 
     h_BE: torch.Tensor
     tail_BKE: torch.Tensor
     begun_B: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors in a fixed order."""
-        return (self.h_BE, self.tail_BKE, self.begun_B)
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "RgLruState":
-        """The same kind of state over other tensors."""
-        return RgLruState(*tensors)
 
 
 @final

@@ -11,27 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
+from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own, state_zeros
 from dist_attn.model_config.mixers.state_spaces import HippoConfig, LsslConfig
 from dist_attn.ops import LegsState, SequenceOps, legs_step
 from dist_attn.ops.state_space import discretise_dense, legs
 
 
 @dataclass(frozen=True)
-class StateSpaceState:
+class StateSpaceState(FieldsState):
     """What every feature's system remembers, [B, D, …] in real numbers; `kind` is the mixer's."""
 
     x: torch.Tensor
     kind: str
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors in a fixed order."""
-        return (self.x,)
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "StateSpaceState":
-        """The same kind of state over other tensors."""
-        (x,) = tensors
-        return StateSpaceState(x, self.kind)
 
 
 class Readout(nn.Module):

@@ -23,14 +23,6 @@ def to_patches(images_BCHW: torch.Tensor, config: ImageConfig) -> torch.Tensor:
     return patches_BTN
 
 
-def from_patches(patches_BTN: torch.Tensor, config: ImageConfig) -> torch.Tensor:
-    """The images that these patches are of, [B, T, C p p] -> [B, C, H, W]."""
-    patch = config.patch
-    rows = patches_BTN.unflatten(2, (config.channels, patch, patch)).unflatten(1, (-1, config.width // patch))
-    images_BCHW: torch.Tensor = rows.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
-    return images_BCHW
-
-
 def draw_mask(batch: int, config: ImageConfig, share: float, generator: torch.Generator) -> torch.Tensor:
     """Which patches of whole images are hidden, [B, T]: `share` of each image's, at least one.
 

@@ -10,8 +10,12 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops.documents import check_documents, document_numbers
 
 
-def convolve(x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
+def convolve(
+    x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False, documents: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """Depthwise convolution y_t = sum_j w_j x_{t-j}, zero outside; `centred` shifts by K // 2.
+
+    With packed `documents`, given by their starts, that of every document by itself.
 
     Shapes: x [B, L, D], w [K, D] -> [B, L, D].
     Reference: A Unified View of Long-Sequence Models, Eq. 3.
@@ -19,22 +23,42 @@ def convolve(x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) 
     check_taps(x_BLD, w_KD)
     taps = w_KD.shape[0]
     ahead = taps // 2 if centred else 0
-    return convolve_padded(F.pad(x_BLD, (0, 0, taps - 1 - ahead, ahead)), w_KD)
+    behind = taps - 1 - ahead
+    padded = F.pad(x_BLD, (0, 0, behind, ahead))
+    if not documents:
+        return convolve_padded(padded, w_KD)
+    check_documents(documents, x_BLD.shape[1])
+    number_L = document_numbers(documents, x_BLD.shape[1], x_BLD.device)
+    # What lies outside is zero anyway, whatever document it is said to be of.
+    return convolve_numbered(padded, w_KD, F.pad(number_L, (behind, ahead)), behind)
 
 
 def convolve_streaming(
-    x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
+    x_BLD: torch.Tensor,
+    w_KD: torch.Tensor,
+    tail_BKD: torch.Tensor | None = None,
+    *,
+    documents: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal `convolve` that continues after `tail`, the last K - 1 tokens before x (zeros when None).
+
+    With packed `documents` the tail in is that of the tokens before the first start; the tail out is that of the last
+    document, with zeros for tokens before its start.
 
     Shapes: x [B, L, D], w [K, D], tail [B, K - 1, D] -> y [B, L, D] and the tail after x.
     Raises: ShapeError when they do not fit together.
     """
     check_taps(x_BLD, w_KD)
-    keep = w_KD.shape[0] - 1
+    length, keep = x_BLD.shape[1], w_KD.shape[0] - 1
     padded = torch.cat([tail_of(x_BLD, keep, tail_BKD), x_BLD], dim=1)
-    # A copy: a view would keep the whole block alive for as long as the state lives.
-    return convolve_padded(padded, w_KD), padded[:, padded.shape[1] - keep :].clone()
+    after = padded[:, padded.shape[1] - keep :]
+    # Copies of the tail: a view would keep the whole block alive for as long as the state lives.
+    if not documents:
+        return convolve_padded(padded, w_KD), after.clone()
+    check_documents(documents, length)
+    number_T = F.pad(document_numbers(documents, length, x_BLD.device), (keep, 0))
+    foreign_K = number_T[number_T.shape[0] - keep :] != number_T[-1:]
+    return convolve_numbered(padded, w_KD, number_T, keep), after.masked_fill(foreign_K[:, None], 0.0)
 
 
 def convolve_padded(padded_BTD: torch.Tensor, w_KD: torch.Tensor) -> torch.Tensor:
@@ -67,44 +91,6 @@ def check_taps(x_BLD: torch.Tensor, w_KD: torch.Tensor) -> None:
         raise ShapeError(
             f"x has shape {tuple(x_BLD.shape)} and w {tuple(w_KD.shape)}; needed are x [B, L, D] and w [K, D], K >= 1"
         )
-
-
-def packed_convolve(
-    x_BLD: torch.Tensor, w_KD: torch.Tensor, *, documents: tuple[int, ...], centred: bool = False
-) -> torch.Tensor:
-    """`convolve` of every document by itself.
-
-    Shapes: x [B, L, D], w [K, D] -> [B, L, D].
-    """
-    check_taps(x_BLD, w_KD)
-    length, taps = x_BLD.shape[1], w_KD.shape[0]
-    check_documents(documents, length)
-    ahead = taps // 2 if centred else 0
-    number_L = document_numbers(documents, length, x_BLD.device)
-    behind = taps - 1 - ahead
-    # What lies outside is zero anyway, whatever document it is said to be of.
-    return convolve_numbered(F.pad(x_BLD, (0, 0, behind, ahead)), w_KD, F.pad(number_L, (behind, ahead)), behind)
-
-
-def packed_convolve_streaming(
-    x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None, *, documents: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`convolve_streaming` of every document by itself.
-
-    The tail in is that of the tokens before the first start; the tail out is that of the last document, with zeros for
-    tokens before its start.
-
-    Shapes: x [B, L, D], w [K, D], tail [B, K - 1, D] -> y [B, L, D] and the tail after x.
-    """
-    check_taps(x_BLD, w_KD)
-    length, keep = x_BLD.shape[1], w_KD.shape[0] - 1
-    check_documents(documents, length)
-    padded = torch.cat([tail_of(x_BLD, keep, tail_BKD), x_BLD], dim=1)
-    number_T = F.pad(document_numbers(documents, length, x_BLD.device), (keep, 0))
-    after = padded[:, padded.shape[1] - keep :]
-    foreign_K = number_T[number_T.shape[0] - keep :] != number_T[-1:]
-    # A copy: a view would keep the whole block alive for as long as the state lives.
-    return convolve_numbered(padded, w_KD, number_T, keep), after.masked_fill(foreign_K[:, None], 0.0)
 
 
 def convolve_numbered(

@@ -54,16 +54,22 @@ def diagonal_scan(
     c_DN: torch.Tensor,
     *,
     state: torch.Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A diagonal, discrete state-space model per channel: x_t = a x_{t-1} + b u_t, y_t = 2 Re(sum_n c x_t).
 
     The factor 2 stands for conjugate pairs of which one half is kept. `state` is x before the first token, 0 when
     None. Forward and backward need memory for the inputs and a state every few blocks, not for every token's state.
+    Packed `documents`, given by their starts, each start from 0: `state` is then that of the tokens before the first
+    start, and the state returned is the last document's.
 
     Shapes: u [B, L, D] real, a, b, c [D, N] complex, state [B, D, N] complex -> y [B, L, D] in u's dtype and the state
         after the last token (complex64; complex128 for any float64 or complex128 input).
+    Cost: one scan per length of document that occurs, at most sqrt(2 L) of them.
     Raises: ShapeError when they do not fit together.
     """
+    if documents:
+        return _scan_documents(u_BLD, (a_DN, b_DN, c_DN), documents, state)
     _check(u_BLD, a_DN, b_DN, c_DN, state)
     real, a, b, c = _widened(u_BLD, a_DN, b_DN, c_DN, state)
     powers_DNC = powers(a, CHUNK_TOKENS + 1)
@@ -203,36 +209,21 @@ def _check(u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, s
         raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")
 
 
-def packed_diagonal_scan(
-    u_BLD: torch.Tensor,
-    a_DN: torch.Tensor,
-    b_DN: torch.Tensor,
-    c_DN: torch.Tensor,
-    *,
-    documents: tuple[int, ...],
-    state: torch.Tensor | None = None,
+def _scan_documents(
+    u_BLD: torch.Tensor, system: _Tensors, documents: tuple[int, ...], state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`diagonal_scan` of every document by itself, each from 0.
-
-    `state` is that of the tokens before the first start; the state returned is the last document's.
-
-    Shapes: as `diagonal_scan`.
-    Cost: one scan per length that occurs, at most sqrt(2 L) of them.
-    """
     length = u_BLD.shape[1]
     check_documents(documents, length)
-    if not documents:
-        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
     first = documents[0]
     head_BLD, u_BTD = u_BLD.split((first, length - first), dim=1)
-    y_head_BLD, after = diagonal_scan(head_BLD, a_DN, b_DN, c_DN, state=state)
+    y_head_BLD, after = diagonal_scan(head_BLD, *system, state=state)
     starts_of = documents_by_length(tuple(start - first for start in documents), length - first)
     done, order = [], []
     for tokens, starts in starts_of:
         at_NT = torch.tensor(starts, device="cpu")[:, None] + torch.arange(tokens, device="cpu")
         at_NT = send(at_NT, u_BLD.device)
         rows_RTD = u_BTD[:, at_NT.flatten()].unflatten(1, (len(starts), tokens)).flatten(0, 1)
-        y_RTD, after_RDN = diagonal_scan(rows_RTD, a_DN, b_DN, c_DN)
+        y_RTD, after_RDN = diagonal_scan(rows_RTD, *system)
         done.append(y_RTD.unflatten(0, (u_BLD.shape[0], len(starts))).flatten(1, 2))
         order.append(at_NT.flatten())
         if starts[-1] == documents[-1] - first:

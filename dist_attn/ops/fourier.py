@@ -12,38 +12,32 @@ from dist_attn.ops.documents import by_documents, check_documents, document_rang
 FourierNorm = Literal["ortho"] | None
 
 
-def fourier_mix(x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
+def fourier_mix(
+    x_BLD: torch.Tensor, *, norm: FourierNorm = None, documents: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """The real part of the Fourier transform over sequence and features, unnormalised or unitary ("ortho").
 
+    With packed `documents`, given by their starts, that of every document by itself; tokens before the first are one.
+
     Shapes: x [B, L, D] -> [B, L, D]; half-precision inputs are transformed in float32.
+    Cost: one transform per length of document that occurs, at most sqrt(2 L) of them.
     Raises: ShapeError for another number of dimensions.
     Reference: A Unified View of Long-Sequence Models, Sec. 6.2 (FNet); the code of FNet is unnormalised.
     """
     if x_BLD.dim() != 3:
         raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
+    check_documents(documents or (), x_BLD.shape[1])
     if not x_BLD.numel():
         return x_BLD.clone()
+    if documents:
+
+        def mix(rows_BNTD: torch.Tensor) -> torch.Tensor:
+            return fourier_mix(rows_BNTD.flatten(0, 1), norm=norm).reshape(rows_BNTD.shape)
+
+        return by_documents(x_BLD, documents, mix)
     wide = torch.promote_types(x_BLD.dtype, torch.float32)
     mixed_BLD: torch.Tensor = torch.fft.fft2(x_BLD.to(wide), dim=(1, 2), norm=norm).real
     return mixed_BLD.to(x_BLD.dtype)
-
-
-def packed_fourier_mix(x_BLD: torch.Tensor, *, documents: tuple[int, ...], norm: FourierNorm = None) -> torch.Tensor:
-    """`fourier_mix` of every document by itself; tokens before the first start are one too.
-
-    Shapes: x [B, L, D] -> [B, L, D].
-    Cost: one transform per length that occurs, at most sqrt(2 L) of them.
-    """
-    if x_BLD.dim() != 3:
-        raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
-    check_documents(documents, x_BLD.shape[1])
-    if not x_BLD.numel():
-        return x_BLD.clone()
-
-    def mix(rows_BNTD: torch.Tensor) -> torch.Tensor:
-        return fourier_mix(rows_BNTD.flatten(0, 1), norm=norm).reshape(rows_BNTD.shape)
-
-    return by_documents(x_BLD, documents, mix)
 
 
 def document_lengths(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:

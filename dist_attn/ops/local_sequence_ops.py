@@ -6,10 +6,10 @@ import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.affine import AffineState, Read, affine_recurrence, gated_delta_rule
-from dist_attn.ops.convolution import convolve, convolve_streaming, packed_convolve, packed_convolve_streaming
+from dist_attn.ops.convolution import convolve, convolve_streaming
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.dense_space import dense_scan
-from dist_attn.ops.diagonal import diagonal_scan, packed_diagonal_scan
+from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.documents import (
     DocumentPlaces,
     check_documents,
@@ -19,14 +19,13 @@ from dist_attn.ops.documents import (
     sums_of_documents,
 )
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
+from dist_attn.ops.fourier import FourierNorm, fourier_mix
 from dist_attn.ops.legs import LegsState, legs_memory
 from dist_attn.ops.linear_attention import Implementation, check_implementation, linear_attention
 from dist_attn.ops.linear_attention.call import check_prefix
-from dist_attn.ops.long_convolution import long_convolve, packed_long_convolve
+from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeState,
-    packed_relative_attention,
     relative_attention,
     relative_attention_streaming,
 )
@@ -36,8 +35,9 @@ from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     RelativePositions,
+    SoftmaxCall,
     SoftmaxOptions,
-    packed_softmax_attention,
+    attend_documents,
     softmax_attention,
     softmax_attention_streaming,
 )
@@ -159,19 +159,8 @@ class LocalSequenceOps:
         causal: bool,
     ) -> torch.Tensor:
         """See `dist_attn.ops.relative_attention`."""
-        if self.documents:
-            return packed_relative_attention(
-                phi_q_BHLK,
-                phi_k_BHSK,
-                v_BHSV,
-                phi_rp_HRK,
-                causal=causal,
-                documents=self.documents,
-                implementation=self.implementation,
-            )
-        return relative_attention(
-            phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=self.implementation
-        )
+        inputs = (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
+        return relative_attention(*inputs, causal=causal, documents=self.documents, implementation=self.implementation)
 
     def relative_attention_streaming(
         self,
@@ -201,9 +190,8 @@ class LocalSequenceOps:
         """See `dist_attn.ops.softmax_attention`."""
         if self.documents:
             check_prefix(prefix, causal=causal, documents=True)
-            return packed_softmax_attention(
-                q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents, relative=relative
-            )
+            options = SoftmaxOptions(scale, relative=relative)
+            return attend_documents(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options), self.documents)
         return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative)
 
     def softmax_attention_streaming(
@@ -227,27 +215,19 @@ class LocalSequenceOps:
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `dist_attn.ops.convolve`."""
-        if self.documents:
-            return packed_convolve(x_BLD, w_KD, centred=centred, documents=self.documents)
-        return convolve(x_BLD, w_KD, centred=centred)
+        return convolve(x_BLD, w_KD, centred=centred, documents=self.documents)
 
     def convolve_streaming(
         self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.convolve_streaming`."""
-        if self.documents:
-            return packed_convolve_streaming(x_BLD, w_KD, tail_BKD, documents=self.documents)
-        return convolve_streaming(x_BLD, w_KD, tail_BKD)
+        return convolve_streaming(x_BLD, w_KD, tail_BKD, documents=self.documents)
 
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `dist_attn.ops.long_convolve`."""
-        if self.documents:
-            return packed_long_convolve(
-                x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD, documents=self.documents
-            )
-        return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
+        return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD, documents=self.documents)
 
     def diagonal_scan(
         self,
@@ -259,9 +239,7 @@ class LocalSequenceOps:
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.diagonal_scan`."""
-        if self.documents:
-            return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state, documents=self.documents)
-        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
+        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state, documents=self.documents)
 
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
@@ -319,9 +297,7 @@ class LocalSequenceOps:
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `dist_attn.ops.fourier_mix`."""
-        if self.documents:
-            return packed_fourier_mix(x_BLD, norm=norm, documents=self.documents)
-        return fourier_mix(x_BLD, norm=norm)
+        return fourier_mix(x_BLD, norm=norm, documents=self.documents)
 
     def select_tokens(
         self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None

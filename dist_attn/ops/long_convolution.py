@@ -14,18 +14,32 @@ from dist_attn.ops.documents import by_documents, check_documents
 
 
 def long_convolve(
-    x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
+    x_BLD: torch.Tensor,
+    kernel_LD: torch.Tensor,
+    *,
+    backward_kernel_LD: torch.Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Depthwise y_t = sum_{j >= 0} k_j x_{t-j}, zero outside; with a second kernel also + sum_{m >= 0} k'_m x_{t+1+m}.
 
     Kernels may be shorter than the sequence, or longer: taps that reach nothing are ignored. Rounding is relative to
     the largest values of the sequence, and it is not causal: outputs may move in their last bits with later inputs.
+    With packed `documents`, given by their starts, that of every document by itself; tokens before the first are one.
 
     Shapes: x [B, L, D], kernels [K, D] and [K', D] -> [B, L, D] in x's dtype; half precision is computed in float32.
+    Cost: transforms of x and of the kernels per length of document that occurs, at most sqrt(2 L) of them.
     Raises: ShapeError when they do not fit together.
     """
     check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
     length = x_BLD.shape[1]
+    check_documents(documents or (), length)
+    if documents and x_BLD.numel():
+
+        def convolve(rows_BNTD: torch.Tensor) -> torch.Tensor:
+            y_RTD = long_convolve(rows_BNTD.flatten(0, 1), kernel_LD, backward_kernel_LD=backward_kernel_LD)
+            return y_RTD.reshape(rows_BNTD.shape)
+
+        return by_documents(x_BLD, documents, convolve)
     kernel_LD = kernel_LD[:length]
     behind, ahead = kernel_LD.shape[0], 0
     if backward_kernel_LD is not None:
@@ -70,30 +84,6 @@ def _fast_size(least: int) -> int:
             part *= 3
         odd *= 5
     return best
-
-
-def packed_long_convolve(
-    x_BLD: torch.Tensor,
-    kernel_LD: torch.Tensor,
-    *,
-    documents: tuple[int, ...],
-    backward_kernel_LD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`long_convolve` of every document by itself; tokens before the first start are one too.
-
-    Shapes: x [B, L, D], kernels [K, D] and [K', D] -> [B, L, D].
-    Cost: transforms of x and of the kernels per length that occurs, at most sqrt(2 L) of them.
-    """
-    check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
-    check_documents(documents, x_BLD.shape[1])
-    if not documents or not x_BLD.numel():
-        return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
-
-    def convolve(rows_BNTD: torch.Tensor) -> torch.Tensor:
-        y_RTD = long_convolve(rows_BNTD.flatten(0, 1), kernel_LD, backward_kernel_LD=backward_kernel_LD)
-        return y_RTD.reshape(rows_BNTD.shape)
-
-    return by_documents(x_BLD, documents, convolve)
 
 
 def long_convolve_naive(

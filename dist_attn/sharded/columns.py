@@ -22,8 +22,8 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.documents import by_documents
-from dist_attn.ops.fourier import FourierNorm, document_lengths, packed_fourier_mix
-from dist_attn.ops.long_convolution import check_kernels, packed_long_convolve
+from dist_attn.ops.fourier import FourierNorm, document_lengths, fourier_mix
+from dist_attn.ops.long_convolution import check_kernels, long_convolve
 
 
 def column_cuts(columns: int, size: int) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def sharded_long_convolve(
     channels = x_BLD.shape[2]
     start, stop = tuple(pairwise(column_cuts(channels, comm.size)))[comm.rank]
     columns_CTB = tokens_to_columns(comm, layout, x_BLD.permute(2, 1, 0), label="long convolution")
-    y_BTC = packed_long_convolve(
+    y_BTC = long_convolve(
         columns_CTB.permute(2, 1, 0),
         kernel_LD[:, start:stop],
         backward_kernel_LD=None if backward_kernel_LD is None else backward_kernel_LD[:, start:stop],
@@ -160,7 +160,7 @@ def sharded_packed_fourier_mix(
         comm,
         layout,
         x_BLD,
-        inside=partial(packed_fourier_mix, norm=norm),
+        inside=partial(fourier_mix, norm=norm),
         across=partial(sharded_fourier_mix, norm=norm),
     )
 
@@ -182,7 +182,7 @@ def sharded_packed_long_convolve(
         comm,
         layout,
         x_BLD,
-        inside=partial(packed_long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD),
+        inside=partial(long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD),
         across=partial(sharded_long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD),
     )
 

@@ -26,7 +26,6 @@ from dist_attn.sharded.columns import (
     sharded_packed_long_convolve,
 )
 from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
-from dist_attn.sharded.gated_scans import sharded_gated_scan, sharded_selective_scan
 from dist_attn.sharded.linear import attend_over_layouts
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
@@ -36,8 +35,10 @@ from dist_attn.sharded.softmax import softmax_over_layouts, softmax_stream_over_
 from dist_attn.sharded.state_spaces import (
     sharded_dense_scan,
     sharded_diagonal_scan,
+    sharded_gated_scan,
     sharded_legs_memory,
     sharded_packed_diagonal_scan,
+    sharded_selective_scan,
 )
 from dist_attn.sharded.sums import sharded_mix_tokens, sharded_running_maximum
 from dist_attn.sharded.token_routing import ShardedRoutes, sharded_route_tokens
@@ -308,7 +309,7 @@ class ShardedSequenceOps:
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.gated_scans.sharded_gated_scan`."""
+        """See `sharded.state_spaces.sharded_gated_scan`."""
         self._sharding.refuse_deterministic("the gated scan")
         self._sharding.agree_on_tokens("gated_scan", {"x": x_BLD, "log_decay": log_decay_BLD}, state=state)
         return sharded_gated_scan(self._sharding, x_BLD, log_decay_BLD, state=state)
@@ -324,7 +325,7 @@ class ShardedSequenceOps:
         skip_D: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.gated_scans.sharded_selective_scan`."""
+        """See `sharded.state_spaces.sharded_selective_scan`."""
         self._sharding.refuse_deterministic("the selective scan")
         along = {"x": x_BLD, "dt": dt_BLD, "b": b_BLN, "c": c_BLN}
         self._sharding.agree_on_tokens("selective_scan", along, a=a_DN, skip=skip_D, state=state)

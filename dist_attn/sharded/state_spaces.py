@@ -4,6 +4,9 @@ A rank's tokens take a state x to A x + (what they leave from 0), so that states
 say: for a diagonal or a full matrix that all ranks know with the number of tokens in place of A, for a LegS memory with
 one silent channel more, which begins as e_0 and hears nothing, and by which the others know A.
 
+Where tokens choose the decays, a rank's element is what its tokens leave from zeros and the sum of their log decays,
+which a document that starts among them makes -inf; a second walk begins from the state before the rank's first token.
+
 Of packed documents that are cut across ranks, states go where a document goes on.
 
 Shape letters: B batch, L tokens here, D channels, N numbers of a channel's state, M outputs of a channel.
@@ -12,12 +15,14 @@ Shape letters: B batch, L tokens here, D channels, N numbers of a channel's stat
 import torch
 import torch.nn.functional as F
 
-from dist_attn.ops import diagonal_scan, legs_memory
+from dist_attn.ops import diagonal_scan, gated_scan, legs_memory, selective_scan
 from dist_attn.ops.dense_space import absorb_dense_inputs, dense_scan
-from dist_attn.ops.diagonal import absorb_inputs, packed_diagonal_scan, power, state_types
+from dist_attn.ops.diagonal import absorb_inputs, power, state_types
 from dist_attn.ops.legs import LegsState, absorb_signal
+from dist_attn.ops.selective_scan import absorb_gated, absorb_selected, sums_dtype
+from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import hear_from, ranks_heard
-from dist_attn.sharded.prefix_scan import LegsForgets, Powers, scan_over_ranks
+from dist_attn.sharded.prefix_scan import LegsForgets, LogDecay, Powers, scan_over_ranks
 from dist_attn.sharded.sharding import Sharding
 
 
@@ -132,7 +137,7 @@ def sharded_packed_diagonal_scan(
     sources = ranks_heard(layout, causal=True, final=state is not None)
     starts = layout.documents_on(comm.rank)
     if not any(sources):
-        return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, documents=starts, state=state)
+        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, documents=starts, state=state)
     real, kind = state_types(u_BLD, a_DN, b_DN, c_DN, state)
     left_BDN = absorb_inputs(u_BLD[:, starts[-1] if starts else 0 :], a_DN, b_DN, like=real)
     heard = hear_from(comm, sources, torch.view_as_real(left_BDN), label="carry")
@@ -147,7 +152,91 @@ def sharded_packed_diagonal_scan(
         return torch.view_as_complex(heard.connect(torch.view_as_real(x_BDN)))
 
     first, last = layout.document_of(layout.range(comm.rank)[0]), layout.document_of(layout.total - 1)
-    y_BLD, here_BDN = packed_diagonal_scan(
+    y_BLD, here_BDN = diagonal_scan(
         u_BLD, a_DN, b_DN, c_DN, documents=starts, state=after(layout.ranks_before(comm.rank), first > 0)
     )
     return y_BLD, here_BDN if state is None else after(layout.ranks_of_last_document(), last > 0)
+
+
+def sharded_gated_scan(
+    sharding: Sharding, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.gated_scan` on this rank's slice.
+
+    `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
+    on every rank, except that of documents which all lie whole on their ranks, where no state is given, each rank
+    returns that of its own last one. Gradients of the state are this rank's share.
+
+    Shapes: as `ops.gated_scan`, L local, which may be 0.
+    Cost: a scan of 8 B D bytes (twice for float64); a second pass over the local tokens for the state they leave. One
+        rank alone, or no state given and no document over a cut: nothing of both.
+    """
+    documents = sharding.layout.documents_on(sharding.comm.rank)
+    if _alone(sharding, state):
+        return gated_scan(x_BLD, log_decay_BLD, state=state, documents=documents)
+    dtype = sums_dtype(x_BLD, log_decay_BLD, state)
+    x, decay = (widened_for_grad_accumulation(t, dtype) for t in (x_BLD, log_decay_BLD))
+    last = documents[-1] if documents else 0
+    own_BD = absorb_gated(x[:, last:], decay[:, last:], like=dtype)
+    log_decay_BD = _forgotten(documents, decay.to(dtype).sum(1))
+    before_BD1, after_BD1 = _scan(
+        sharding, own_BD[..., None], log_decay_BD[..., None], None if state is None else state[..., None]
+    )
+    h_BLD, _ = gated_scan(x, decay, state=before_BD1[..., 0], documents=documents)
+    return h_BLD.to(x_BLD.dtype), after_BD1[..., 0]
+
+
+def sharded_selective_scan(
+    sharding: Sharding,
+    x_BLD: torch.Tensor,
+    dt_BLD: torch.Tensor,
+    a_DN: torch.Tensor,
+    b_BLN: torch.Tensor,
+    c_BLN: torch.Tensor,
+    *,
+    skip_D: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.selective_scan` on this rank's slice; states as in `sharded_gated_scan`.
+
+    Gradients of a, skip and the state are this rank's share.
+
+    Shapes: as `ops.selective_scan`, L local, which may be 0.
+    Cost: a scan of 8 B D N bytes (twice for float64); a second pass over the local tokens for the state they leave. One
+        rank alone, or no state given and no document over a cut: nothing of both.
+    """
+    documents = sharding.layout.documents_on(sharding.comm.rank)
+    if _alone(sharding, state):
+        return selective_scan(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D=skip_D, state=state, documents=documents)
+    dtype = sums_dtype(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state)
+    x, dt, b = (widened_for_grad_accumulation(t, dtype) for t in (x_BLD, dt_BLD, b_BLN))
+    last = documents[-1] if documents else 0
+    own_BDN = absorb_selected(x[:, last:], dt[:, last:], a_DN, b[:, last:], like=dtype)
+    log_decay_BDN = _forgotten(documents, dt.to(dtype).sum(1)[..., None] * a_DN)
+    before_BDN, after_BDN = _scan(sharding, own_BDN, log_decay_BDN, state)
+    y_BLD, _ = selective_scan(x, dt, a_DN, b, c_BLN, skip_D=skip_D, state=before_BDN, documents=documents)
+    return y_BLD.to(x_BLD.dtype), after_BDN
+
+
+def _alone(sharding: Sharding, state: torch.Tensor | None) -> bool:
+    """Whether no rank needs the state of another; the same answer on all ranks."""
+    layout = sharding.layout
+    return layout.size == 1 or (bool(layout.documents) and state is None and not layout.crosses_cuts)
+
+
+def _forgotten(documents: tuple[int, ...], log_decay: torch.Tensor) -> torch.Tensor:
+    """The log decay of a slice in which these documents start."""
+    return torch.full_like(log_decay, -torch.inf) if documents else log_decay
+
+
+def _scan(
+    sharding: Sharding, own_BDN: torch.Tensor, log_decay_BDN: torch.Tensor, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states before this rank's first token and after the last global one."""
+    size = own_BDN.shape[-1]
+    own_BDX = torch.cat([own_BDN, log_decay_BDN], dim=-1)
+    first_BDX = None
+    if state is not None:
+        first_BDX = torch.cat([state.to(own_BDN.dtype), torch.zeros_like(log_decay_BDN)], dim=-1)
+    before_BDX, after_BDX = scan_over_ranks(sharding.comm, LogDecay(size), own_BDX, first_BDX, sharding.exchange)
+    return before_BDX[..., :size], after_BDX[..., :size]

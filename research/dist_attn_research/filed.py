@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.filed import RESULTS
-from benchmarks.measured import Table
+from benchmarks.measured import Drawn, Finding, Table
 from benchmarks.report import read_finding
 from benchmarks.setting import Setting
-from benchmarks.studies import Drawn, Finding
 from benchmarks.verify import ROOT
 from dist_attn_research.page.tokens import Drawn as PageTokens
 from dist_attn_research.page.upload import Sent

@@ -1,13 +1,20 @@
 """Filed results: the newest JSON of each case is all that is filed, and each becomes a table and a figure."""
 
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
 
+from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS
-from benchmarks.studies import Drawn
+from benchmarks.measured import Drawn
+from benchmarks.run import STUDIES as OF_TARGETS
 from benchmarks.verify import ROOT
 from dist_attn_research import filed
+from dist_attn_research.__main__ import PROGRAMS, main
+from dist_attn_research.papers.experiments import EXPERIMENTS
+from dist_attn_research.studies import STUDIES
 
 RESULT_FILES = sorted((ROOT / RESULTS).glob("*.json"))
 
@@ -44,3 +51,31 @@ def test_results_are_printed_by_name(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("# forward\n")
     assert filed.main(["sideways"]) == 2
     assert "nothing is filed under 'sideways'; there are backward, " in capsys.readouterr().err
+
+
+def test_the_list_says_what_each_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--list` names every case, study, experiment and program with its question, and runs none."""
+    assert main(["--list"]) == 0
+    listed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    groups = (CASES, OF_TARGETS, STUDIES, EXPERIMENTS, PROGRAMS)
+    assert list(listed) == [name for group in groups for name in group]
+    assert all(listed.values())
+
+
+def test_every_name_has_tests_that_are_there() -> None:
+    """Studies and experiments name files of tests that exist."""
+    named = [test for one in (*STUDIES.values(), *EXPERIMENTS.values()) for test in one.tests]
+    assert [test for test in named if not (ROOT / test).is_file()] == []
+
+
+@pytest.mark.parametrize("module", [module for module, _ in PROGRAMS.values()])
+def test_every_program_can_be_started(module: str) -> None:
+    """A program has a `main` that takes its arguments."""
+    assert len(inspect.signature(importlib.import_module(f"dist_attn_research.{module}").main).parameters) == 1
+
+
+def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """What nobody measures ends with code 2 and one line that names what there is."""
+    assert main(["sideways"]) == 2
+    said = capsys.readouterr().err
+    assert "forward" in said and "mixers" in said and said.count("\n") == 1

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks import report, run
+from benchmarks.measured import Study
 from benchmarks.memory import TrackedMemory
 from benchmarks.setting import look_around
-from benchmarks.studies import Study
 from benchmarks.verify import ROOT
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn_research.filed import read

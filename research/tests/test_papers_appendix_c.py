@@ -11,11 +11,15 @@ import torch
 from dist_attn.errors import ConfigError
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig, build_model
 from dist_attn_research.papers import swapped_translators
-from dist_attn_research.papers.attention_swap import ATTENTION, with_attention_reset, with_attention_swapped
 from dist_attn_research.papers.experiment import Budget, Done
 from dist_attn_research.papers.rfa_appendix_c import RFA_APPENDIX_C, SIZES, SOFTMAX, gaussian, of_eq_12, recovered
 from dist_attn_research.papers.runner import carry_out
-from dist_attn_research.papers.swapped_translators import SmallTranslator
+from dist_attn_research.papers.swapped_translators import (
+    ATTENTION,
+    SmallTranslator,
+    with_attention_reset,
+    with_attention_swapped,
+)
 
 WORDS = [a + b + c for a in ("pr", "st", "c", "wh", "l") for b in ("in", "oa", "er", "ough") for c in ("ce", "t", "d")]
 KERNEL = ("sigma_H1K", "w_HDK")

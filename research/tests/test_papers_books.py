@@ -12,11 +12,11 @@ from dist_attn.errors import ConfigError
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.evaluation import score_tokens
 from dist_attn_research.papers import books
+from dist_attn_research.papers.arms import Claim, judge
 from dist_attn_research.papers.books import TRAIN, books_in_order, tokeniser_of
 from dist_attn_research.papers.experiment import Budget, Done
 from dist_attn_research.papers.finding import Report
 from dist_attn_research.papers.novels import DEVELOPMENT, NOVELS, TEST
-from dist_attn_research.papers.paired import Claim, judge
 from dist_attn_research.papers.rfa_table1 import ARMS, BESIDE, RFA_TABLE1, STRONGER
 from dist_attn_research.papers.runner import carry_out
 

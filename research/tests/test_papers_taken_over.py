@@ -9,7 +9,7 @@ import pytest
 
 from dist_attn.errors import ConfigError
 from dist_attn_research.papers.experiment import Done, Job, Scores, Watch, read_done
-from dist_attn_research.papers.taken_over import take_over
+from dist_attn_research.papers.runner import take_over
 
 
 def _work(folder: Path, watch: Watch) -> Scores:

@@ -9,9 +9,9 @@ import pytest
 from dist_attn.errors import ConfigError
 from dist_attn.training.config import TrainingConfig
 from dist_attn_research.papers import multi30k
+from dist_attn_research.papers.arms import Claim, judge
 from dist_attn_research.papers.experiment import Budget, Done, Experiment
 from dist_attn_research.papers.multi30k import bleu_of, read_lines
-from dist_attn_research.papers.paired import Claim, judge
 from dist_attn_research.papers.rfa_table2 import RFA_TABLE2
 from dist_attn_research.papers.scaleformer_translation import SCALEFORMER_TRANSLATION
 

@@ -7,9 +7,18 @@ import numpy as np
 import pytest
 
 from dist_attn.models import VisionClassifierConfig
-from dist_attn_research.papers.digit_canvases import CANVAS, SCALE, make_canvases, read_digits, split_digits
 from dist_attn_research.papers.experiment import Budget, Done
-from dist_attn_research.papers.patch_size import PATCH_SIZE, PATCHES, TIMES, model_section
+from dist_attn_research.papers.patch_size import (
+    CANVAS,
+    PATCH_SIZE,
+    PATCHES,
+    SCALE,
+    TIMES,
+    make_canvases,
+    model_section,
+    read_digits,
+    split_digits,
+)
 
 
 def test_no_digit_is_trained_on_and_held_out() -> None:

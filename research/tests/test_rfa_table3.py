@@ -18,9 +18,9 @@ from dist_attn_research.papers.counted_baselines import (
     byte_histogram_accuracy,
     first_operator_accuracy,
     pair_histogram_accuracy,
+    towers_of,
 )
 from dist_attn_research.papers.experiment import Budget, Done, Experiment
-from dist_attn_research.papers.pair_towers import towers_of
 from dist_attn_research.papers.passages import AUTHORS, PassageSpec, draw_pairs, plain, read_passages
 from dist_attn_research.papers.rfa_table3 import RFA_TABLE3
 from dist_attn_research.papers.rfa_table3_speed import MIXERS, RFA_TABLE3_SPEED, NaiveSoftmaxOps

@@ -9,8 +9,7 @@ import torch
 from dist_attn.checkpoints import load_model, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.text import ByteTokeniser, load_tokeniser
-from dist_attn_research.writer.grow import grow
-from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH
+from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH, grow
 from dist_attn_research.writer.texts import as_chat, lay_out, paragraphs_of, turns
 from tests.support.models import small_config, small_model
 

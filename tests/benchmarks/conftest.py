@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks import roofline
+from benchmarks import timing
 
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of 64 KiB in the place of 64 MiB, which take longer to make than whatever else a test does."""
-    monkeypatch.setattr(roofline, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 16)

@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, roofline, run
+from benchmarks import report, run, timing
 from benchmarks.cases import CASES, OURS, Case
 from benchmarks.filed import RESULTS
-from benchmarks.race import measure
-from benchmarks.report import file_finding, read_finding
-from benchmarks.roofline import COPY, MATMUL, RATES, Roofline, matmul_flops
-from benchmarks.run import main
-from benchmarks.setting import own_cores
-from benchmarks.studies import STUDIES
-from benchmarks.timing import Times, interleaved
+from benchmarks.report import SizeMeasured, file_finding, finding_of, read_finding
+from benchmarks.run import STUDIES, main
+from benchmarks.setting import look_around, own_cores
+from benchmarks.timing import COPY, MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
 from benchmarks.verify import ROOT, why_red
 
 GREEN = "def test_a():\n    pass\n"
@@ -88,10 +85,12 @@ def test_numbers_are_printed_and_filed(tiny: Path, capsys: pytest.CaptureFixture
     (own,) = json.loads((tiny / "own.json").read_text())
     filed = json.loads(path.read_text())
     assert own == filed
-    assert [row["size"] for row in own["rows"]] == [8, 16]
-    assert own["rounds"] == 3
-    assert {"ours", "sdpa", "cumulative sums", "matmul", "copy"} <= own["rows"][0]["seconds"].keys()
-    assert own["ratios"]["sdpa / ours at 16"] == own["rows"][1]["peers_over_ours"]["sdpa"]
+    assert [row[0] for row in own["tables"][0]["rows"]] == ["8", "16"]
+    assert own["tables"][0]["title"].startswith("Medians of 3 rounds")
+    works = ("ours", "sdpa", "cumulative sums", "matmul", "copy")
+    assert {f"{name}, seconds at {size}" for name in works for size in (8, 16)} <= own["numbers"].keys()
+    times = [own["numbers"][f"{name}, seconds at 16"] for name in ("sdpa", "ours")]
+    assert own["ratios"]["sdpa / ours at 16"] == pytest.approx(times[0] / times[1], abs=1e-3)
     assert own["setting"]["threads"] == torch.get_num_threads()
     said = capsys.readouterr().out
     assert "| size | ours | sdpa | cumulative sums |" in said
@@ -159,16 +158,14 @@ def test_the_list_says_what_each_asks(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_ratios(tmp_path: Path) -> None:
     """Ratios are peers over ours and ours over the arithmetic limit, at the rate of the product in the same run."""
-    case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: matmul_flops() / 2, lambda _: 4.0 * roofline.COPY_BYTES)
+    flops, moved = matmul_flops() / 2, 4.0 * timing.COPY_BYTES
+    case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: flops, lambda _: moved, absent=lambda: {"x": "why"})
     times = {OURS: Times((2.0,)), "peer": Times((6.0,)), MATMUL: Times((1.0,)), COPY: Times((0.25,))}
-    row = report.row_of(case, 1, times)
-    assert (row.peers_over_ours, row.over_limit) == ({"peer": 3.0}, 4.0)
+    result = finding_of(case, look_around(), 1, {1: SizeMeasured(times, {})})
+    assert result.ratios == {"peer / ours at 1": 3.0, "ours / limit at 1": 4.0}
     # Half of a product's second, and twice of a copy's quarter: as long for arithmetic as for memory.
-    assert row.roofline == Roofline(matmul_flops(), 8.0 * roofline.COPY_BYTES)
-    assert row.roofline.least_seconds(row.flops, row.moved_bytes) == 0.5
-    result = replace(
-        measure(replace(CASES["forward"], sizes=(8,)), (8,), 1), case="c", rows=(row,), absent={"x": "why"}
-    )
+    assert Roofline.of(times) == Roofline(matmul_flops(), 8.0 * timing.COPY_BYTES)
+    assert Roofline.of(times).least_seconds(flops, moved) == 0.5
     text = result.as_markdown()
     assert "it took 4.00 times that." in text
     assert "* x was not measured: why." in text

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.filed import RESULTS, filed_results
-from benchmarks.performance_page import BEGIN, END, PAGE, filled_in, target_table, write
+from benchmarks.filed import BEGIN, END, PAGE, RESULTS, filed_results, filled_in, target_table, write_page
 from benchmarks.targets import TARGETS
 from benchmarks.verify import ROOT
 
@@ -41,5 +40,5 @@ def test_only_the_table_is_replaced(tmp_path: Path) -> None:
     assert filled_in(text, "new\n") == f"before\n{BEGIN}new\n{END}after\n"
     with pytest.raises(ValueError, match="no place for the table"):
         filled_in("no marks", "new\n")
-    write(tmp_path, Path("results"))
+    write_page(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -6,8 +6,8 @@ from pathlib import Path
 from benchmarks.cases import CASES
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.report import read_finding
+from benchmarks.run import STUDIES
 from benchmarks.setting import look_around
-from benchmarks.studies import STUDIES
 from benchmarks.targets import TARGETS, Target, as_json, as_markdown, judge
 from benchmarks.verify import ROOT
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_attn.comm.agreement import difference, differences, host_name
+from dist_attn.comm.call import difference, differences, host_name
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import DEVICE, Cases, Row, judged, name_of
-from benchmarks.gpu.commands import SHARED, compared, dist_attn, write_book
+from benchmarks.gpu.models import SHARED, compared, dist_attn, write_book
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.layout import SequenceLayout

@@ -12,7 +12,7 @@ import httpx
 import torch
 
 from benchmarks.gpu.cases import DEVICE, Cases, Row
-from benchmarks.gpu.commands import MODEL, SHARED, compared, dist_attn, write_book
+from benchmarks.gpu.models import MODEL, SHARED, compared, dist_attn, write_book
 from benchmarks.service_process import ServiceProcess, until_ready
 from tests.support.streams import Stream, streams_of
 

@@ -243,7 +243,7 @@ def test_rwkv7_is_its_definition() -> None:
 
 def test_retention_decays_by_the_powers_of_its_paper() -> None:
     """With the slopes of retention a token's weight falls by 1 - 2^-5, 1 - 2^-6 and so on, a rate for each head."""
-    from dist_attn.mixers.lightning import slopes
+    from dist_attn.mixers.decaying import slopes
 
     config = LightningConfig(kind="lightning", hidden_size=SIZE, num_heads=3, slopes="retention")
     want = 1 - 2.0 ** -torch.arange(5, 8, dtype=torch.float64)

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from dist_attn.errors import ShapeError
 from dist_attn.ops.softmax_attention import (
     Placement,
+    SoftmaxCall,
+    SoftmaxOptions,
+    attend_partially,
     merge_partials,
     softmax_attention,
     softmax_attention_naive,
-    softmax_attention_partial,
     tiled,
 )
 from tests.support.closeness import assert_close
@@ -34,6 +36,12 @@ def _placement(queries: int, keys: int, documents: bool, seed: int = 0) -> Place
     where = [torch.randperm(TOTAL, generator=generator)[:count] for count in (queries, keys)]
     number_T = torch.cumsum(torch.rand(TOTAL, generator=generator) < 0.2, 0)
     return Placement(*where, *([number_T[w] for w in where] if documents else [None, None]))
+
+
+def _partial(q, k, v, *, causal: bool, placement: Placement | None = None, scale: float | None = None):
+    call = SoftmaxCall(q, k, v, causal, SoftmaxOptions(scale), placement)
+    call.check()
+    return attend_partially(call)
 
 
 def _compare(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
@@ -79,12 +87,12 @@ def test_parts_of_the_keys_merge_to_the_whole(causal):
         parts = []
         for a, b in pairwise(cuts):
             placement = Placement(torch.arange(TOTAL), torch.arange(a, b))
-            parts.append(softmax_attention_partial(q, k[:, :, a:b], v[:, :, a:b], causal=causal, placement=placement))
+            parts.append(_partial(q, k[:, :, a:b], v[:, :, a:b], causal=causal, placement=placement))
         out, lse = merge_partials(*zip(*parts, strict=True))
         return torch.cat([out, lse[..., None]], dim=-1)
 
     def whole(q, k, v):
-        out, lse = softmax_attention_partial(q, k, v, causal=causal)
+        out, lse = _partial(q, k, v, causal=causal)
         return torch.cat([out, lse[..., None]], dim=-1)
 
     _compare(_run(in_parts, leaves), _run(whole, leaves))
@@ -98,7 +106,7 @@ def test_gradcheck_of_output_and_weight():
     leaves = [x[:1] for x in _inputs(3, 4)]
 
     def attend(q, k, v):
-        out, lse = softmax_attention_partial(q, k, v, causal=True, placement=placement)
+        out, lse = _partial(q, k, v, causal=True, placement=placement)
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
     assert torch.autograd.gradcheck(attend, [x.detach().requires_grad_() for x in leaves])
@@ -108,7 +116,7 @@ def test_queries_that_see_no_key_are_zero():
     """Where a query's document has no key here, the output is 0, the weight is nothing, and no gradient is NaN."""
     q, k, v = _inputs(2, 3)
     placement = Placement(torch.tensor([0, 9]), torch.tensor([4, 5, 6]))
-    out, lse = softmax_attention_partial(q, k, v, causal=True, placement=placement)
+    out, lse = _partial(q, k, v, causal=True, placement=placement)
     assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
     assert bool((lse[:, :, 0] == -torch.inf).all()) and bool(lse[:, :, 1].isfinite().all())
     merged, _ = merge_partials([out, out], [lse, lse])
@@ -119,7 +127,7 @@ def test_queries_that_see_no_key_are_zero():
 def test_half_precision_inputs_are_summed_in_float32():
     """Over bf16 inputs the partial result is float32 and as close to float64 as rounded inputs allow."""
     q, k, v = (x.detach() for x in _inputs(TOTAL, TOTAL, dtype=torch.bfloat16))
-    out, lse = softmax_attention_partial(q, k, v, causal=True)
+    out, lse = _partial(q, k, v, causal=True)
     want = softmax_attention_naive(q.double(), k.double(), v.double(), causal=True)
     assert out.dtype == lse.dtype == torch.float32
     assert_close(out, want.float())
@@ -128,7 +136,7 @@ def test_half_precision_inputs_are_summed_in_float32():
 def test_large_scores_do_not_overflow():
     """Scores of a thousand are far beyond what exp can hold, and the result is still the oracle's."""
     leaves = _inputs(TOTAL, TOTAL)
-    got = _run(lambda *x: softmax_attention_partial(*x, causal=True, scale=400.0)[0], leaves)
+    got = _run(lambda *x: _partial(*x, causal=True, scale=400.0)[0], leaves)
     _compare(got, _run(lambda *x: softmax_attention_naive(*x, causal=True, scale=400.0), leaves))
 
 

@@ -161,6 +161,6 @@ class Rwkv7Config(RecurrentConfig):
         return "any"
 
 
-register_mixer(GatedDeltaConfig, "dist_attn.mixers.gated_delta:GatedDeltaNet")
-register_mixer(KimiDeltaConfig, "dist_attn.mixers.kda:KimiDeltaAttention")
-register_mixer(Rwkv7Config, "dist_attn.mixers.rwkv7:Rwkv7")
+register_mixer(GatedDeltaConfig, "dist_attn.mixers.delta_rules:GatedDeltaNet")
+register_mixer(KimiDeltaConfig, "dist_attn.mixers.delta_rules:KimiDeltaAttention")
+register_mixer(Rwkv7Config, "dist_attn.mixers.delta_rules:Rwkv7")

@@ -267,6 +267,6 @@ class Mamba2Config(RecurrentConfig):
         return self.values_size + 2 * self.groups * self.key_size
 
 
-register_mixer(GlaConfig, "dist_attn.mixers.gla:GatedLinearAttention")
-register_mixer(LightningConfig, "dist_attn.mixers.lightning:LightningAttention")
-register_mixer(Mamba2Config, "dist_attn.mixers.mamba2:Mamba2")
+register_mixer(GlaConfig, "dist_attn.mixers.decaying:GatedLinearAttention")
+register_mixer(LightningConfig, "dist_attn.mixers.decaying:LightningAttention")
+register_mixer(Mamba2Config, "dist_attn.mixers.decaying:Mamba2")

@@ -4,7 +4,6 @@ from dist_attn.ops.relative_attention.call import RelativeCall, check_relative_c
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.relative_attention.windowed import (
-    packed_relative_attention,
     relative_attention,
     relative_attention_step,
     relative_attention_streaming,
@@ -16,7 +15,6 @@ __all__ = [
     "WindowState",
     "check_relative_choice",
     "choose_relative",
-    "packed_relative_attention",
     "relative_attention",
     "relative_attention_naive",
     "relative_attention_step",

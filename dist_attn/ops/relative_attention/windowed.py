@@ -42,6 +42,7 @@ def relative_attention(
     *,
     causal: bool,
     form: Form = "windowed",
+    documents: tuple[int, ...] | None = None,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Kernel attention with Shaw's relative positions, normalised by its own row sums.
@@ -49,16 +50,20 @@ def relative_attention(
     phi_rp has R = 2 k + 1 rows, row r for relative index (key - query) = r - k, the outermost for everything beyond.
     Causal with L != S is aligned at the top left. A query with no weight on any key, as one that sees none, has the
     output 0 and no gradient. `form` "naive" takes the whole score matrix, which is faster for a few dozen tokens.
+    With packed `documents`, given by their starts, every one attends to itself alone, several short ones at a time.
 
     `implementation` names what computes the windowed form, see `call.choose_relative`: "triton" the kernels
     for a GPU, which "auto" takes by itself only once they have run on one; until then, and elsewhere, torch's own
     operations ("streaming").
 
     Shapes: phi_q [B, H, L, K], phi_k [B, H, S, K], v [B, H, S, V], phi_rp [H, R, K] -> [B, H, L, V].
+    Cost: of documents O(128) per token of short ones, in one walk whose memory is flat in L; one call per long one.
     Raises: ShapeError when shapes do not fit together; InputError for an unknown form; ConfigError for an
-        implementation that cannot take this call.
+        implementation that cannot take this call, as kernels asked for by name cannot take documents.
     """
-    return attend(RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal, form, implementation=implementation))
+    inputs = (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
+    call = RelativeCall(*inputs, causal, form, documents=documents or (), implementation=implementation)
+    return _attend_documents(call) if call.documents else attend(call)
 
 
 def attend(call: RelativeCall) -> torch.Tensor:
@@ -121,32 +126,13 @@ def relative_attention_streaming(
     return normalised(num, v_BHLV.dtype), RelativeState(after.sz_BHMW, window)
 
 
-def packed_relative_attention(
-    phi_q_BHLK: torch.Tensor,
-    phi_k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    phi_rp_HRK: torch.Tensor,
-    *,
-    causal: bool,
-    documents: tuple[int, ...],
-    implementation: Implementation = "auto",
-) -> torch.Tensor:
-    """`relative_attention` in which every document attends to itself alone: several short ones at a time.
-
-    Shapes: phi_q, phi_k [B, H, L, K], v [B, H, L, V], phi_rp [H, R, K] -> [B, H, L, V].
-    Cost: O(128) per token of short documents, in one walk whose memory is flat in L; one call per long document.
-    Raises: ShapeError when shapes do not fit together; ConfigError for kernels asked for by name, which take one
-        sequence.
-    """
-    call = RelativeCall(
-        phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, causal, documents=documents, implementation=implementation
-    )
+def _attend_documents(call: RelativeCall) -> torch.Tensor:
     call.check()
     choose_relative(call)
     alone = replace(call, documents=(), implementation="auto")
-    starts_11L = start_flags(documents, call.queries, phi_q_BHLK.device)[None, None]
+    starts_11L = start_flags(call.documents, call.queries, call.phi_q_BHLK.device)[None, None]
     outputs = []
-    runs = document_runs(documents, call.queries, TOGETHER_TOKENS)
+    runs = document_runs(call.documents, call.queries, TOGETHER_TOKENS)
     parts = split_tokens((*call.tensors[:3], starts_11L), [(a, b) for a, b, _ in runs])
     for (_, _, groups), (q, k, v, starts) in zip(runs, parts, strict=True):
         assert q is not None and k is not None and v is not None and starts is not None
@@ -154,11 +140,11 @@ def packed_relative_attention(
             outputs.append(attend(alone.with_qkv(q, k, v)))
             continue
         out, _ = scan(
-            OutputOnly(partial(_together, causal)),
+            OutputOnly(partial(_together, call.causal)),
             groups,
             (q, k, v, starts),
             (),
-            (phi_rp_HRK,),
+            (call.phi_rp_HRK,),
             output_shape=tuple(v.shape),
             output_dtype=v.dtype,
         )

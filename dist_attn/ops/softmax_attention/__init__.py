@@ -1,10 +1,10 @@
 """Softmax attention: the oracle, PyTorch's fused kernels, and tiles whose partial results merge."""
 
-from dist_attn.ops.softmax_attention.attention import packed_softmax_attention, softmax_attention
+from dist_attn.ops.softmax_attention.attention import attend_documents, softmax_attention
 from dist_attn.ops.softmax_attention.cache import KeyValueCache, softmax_attention_streaming
 from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
-from dist_attn.ops.softmax_attention.tiled import merge_partials, softmax_attention_partial
+from dist_attn.ops.softmax_attention.tiled import attend_partially, merge_partials
 
 __all__ = [
     "KeyValueCache",
@@ -12,10 +12,10 @@ __all__ = [
     "RelativePositions",
     "SoftmaxCall",
     "SoftmaxOptions",
+    "attend_documents",
+    "attend_partially",
     "merge_partials",
-    "packed_softmax_attention",
     "softmax_attention",
     "softmax_attention_naive",
-    "softmax_attention_partial",
     "softmax_attention_streaming",
 ]

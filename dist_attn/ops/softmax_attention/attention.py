@@ -74,32 +74,13 @@ def attend(call: SoftmaxCall) -> torch.Tensor:
     return _fused(call)
 
 
-def packed_softmax_attention(
-    q_BHLK: torch.Tensor,
-    k_BGLK: torch.Tensor,
-    v_BGLV: torch.Tensor,
-    *,
-    causal: bool,
-    documents: tuple[int, ...],
-    scale: float | None = None,
-    relative: RelativePositions | None = None,
-) -> torch.Tensor:
+def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Tensor:
     """`softmax_attention` in which every document attends to itself alone: several short ones at a time.
 
     Shapes: q [B, H, L, K], k [B, G, L, K], v [B, G, L, V] -> [B, H, L, V].
     Cost: one call of a fused kernel per 256 tokens of short documents and per long document; with relative positions
         the tiles that touch a document.
     Raises: ShapeError when shapes do not fit together.
-    """
-    return attend_documents(
-        SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, causal, SoftmaxOptions(scale, relative=relative)), documents
-    )
-
-
-def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Tensor:
-    """`packed_softmax_attention` of a call.
-
-    Raises: as `packed_softmax_attention`.
     """
     call.check()
     length = call.queries

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention.call import Placement, SoftmaxCall
 
 TILE_QUERIES = 256
 TILE_KEYS = 1024
@@ -100,31 +100,14 @@ class Partial(NamedTuple):
     lse: torch.Tensor
 
 
-def softmax_attention_partial(
-    q_BHLK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSV: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    placement: Placement | None = None,
-    relative: RelativePositions | None = None,
-) -> Partial:
+def attend_partially(call: SoftmaxCall) -> Partial:
     """Attention over these keys, and how much weight they carry; a query that sees none has zeros and -inf.
 
-    With `relative` positions keys and values depend on where they stand from the query.
+    The call is one that was checked; its sinks do not count (`with_sinks`).
 
     Shapes: q [B, H, L, K], k [B, G, S, K], v [B, G, S, V] -> out [B, H, L, V], lse [B, H, L], float32 or wider.
     Both have gradients (once differentiable). Cost: scores of one tile above inputs, outputs and their gradients.
-    Raises: ShapeError when shapes do not fit together.
     """
-    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, SoftmaxOptions(scale, relative=relative), placement)
-    call.check()
-    return attend_partially(call)
-
-
-def attend_partially(call: SoftmaxCall) -> Partial:
-    """`softmax_attention_partial` of a call that is checked; its sinks do not count (`with_sinks`)."""
     return Partial(*_Partial.apply(TileTerms.of(call), *TileTensors.of(call)))  # type: ignore[no-untyped-call]
 
 
@@ -166,7 +149,7 @@ def fold_in_place(part: Partial, more: Partial) -> Partial:
 
 
 def tile_outputs(terms: TileTerms, x: TileTensors) -> Partial:
-    """`softmax_attention_partial` without a gradient."""
+    """`attend_partially` without a gradient."""
     q_BHLK = x.q_BHLK
     wide = torch.promote_types(q_BHLK.dtype, torch.float32)
     out_BHLV = q_BHLK.new_zeros((*q_BHLK.shape[:3], x.v_BGSV.shape[3]), dtype=wide)

@@ -4,8 +4,6 @@
 Chromium as a person would, and writes PNG files: light, dark and narrow. It prints what it has seen.
 """
 
-import argparse
-import asyncio
 import io
 import json
 import sys
@@ -16,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from PIL import Image
 
-from benchmarks.service_process import ServiceProcess, until_ready
+from dist_attn_research.service.program import START_S, own_service, parser_of
 from tests.support.chromium import chromium, why_no_chromium
 
 if TYPE_CHECKING:
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-START_S = 400.0
 LONGEST_MS = 900_000
 WIDE: "ViewportSize" = {"width": 1440, "height": 900}
 NARROW: "ViewportSize" = {"width": 390, "height": 844}
@@ -135,10 +131,8 @@ def _narrow(browser: "Browser", camera: Camera, url: str, query: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0, or 2 when something is missing."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench page-screenshots", description=__doc__)
+    parser = parser_of("page-screenshots", __doc__, model="minilm-stream", ranks=4)
     parser.add_argument("book", type=Path)
-    parser.add_argument("--model", default="minilm-stream")
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--bytes", type=int, default=300_000, help="of the book")
     parser.add_argument("--query", default="sharing a bed with a harpooneer")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
@@ -148,27 +142,19 @@ def main(arguments: Sequence[str]) -> int:
         print(f"page_screenshots: {lack}", file=sys.stderr)
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
-    ):
-        asyncio.run(_ready(service.url))
-        with chromium() as browser:
-            page = browser.new_page(viewport=WIDE)
-            page.set_default_timeout(START_S * 1000)
-            page.goto(service.url)
-            page.wait_for_selector("html[data-ready]", state="attached")
-            camera = Camera(page, given.out)
-            seen = _encode(camera, given.book, given.bytes, given.query)
-            seen |= _continue(camera)
-            _narrow(browser, camera, service.url, given.query)
-    print(json.dumps({**seen, "ranks": given.ranks, "bytes_of_pictures": camera.sizes}, indent=1))
+    with own_service(given.model, given.ranks) as service, chromium() as browser:
+        page = browser.new_page(viewport=WIDE)
+        page.set_default_timeout(START_S * 1000)
+        page.goto(service.url)
+        page.wait_for_selector("html[data-ready]", state="attached")
+        camera = Camera(page, given.out)
+        seen = _encode(camera, given.book, given.bytes, given.query)
+        seen |= _continue(camera)
+        _narrow(browser, camera, service.url, given.query)
+    result = json.dumps({**seen, "ranks": given.ranks, "bytes_of_pictures": camera.sizes}, indent=1)
+    print(result)
+    given.json.write_text(result)
     return 0
-
-
-async def _ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
-        await until_ready(http, 0, START_S)
 
 
 if __name__ == "__main__":

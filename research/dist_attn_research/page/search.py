@@ -5,23 +5,19 @@
 passage is right if it fits the question's pattern; questions and patterns were written before anything was ranked.
 """
 
-import argparse
-import asyncio
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess, until_ready
+from dist_attn_research.service.program import own_service, parser_of
 
 __all__ = ["QUESTIONS", "main", "measure"]
 
-START_S = 400.0
 WINDOW = 512
 QUESTIONS: dict[str, dict[str, dict[str, str]]] = {
     "its own words": {
@@ -99,9 +95,8 @@ def measure(http: httpx.Client, data: bytes, questions: dict[str, str]) -> dict[
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0, or 2 when something is missing."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench page-search", description=__doc__)
+    parser = parser_of("page-search", __doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="books-6m")
     given = parser.parse_args(arguments)
     books = sorted({book for kind in QUESTIONS.values() for book in kind})
     missing = [book for book in books if not (given.folder / f"{book}.txt").is_file()]
@@ -110,24 +105,19 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     found: dict[str, dict[str, list[float]]] = {kind: {mode: [] for mode in MODES} for kind in QUESTIONS}
     with (
-        tempfile.TemporaryDirectory() as place,
-        ServiceProcess(Path(place), ranks=1, model=given.model) as service,
+        own_service(given.model, 1) as service,
         httpx.Client(base_url=service.url, timeout=None) as http,
     ):
-        asyncio.run(_ready(service.url))
         for kind, of_books in QUESTIONS.items():
             for book, questions in of_books.items():
                 data = (given.folder / f"{book}.txt").read_bytes()
                 for mode, ranks in measure(http, data, questions).items():
                     found[kind][mode] += ranks
     means = {kind: {mode: round(fmean(ranks), 3) for mode, ranks in of.items()} for kind, of in found.items()}
-    print(json.dumps({"model": given.model, "mean_reciprocal_rank": means}, indent=1))
+    result = json.dumps({"model": given.model, "mean_reciprocal_rank": means}, indent=1)
+    print(result)
+    given.json.write_text(result)
     return 0
-
-
-async def _ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
-        await until_ready(http, 0, START_S)
 
 
 if __name__ == "__main__":

@@ -4,24 +4,20 @@
 come from an engine that draws at once, each in an event of its own.
 """
 
-import argparse
-import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess, until_ready
 from benchmarks.setting import Setting, look_around
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
 from dist_attn_research.page.watched_tab import Held, TabReport, WatchedTab, watched_tab
 from dist_attn_research.service.instant_engine import InstantEngine
 from dist_attn_research.service.instant_sessions import InstantSessions
+from dist_attn_research.service.program import instant_service, parser_of, sizes_of
 from tests.support.chromium import chromium, why_no_chromium
 
 __all__ = ["Drawn", "main", "measure"]
@@ -30,7 +26,7 @@ TEXT = "It was the best of times, it was the worst of times; grün were the hill
 BEGINNING = "It was a cold morning in March"
 LAST = 300  # tokens that are looked for at the end
 AT_ONCE = 65_536  # the most that a service draws in one request, unless it is told otherwise
-START_S, PATIENCE_S = 120.0, 3600.0
+PATIENCE_S = 3600.0
 MOST_LAG_MS, MOST_HEAP, MOST_CHARACTERS = 100.0, 8_000_000, 40_000
 
 
@@ -88,11 +84,6 @@ class Drawn:
         return bounded and self.ends_right and self.report.lag_p99_ms < MOST_LAG_MS
 
 
-async def _ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
-        await until_ready(http, 0, START_S)
-
-
 def _press(tab: WatchedTab, tokens: int) -> tuple[TabReport, list[Held]]:
     """Let the model go on until so many tokens are drawn."""
     page, held = tab.page, [tab.held()]
@@ -125,22 +116,15 @@ def measure(tokens: int, model: str = "books-6m") -> Drawn:
     Raises: RuntimeError with the page's words if it does not come to its end.
     """
     setting, folder = look_around(), resolve_model_folder(model)
-    config = json.loads((folder / "config.json").read_text())
     tokeniser = load_tokeniser(folder)
     text = [int(token) for token in tokeniser.encode(TEXT.encode())]
-    sizes = (config["hidden_size"], config["vocab_size"])
+    sizes = sizes_of(folder)
     engine = InstantEngine(*sizes, sessions=InstantSessions(*sizes, text))
-    with tempfile.TemporaryDirectory() as place:
-        address = f"ipc://{place}/api"
-        with (
-            engine.behind(address),
-            ServiceProcess(Path(place), ranks=0, model=str(folder), api_address=address) as service,
-        ):
-            asyncio.run(_ready(service.url))
-            with chromium() as browser, watched_tab(browser, service.url, PATIENCE_S) as tab:
-                report, held = _press(tab, tokens)
-                shown = str(tab.page.evaluate("document.getElementById('paper').textContent"))
-            sessions = httpx.get(f"{service.url}/v1/sessions").json()["data"]
+    with instant_service(folder, engine) as service:
+        with chromium() as browser, watched_tab(browser, service.url, PATIENCE_S) as tab:
+            report, held = _press(tab, tokens)
+            shown = str(tab.page.evaluate("document.getElementById('paper').textContent"))
+        sessions = httpx.get(f"{service.url}/v1/sessions").json()["data"]
     last = tokeniser.decode([text[i % len(text)] for i in range(max(0, tokens - LAST), tokens)])
     ends_right = shown.endswith(last.decode(errors="ignore"))
     return Drawn(setting, tokens, len(shown), ends_right, sessions[0]["position"], tuple(held), report)
@@ -148,18 +132,15 @@ def measure(tokens: int, model: str = "books-6m") -> Drawn:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 when the tab was as wanted, 1 when not, 2 when something is missing."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench page-tokens", description=__doc__)
+    parser = parser_of("page-tokens", __doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--model", default="books-6m", help="whose tokeniser is used")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     if lack := why_no_chromium():
         print(f"page_tokens: {lack}", file=sys.stderr)
         return 2
     found = measure(given.tokens, given.model)
     print(found.as_markdown())
-    if given.json is not None:
-        given.json.write_text(found.as_json())
+    given.json.write_text(found.as_json())
     return int(not found.is_fine)
 
 

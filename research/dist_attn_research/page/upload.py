@@ -5,30 +5,27 @@ whose engine answers at once, so that rows come as fast as the service can pass 
 the real one.
 """
 
-import argparse
-import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx
-
-from benchmarks.service_process import ServiceProcess, until_ready
+from benchmarks.service_process import ServiceProcess
 from benchmarks.setting import Setting, look_around
 from dist_attn.shipped import resolve_model_folder
 from dist_attn_research.page.watched_tab import TabReport, watched_tab
 from dist_attn_research.service.instant_engine import InstantEngine
+from dist_attn_research.service.program import instant_service, own_service, parser_of, sizes_of
 from tests.support.chromium import chromium, why_no_chromium
 
 __all__ = ["Sent", "main", "measure"]
 
 MEGABYTE = 1_000_000
 LINE = "Line {} of a file that is large: it was the best of times, it was the worst of times, said he to her.\n"
-START_S, PATIENCE_S = 300.0, 7200.0
+PATIENCE_S = 7200.0
 MOST_LAG_MS, MOST_HEAP, MOST_OWN = 100.0, 64_000_000, 256_000_000
 
 
@@ -79,27 +76,12 @@ class Sent:
         return seen.lag_p99_ms < MOST_LAG_MS and grown[0] < MOST_HEAP and grown[1] < MOST_OWN
 
 
-@contextmanager
-def _service(folder: Path, model: str, ranks: int) -> Iterator[str]:
-    """The address of a service with so many ranks; with none its engine answers at once."""
+def _service(model: str, ranks: int) -> AbstractContextManager[ServiceProcess]:
+    """One with so many ranks; with none its engine answers at once."""
     if ranks:
-        with ServiceProcess(folder, ranks=ranks, model=model) as service:
-            yield service.url
-        return
-    where = resolve_model_folder(model)
-    config = json.loads((where / "config.json").read_text())
-    engine = InstantEngine(config["hidden_size"], config["vocab_size"], noise=True)
-    address = f"ipc://{folder}/api"
-    with (
-        engine.behind(address),
-        ServiceProcess(folder, ranks=0, model=str(where), api_address=address) as service,
-    ):
-        yield service.url
-
-
-async def _ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
-        await until_ready(http, 0, START_S)
+        return own_service(model, ranks)
+    folder = resolve_model_folder(model)
+    return instant_service(folder, InstantEngine(*sizes_of(folder), noise=True))
 
 
 def measure(megabytes: float, model: str = "books-6m", ranks: int = 0) -> Sent:
@@ -108,15 +90,14 @@ def measure(megabytes: float, model: str = "books-6m", ranks: int = 0) -> Sent:
     Raises: RuntimeError with the page's words if it does not come to its end.
     """
     setting = look_around()
-    with tempfile.TemporaryDirectory() as place, _service(Path(place), model, ranks) as url:
+    with tempfile.TemporaryDirectory() as place, _service(model, ranks) as service:
         file = Path(place) / "large.txt"
         with file.open("w") as text:
             number = 0
             while text.tell() < megabytes * MEGABYTE:
                 text.write("".join(LINE.format(number + i) for i in range(1000)))
                 number += 1000
-        asyncio.run(_ready(url))
-        with chromium() as browser, watched_tab(browser, url, PATIENCE_S) as tab:
+        with chromium() as browser, watched_tab(browser, service.url, PATIENCE_S) as tab:
             page = tab.page
             page.set_input_files("#file", file)
             page.wait_for_selector("#plan-figures:not([aria-busy])")
@@ -137,19 +118,15 @@ def measure(megabytes: float, model: str = "books-6m", ranks: int = 0) -> Sent:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 when the tab was as wanted, 1 when not, 2 when something is missing."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench page-upload", description=__doc__)
+    parser = parser_of("page-upload", __doc__, ranks=0)
     parser.add_argument("--megabytes", type=float, default=50, help="of the file; 10^6 bytes each")
-    parser.add_argument("--model", default="books-6m")
-    parser.add_argument("--ranks", type=int, default=0, help="of the real engine; 0: one that answers at once")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     if lack := why_no_chromium():
         print(f"page_upload: {lack}", file=sys.stderr)
         return 2
     found = measure(given.megabytes, given.model, given.ranks)
     print(found.as_markdown())
-    if given.json is not None:
-        given.json.write_text(found.as_json())
+    given.json.write_text(found.as_json())
     return int(not found.is_fine)
 
 

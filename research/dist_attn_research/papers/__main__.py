@@ -16,8 +16,7 @@ from dist_attn.training.ending import stop_on_signals
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.experiments import EXPERIMENTS
 from dist_attn_research.papers.finding import TableFinding
-from dist_attn_research.papers.runner import carry_out
-from dist_attn_research.papers.taken_over import take_over
+from dist_attn_research.papers.runner import carry_out, take_over
 
 __all__ = ["main"]
 

@@ -1,7 +1,9 @@
 """Classifiers of long texts that only count: what a table's accuracies are worth is seen beside them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,9 +11,19 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dist_attn.checkpoints import load_any_model, save_model
+from dist_attn.models import TextClassifier, TextClassifierConfig
+from dist_attn.text import load_tokeniser
 from dist_attn.training.datasets.made_up import ListOps
+from dist_attn_research.papers.made_once import make_once
 
-__all__ = ["byte_histogram_accuracy", "first_operator_accuracy", "logistic_accuracy", "pair_histogram_accuracy"]
+__all__ = [
+    "byte_histogram_accuracy",
+    "first_operator_accuracy",
+    "logistic_accuracy",
+    "pair_histogram_accuracy",
+    "towers_of",
+]
 
 
 def first_operator_accuracy(expressions: ListOps, train: range, held_out: range) -> tuple[float, float]:
@@ -87,3 +99,18 @@ def _histograms(texts: Sequence[str]) -> NDArray[np.float32]:
     """Logarithms of how often each byte occurs in 1,000 of the text, [N, 256]."""
     counts = [np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256) / len(text.encode()) for text in texts]
     return np.log1p(1000 * np.stack(counts)).astype(np.float32)
+
+
+def towers_of(authors: Path, model: Mapping[str, Any], seed: int, folder: Path) -> Path:
+    """The model folder, made once, of the classifier `model`: embedding and encoder of `authors`, and a fresh head."""
+
+    def make(beside: Path) -> None:
+        trained = load_any_model(authors)
+        assert isinstance(trained, TextClassifier)  # what the job of the authors trains
+        torch.manual_seed(seed)
+        pairs = TextClassifier(TextClassifierConfig.model_validate(model))
+        pairs.embedding.load_state_dict(trained.embedding.state_dict())
+        pairs.encoder.load_state_dict(trained.encoder.state_dict())
+        save_model(pairs, beside, tokeniser=load_tokeniser(authors))
+
+    return make_once(folder, make)

@@ -182,7 +182,7 @@ NOTES = (
 MILLION_SCALING = Experiment(
     "uv-million-scaling",
     "Unified View, Sec. 10: is the million-scale model's cost linear when every rank brings an expert?",
-    ("tests/models/test_million.py", "research/tests/test_million_scaling.py"),
+    ("tests/models/test_million.py", "research/tests/test_million_tokens.py"),
     _jobs,
     _report,
 )

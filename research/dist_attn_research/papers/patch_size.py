@@ -1,26 +1,28 @@
 """Figure 1 of Unified View: accuracy of a vision transformer, and time of a step, against the size of its patches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.checkpoints import load_any_model
+from dist_attn.errors import ConfigError
 from dist_attn.models import VisionClassifier, VisionClassifierConfig
 from dist_attn.training.run_log import Metrics
 from dist_attn_research.papers.arms import first_scores, of_arm, parameters_of
-from dist_attn_research.papers.digit_canvases import CANVAS, make_canvases, read_digits, split_digits
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report, mean_and_spread
 from dist_attn_research.papers.made_once import make_once
 from dist_attn_research.papers.training_job import count_parameters, training_job, with_warmup
 
-__all__ = ["PATCH_SIZE", "model_section"]
+__all__ = ["CANVAS", "PATCH_SIZE", "SCALE", "make_canvases", "model_section", "read_digits", "split_digits"]
 
 PATCHES = (2, 4, 8, 16, 32)
 IMAGES, HELD_OUT_IMAGES, BATCH, STEPS = 8000, 1000, 16, 800
@@ -29,6 +31,54 @@ WIDTH, LAYERS, HEADS = 64, 2, 2
 TIMES, ROUNDS = "times", 5
 OPTIMISER = {"kind": "muon", "learning_rate": 1e-2, "matrix_learning_rate": 5e-3, "final_ratio": 0.05}
 TRAIN, VALIDATION = "train.npz", "validation.npz"
+# A digit of 48 pixels on a canvas of 64, at any of 17 x 17 places: small models learn no smaller ones so fast.
+CANVAS, SCALE = 64, 6
+GREYS = 16
+HELD_OUT_SHARE = 0.2
+
+Digits = tuple[NDArray[np.uint8], NDArray[np.int64]]
+"""Images [N, 8, 8] and the digits that they show [N]."""
+
+
+def read_digits() -> Digits:
+    """The 1,797 images of digits that come with scikit-learn.
+
+    Raises: ConfigError where it is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigError(
+            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
+        ) from error
+    found = load_digits()
+    return (found.images * (255 / GREYS)).astype(np.uint8), found.target.astype(np.int64)
+
+
+def split_digits(digits: Digits) -> tuple[Digits, Digits]:
+    """For training, and for validation: no image of a digit is in both."""
+    images_NHW, shown_N = digits
+    order_N = np.random.default_rng(0).permutation(len(images_NHW))
+    held_out, kept = np.split(order_N, [round(HELD_OUT_SHARE * len(order_N))])
+    return (images_NHW[kept], shown_N[kept]), (images_NHW[held_out], shown_N[held_out])
+
+
+def make_canvases(digits: Digits, count: int, seed: int, path: Path) -> None:
+    """Write `count` canvases and what they show as the arrays `images` and `labels` of an .npz file."""
+    canvases, labels = zip(*_pasted(digits, count, np.random.default_rng(seed)), strict=True)
+    with path.open("wb") as file:
+        np.savez_compressed(file, images=np.stack(canvases), labels=np.array(labels))
+
+
+def _pasted(digits: Digits, count: int, draw: np.random.Generator) -> Iterator[tuple[NDArray[np.uint8], np.int64]]:
+    images_NHW, shown_N = digits
+    for _ in range(count):
+        canvas_HW = np.zeros((CANVAS, CANVAS), np.uint8)
+        number = draw.integers(len(images_NHW))
+        large_HW = np.kron(images_NHW[number], np.ones((SCALE, SCALE), np.uint8))
+        row, column = draw.integers(0, CANVAS - len(large_HW) + 1, 2)
+        canvas_HW[row : row + len(large_HW), column : column + len(large_HW)] = large_HW
+        yield canvas_HW, shown_N[number]
 
 
 def model_section(patch: int) -> dict[str, Any]:

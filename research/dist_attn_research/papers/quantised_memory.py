@@ -158,7 +158,7 @@ QUANTISED_MEMORY = Experiment(
         "A Unified View of Long-Sequence Models, Sec. 7.4: what does a polynomial memory of prototypes remember, "
         "beside one of every column, and what does it save?"
     ),
-    tests=("research/tests/test_quantised_memory.py", "tests/ops/test_legs.py"),
+    tests=("research/tests/test_quantised_projection.py", "tests/ops/test_legs.py"),
     jobs=_jobs,
     report=_report,
     seeds=(0,),

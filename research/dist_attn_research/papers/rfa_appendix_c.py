@@ -5,10 +5,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.measured import Axes, Table
-from dist_attn_research.papers.arms import of_arm
+from dist_attn_research.papers.arms import Claim, judge, of_arm
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.finding import Report, mean_and_spread
-from dist_attn_research.papers.paired import Claim, judge
 from dist_attn_research.papers.swapped_translators import SmallTranslator, read_job, train_job
 
 __all__ = ["RFA_APPENDIX_C", "gaussian", "of_eq_12", "recovered"]

@@ -22,10 +22,9 @@ from dist_attn.text import load_tokeniser
 from dist_attn.training.datasets.made_up import NUM_CLASSES, VOCAB_SIZE
 from dist_attn.training.run_log import Metrics
 from dist_attn_research.papers import books, multi30k
-from dist_attn_research.papers.arms import mark_seeds, minutes_of, of_arm
+from dist_attn_research.papers.arms import Claim, judge, mark_seeds, minutes_of, of_arm
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report, mean_and_spread
-from dist_attn_research.papers.paired import Claim, judge
 from dist_attn_research.papers.swapped_translators import SmallTranslator
 from dist_attn_research.papers.training_job import Measure, share_tokens, training_job, with_warmup
 

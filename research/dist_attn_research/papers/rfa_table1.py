@@ -5,11 +5,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.measured import Axes, Table
-from dist_attn_research.papers.arms import mark_seeds, minutes_of, of_arm, parameters_of
+from dist_attn_research.papers.arms import Claim, judge, mark_seeds, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.books import BookModel
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.finding import Report, mean_and_spread
-from dist_attn_research.papers.paired import Claim, judge
 
 __all__ = ["RFA_TABLE1"]
 

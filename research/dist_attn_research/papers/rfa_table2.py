@@ -12,11 +12,10 @@ from benchmarks.timing import interleaved
 from dist_attn.generation import BeamSpec
 from dist_attn.generation.translation import translate
 from dist_attn.models import EncoderDecoder
-from dist_attn_research.papers.arms import first_scores, mark_seeds, minutes_of, of_arm, parameters_of
+from dist_attn_research.papers.arms import Claim, first_scores, judge, mark_seeds, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report, mean_and_spread
 from dist_attn_research.papers.multi30k import SOURCE, TEST, encoded_sources, end_of, read_lines
-from dist_attn_research.papers.paired import Claim, judge
 from dist_attn_research.papers.training_job import RUN
 from dist_attn_research.papers.translators import BEAM, PENALTY, Translator, averaged_model
 

@@ -16,10 +16,10 @@ from dist_attn_research.papers.counted_baselines import (
     byte_histogram_accuracy,
     first_operator_accuracy,
     pair_histogram_accuracy,
+    towers_of,
 )
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report, mean_and_spread
-from dist_attn_research.papers.pair_towers import towers_of
 from dist_attn_research.papers.passages import (
     AUTHORS,
     PassageSpec,

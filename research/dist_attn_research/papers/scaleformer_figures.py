@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.cases import CASES
 from benchmarks.measured import Axes, Table
-from benchmarks.race import measure
+from benchmarks.report import measure
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report
 
@@ -45,10 +45,9 @@ def _job(name: str, sizes: tuple[int, ...], budget: Budget) -> Job:
     rounds = 1 if budget.smoke else CASES[name].rounds
 
     def work(folder: Path, watch: Watch) -> Scores:
-        rows = measure(CASES[name], sizes, rounds).rows
-        return {
-            f"{form}_seconds_at_{row.size}": row.seconds[form] for row in rows for form in FORMS if form in row.seconds
-        }
+        found = measure(CASES[name], sizes, rounds).numbers
+        named = {f"{form}_seconds_at_{size}": f"{form}, seconds at {size}" for size in sizes for form in FORMS}
+        return {name: found[measured] for name, measured in named.items() if measured in found}
 
     return Job(name, 0, {"case": name, "sizes": sizes, "rounds": rounds}, work)
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from benchmarks.measured import Axes, Table
-from dist_attn_research.papers.arms import mark_seeds, minutes_of, of_arm, parameters_of
+from dist_attn_research.papers.arms import Claim, judge, mark_seeds, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.finding import Report, mean_and_spread
-from dist_attn_research.papers.paired import Claim, judge
 from dist_attn_research.papers.translators import STEPS, Translator
 
 __all__ = ["ARMS", "SCALEFORMER_TRANSLATION"]

@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.checkpoints import load_any_model, save_model
-from dist_attn.errors import EngineError
+from dist_attn.errors import ConfigError, EngineError
 from dist_attn.generation import BeamSpec
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig, build_model
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.run_log import Metrics
-from dist_attn_research.papers.attention_swap import with_attention_reset, with_attention_swapped
 from dist_attn_research.papers.experiment import Budget, Job, Scores, Watch
 from dist_attn_research.papers.made_once import make_once
 from dist_attn_research.papers.multi30k import (
@@ -35,7 +34,62 @@ from dist_attn_research.papers.multi30k import (
 )
 from dist_attn_research.papers.training_job import model_folder, share_tokens, training_job, with_warmup
 
-__all__ = ["SmallTranslator", "held_out", "losses", "read_job", "train_job"]
+__all__ = [
+    "ATTENTION",
+    "SmallTranslator",
+    "held_out",
+    "losses",
+    "read_job",
+    "train_job",
+    "with_attention_reset",
+    "with_attention_swapped",
+]
+
+
+ATTENTION = (".mixer.qkv.weight", ".mixer.out.weight", ".cross.q.weight", ".cross.kv.weight", ".cross.out.weight")
+"""How the names of a decoder's maps to queries, keys, values and outputs end."""
+# What belongs to a kernel and not to the projections: learned scales, and the fixed random vectors.
+_OF_KERNELS = ("sigma_H1K", "w_HDK")
+
+
+def with_attention_swapped(model: EncoderDecoder, config: EncoderDecoderConfig) -> EncoderDecoder:
+    """A model of `config`, which has other attention functions, with every weight of `model` that both have.
+
+    Scales of a kernel that `model` does not have begin as in a fresh model.
+
+    Raises: ConfigError where the two differ in more than their kernels.
+    Reference: Random Feature Attention, Appendix C.3.
+    """
+    swapped = build_model(config)
+    assert isinstance(swapped, EncoderDecoder)  # by its configuration
+    given, needed = model.state_dict(), swapped.state_dict()
+    for name in sorted(given.keys() ^ needed.keys()):
+        if not name.endswith(_OF_KERNELS):
+            raise ConfigError(
+                f"only one of the two models has {name}; they must differ in their attention functions alone"
+            )
+    swapped.load_state_dict({**needed, **{name: given[name] for name in given.keys() & needed.keys()}})
+    return swapped.eval()
+
+
+@torch.no_grad()
+def with_attention_reset(model: EncoderDecoder, seed: int) -> EncoderDecoder:
+    """A copy whose decoder has fresh projections of queries, keys, values and outputs, as a new model's are drawn.
+
+    Reference: Random Feature Attention, Appendix C.4.
+    """
+    torch.manual_seed(seed)
+    reset = build_model(model.config)
+    assert isinstance(reset, EncoderDecoder)  # by its configuration
+    fresh = reset.state_dict()
+    kept = {name: tensor for name, tensor in model.state_dict().items() if not _is_attention(name)}
+    reset.load_state_dict({**fresh, **kept})
+    return reset.eval()
+
+
+def _is_attention(name: str) -> bool:
+    return name.startswith("blocks.") and name.endswith(ATTENTION)
+
 
 VOCABULARY, SMOKE_VOCABULARY = 2048, 300
 WIDTH, LAYERS, HEADS, MLP, LONGEST = 128, 2, 4, 512, 80

@@ -5,25 +5,22 @@ within a chunk; steps that were under way are finished, so the number of steps a
 status is a fraction of a second old, and so are the seconds.
 """
 
-import argparse
 import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess, until_ready
+from dist_attn_research.service.program import own_service, parser_of
 
 __all__ = ["PHASES", "Left", "main", "observe"]
 
 TEXT = "It was the best of times, it was the worst of times, said he. "
-START_S, STOP_S, POLL_S = 180.0, 60.0, 0.005
+STOP_S, POLL_S = 60.0, 0.005
 PHASES = ("upload", "reading a text", "reading a prompt", "drawing", "drawing, not streamed", "waiting")
 
 
@@ -111,24 +108,16 @@ async def observe(url: str, times: int, seed: int = 0, longest_s: float = 1.0) -
     Raises: TimeoutError where work goes on for a minute without anybody who waits for it.
     """
     chance = random.Random(seed)
-    async with httpx.AsyncClient(base_url=url) as http:
-        await until_ready(http, 0, START_S)
     return [await _leave(url, phase, chance.uniform(0, longest_s)) for _ in range(times) for phase in PHASES]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print how long work went on, per phase; the exit code is 0 when it always ended."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench service-disconnects", description=__doc__)
-    parser.add_argument("--model", default="books-6m")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser = parser_of("service-disconnects", __doc__, ranks=1)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
-    ):
+    with own_service(given.model, given.ranks) as service:
         seen = asyncio.run(observe(service.url, given.times, given.seed))
     found = []
     for phase in PHASES:
@@ -142,8 +131,7 @@ def main(arguments: Sequence[str]) -> int:
             }
         )
         print(json.dumps(found[-1]))
-    if given.json is not None:
-        given.json.write_text(json.dumps(found))
+    given.json.write_text(json.dumps(found))
     return 0
 
 

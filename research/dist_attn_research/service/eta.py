@@ -4,11 +4,9 @@
 document, by which it measures its speed, and estimates each of the others before it is sent: alone, then beside one.
 """
 
-import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,11 +15,11 @@ from typing import Any
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess
+from dist_attn_research.service.program import own_service, parser_of
 
 __all__ = ["Compared", "compare", "main", "read"]
 
-SILENCE_S, START_S = 600.0, 180.0
+SILENCE_S = 600.0
 GOAL = 0.15
 
 
@@ -79,19 +77,9 @@ async def compare(http: httpx.AsyncClient, text: bytes, beside: int = 0) -> Comp
     )
 
 
-async def _ready(http: httpx.AsyncClient) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if (await http.get("/readyz")).status_code == 200:
-            return
-        await asyncio.sleep(0.2)
-    raise RuntimeError(f"the engine was not ready within {START_S:g} s")
-
-
 async def measure(url: str, book: bytes, tokens: Sequence[int]) -> list[Compared]:
     """The first document only teaches the service; each of the others is compared, then the last beside another."""
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S) as http:
-        await _ready(http)
         first, _ = await read(http, book[: 1 << 18])
         bytes_per_token = (1 << 18) / first
         found = []
@@ -110,27 +98,20 @@ async def measure(url: str, book: bytes, tokens: Sequence[int]) -> list[Compared
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 when every estimate is within the goal, else 1; 2 for input that is missing."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench service-eta", description=__doc__)
+    parser = parser_of("service-eta", __doc__, ranks=1)
     parser.add_argument("book", type=Path)
-    parser.add_argument("--model", default="books-6m")
-    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tokens", type=int, nargs="+", default=(120_000, 200_000))
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     try:
         book = given.book.read_bytes()
     except OSError as error:
         print(f"service_eta: {given.book} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
-    ):
+    with own_service(given.model, given.ranks) as service:
         found = asyncio.run(measure(service.url, book, given.tokens))
     result = [one.as_json() for one in found]
     print(json.dumps(result, indent=1))
-    if given.json is not None:
-        given.json.write_text(json.dumps(result))
+    given.json.write_text(json.dumps(result))
     return int(any(not one["within_goal"] for one in result))
 
 

@@ -11,7 +11,6 @@ import json
 import random
 import re
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -22,13 +21,15 @@ from statistics import quantiles
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess, until_ready
 from benchmarks.setting import Setting, look_around
+from dist_attn_research.service.program import own_service
 
 __all__ = ["TESTS", "Fairness", "Plan", "Row", "main", "measure", "observe"]
 
+NAME = "service-fairness"
+QUESTION = "What do sessions and jobs get while others are busy?"
 TESTS = ("tests/control/test_scheduler.py", "tests/rank/test_interleaving.py")
-START_S, SILENCE_S, LOOK_AGAIN_S = 180.0, 120.0, 0.02
+SILENCE_S, LOOK_AGAIN_S = 120.0, 0.02
 ROW = re.compile(r'\{"index":\d+,"start":\d+,"stop":(\d+)')
 WORDS = ("the", "of", "and", "to", "in", "a", "that", "it", "was", "his", "he", "with", "as", "had", "for", "her")
 
@@ -86,11 +87,11 @@ class Fairness:
     @property
     def case(self) -> str:
         """What its file is called, without the ending."""
-        return "service-fairness"
+        return NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        return json.dumps({"object": "benchmark", "case": "service-fairness", **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"object": "benchmark", "case": NAME, **asdict(self)}, indent=2) + "\n"
 
     def as_markdown(self) -> str:
         """The result for people."""
@@ -266,7 +267,6 @@ async def observe(url: str, ranks: int, plan: Plan) -> Row:
 
     limits = httpx.Limits(max_connections=plan.streams + 4)
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S, limits=limits) as http:
-        await until_ready(http, 0, START_S)
         for _ in range(plan.turns):
             async with _working(*decoders(idle)):
                 await _count(idle, plan, decoded)
@@ -305,10 +305,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _observe_ranks(ranks: int, plan: Plan) -> Row:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServiceProcess(Path(folder), ranks=ranks, model=plan.model) as service,
-    ):
+    with own_service(plan.model, ranks) as service:
         return asyncio.run(observe(service.url, ranks, plan))
 
 

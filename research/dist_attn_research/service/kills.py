@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,12 +20,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess, until_ready
+from benchmarks.service_process import until_ready
+from dist_attn_research.service.program import own_service, parser_of
 from tests.support.streams import Stream, streams_of
 
 __all__ = ["Answers", "Kill", "main"]
 
-START_S, SILENCE_S, RECOVERY_S = 180.0, 300.0, 120.0
+SILENCE_S, RECOVERY_S = 300.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ async def _kill(http: httpx.AsyncClient, chance: random.Random, number: signal.S
 async def _measure(url: str, streams: Sequence[Stream], given: argparse.Namespace) -> Answers:
     chance, answers = random.Random(given.seed), Answers()
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S, limits=httpx.Limits(max_connections=100)) as http:
-        await until_ready(http, 0, START_S)
         began = time.monotonic()
         wanted = dict(zip(streams, await asyncio.gather(*(s.digest(http) for s in streams)), strict=True))
         undisturbed = time.monotonic() - began
@@ -114,10 +113,8 @@ async def _measure(url: str, streams: Sequence[Stream], given: argparse.Namespac
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 when every answer was the undisturbed one, else 1; 2 for input that is missing."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench service-kills", description=__doc__)
+    parser = parser_of("service-kills", __doc__, ranks=4)
     parser.add_argument("book", type=Path)
-    parser.add_argument("--model", default="books-6m")
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--bytes", type=int, default=400_000, help="of the book, shared by the streams")
@@ -125,23 +122,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--between", type=float, nargs=2, default=(0.5, 4.0), help="seconds of peace before each kill")
     parser.add_argument("--stop-every", type=int, default=10, help="every so manyth time SIGSTOP; 0: never")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     try:
         book = given.book.read_bytes()[: given.bytes].decode(errors="ignore")
     except OSError as error:
         print(f"service_kills: {given.book} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
-    ):
+    with own_service(given.model, given.ranks) as service:
         streams = streams_of(book, given.streams, given.max_tokens)
         answers = asyncio.run(_measure(service.url, streams, given))
     result = json.dumps(answers.as_json(), indent=1)
     print(result)
-    if given.json is not None:
-        given.json.write_text(json.dumps({**answers.as_json(), "each": [asdict(kill) for kill in answers.kills]}))
+    given.json.write_text(json.dumps({**answers.as_json(), "each": [asdict(kill) for kill in answers.kills]}))
     return int(bool(answers.different or answers.errors))
 
 

@@ -53,7 +53,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "stops": Measurement(
         "dist_attn_research.service.stops",
         ("{book}", "--ranks=4", "--stops=10", "--streams=8"),
-        ("tests/control/test_group.py", "research/tests/test_service_stops.py"),
+        ("tests/control/test_group.py", "research/tests/test_service.py"),
     ),
     "sessions": Measurement(
         "dist_attn_research.service.sessions",
@@ -61,7 +61,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
         ("tests/rank/test_stored_sessions.py",),
     ),
     "streaming": Measurement(
-        "dist_attn_research.service.streaming", ("--megabytes=1024",), ("research/tests/test_service_streaming.py",)
+        "dist_attn_research.service.streaming", ("--megabytes=1024",), ("research/tests/test_service.py",)
     ),
     "fairness": Measurement(
         "dist_attn_research.service.fairness",

@@ -5,14 +5,12 @@ takes every answer once in peace, and then over and over while one rank at a tim
 of texts and during drawing. Promised is that `/readyz` is a 503 that names the rank within 5 s.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,13 +20,14 @@ from typing import Any
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess, until_ready
+from benchmarks.service_process import until_ready
+from dist_attn_research.service.program import own_service, parser_of
 from tests.support.streams import Stream, streams_of
 
 __all__ = ["PROMISED_S", "Stop", "Stops", "main", "observe"]
 
 PROMISED_S = 5.0
-START_S, SILENCE_S, RECOVERY_S, LOOK_S = 180.0, 300.0, 120.0, 0.02
+SILENCE_S, RECOVERY_S, LOOK_S = 300.0, 120.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ async def observe(url: str, streams: Sequence[Stream], stops: int, seed: int = 0
     drawing = [stream for stream in streams if stream.max_tokens]
     kinds = {during: some for during, some in (("reading", reading), ("drawing", drawing)) if some}
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S, limits=httpx.Limits(max_connections=100)) as http:
-        before = await until_ready(http, 0, START_S)
+        before = await until_ready(http, 0, RECOVERY_S)
         wanted = dict(zip(streams, await asyncio.gather(*(s.digest(http) for s in streams)), strict=True))
         # work at full speed is no reason to think that a rank has gone
         found.false_alarms = (await until_ready(http, 0, RECOVERY_S))["epoch"] - before["epoch"]
@@ -174,36 +173,25 @@ async def observe(url: str, streams: Sequence[Stream], stops: int, seed: int = 0
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 when everything was as promised, else 1; 2 for input that is missing."""
-    parser = argparse.ArgumentParser(
-        prog="dist-attn bench service-stops",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("service-stops", __doc__, ranks=4)
     parser.add_argument("book", type=Path)
-    parser.add_argument("--model", default="books-6m")
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--bytes", type=int, default=2_000_000, help="of the book, shared by the streams")
     parser.add_argument("--max-tokens", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     try:
         book = given.book.read_bytes()[: given.bytes].decode(errors="ignore")
     except OSError as error:
         print(f"service_stops: {given.book} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
-    ):
+    with own_service(given.model, given.ranks) as service:
         streams = streams_of(book, given.streams, given.max_tokens)
         found = asyncio.run(observe(service.url, streams, given.stops, given.seed))
     result = json.dumps(found.as_json(), indent=1)
     print(result)
-    if given.json is not None:
-        given.json.write_text(result)
+    given.json.write_text(result)
     return int(not found.kept)
 
 

@@ -4,11 +4,9 @@
 its own; the tokeniser, the spools and the rows are real.
 """
 
-import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,11 +15,12 @@ from statistics import quantiles
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess, until_ready
+from benchmarks.service_process import ServiceProcess
 from benchmarks.setting import Setting, look_around
 from dist_attn.shipped import resolve_model_folder
 from dist_attn_research.service.instant_engine import InstantEngine
 from dist_attn_research.service.livez import asking_livez
+from dist_attn_research.service.program import instant_service, parser_of, sizes_of
 
 __all__ = ["Streaming", "Watched", "main", "measure"]
 
@@ -162,8 +161,6 @@ async def _watched(client: str, url: str, pid: int, size: int, engine: InstantEn
 
 
 async def _observe(service: ServiceProcess, engine: InstantEngine, megabytes: int) -> tuple[Watched, ...]:
-    async with httpx.AsyncClient(base_url=service.url) as http:
-        await until_ready(http, 0, END_S)
     # What every process takes once, such as the tokeniser's tables, is no growth.
     await _read_all(service.url, min(WARM_MEGABYTES, megabytes) * MEBIBYTE)
     size = megabytes * MEBIBYTE
@@ -175,29 +172,20 @@ async def _observe(service: ServiceProcess, engine: InstantEngine, megabytes: in
 def measure(megabytes: int, model: str = "books-6m") -> Streaming:
     """Both clients, one after the other, against one API process."""
     setting, folder = look_around(), resolve_model_folder(model)
-    config = json.loads((folder / "config.json").read_text())
-    engine = InstantEngine(config["hidden_size"], config["vocab_size"])
-    with tempfile.TemporaryDirectory() as place:
-        address = f"ipc://{place}/api"
-        with (
-            engine.behind(address),
-            ServiceProcess(Path(place), ranks=0, model=str(folder), api_address=address) as service,
-        ):
-            rows = asyncio.run(_observe(service, engine, megabytes))
+    engine = InstantEngine(*sizes_of(folder))
+    with instant_service(folder, engine) as service:
+        rows = asyncio.run(_observe(service, engine, megabytes))
     return Streaming(setting, megabytes, rows)
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 when memory and /livez are as promised, else 1."""
-    parser = argparse.ArgumentParser(prog="dist-attn bench service-streaming", description=__doc__)
+    parser = parser_of("service-streaming", __doc__)
     parser.add_argument("--megabytes", type=int, default=1024, help="of the document; 2^20 bytes each")
-    parser.add_argument("--model", default="books-6m", help="whose tokeniser is used")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     found = measure(given.megabytes, given.model)
     print(found.as_markdown())
-    if given.json is not None:
-        given.json.write_text(found.as_json())
+    given.json.write_text(found.as_json())
     return int(any(row.grew_bytes > MOST_GROWTH or row.livez_p99_ms > MOST_WAIT_MS for row in found.rows))
 
 

@@ -22,6 +22,8 @@ from dist_attn.training.chapters import chapters_of_windows, find_chapters, near
 
 __all__ = ["TESTS", "Book", "ChapterRetrieval", "Scores", "measure", "rank_rows", "read_books"]
 
+NAME = "chapter-retrieval"
+QUESTION = "How well do a document's vectors find its chapters?"
 TESTS = ("tests/training/test_chapters.py", "tests/models/test_language_model.py")
 FOLDER = Path("data/books")
 # Kept out of contrastive training; War and Peace out of all training.
@@ -75,11 +77,11 @@ class ChapterRetrieval:
     @property
     def case(self) -> str:
         """What its file is called, without the ending."""
-        return "chapter-retrieval"
+        return NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        values = {"object": "benchmark", "case": "chapter-retrieval", "window": WINDOW, **asdict(self)}
+        values = {"object": "benchmark", "case": NAME, "window": WINDOW, **asdict(self)}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:

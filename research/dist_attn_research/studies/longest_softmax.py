@@ -43,6 +43,8 @@ __all__ = [
     "measure",
 ]
 
+NAME = "longest-softmax"
+QUESTION = "How long a sequence fits into 1 GB of tensors per rank, by form of attention?"
 TESTS = ("tests/sharded/test_softmax_across_ranks.py", "tests/ops/test_softmax_attention.py")
 HEADS, SIZE, NUM_RANDOM, RANKS = 12, 64, 64, 4
 BUDGET_BYTES = 10**9
@@ -92,14 +94,14 @@ class LongestSoftmax:
     @property
     def case(self) -> str:
         """What its file is called, without the ending."""
-        return "longest-softmax"
+        return NAME
 
     def as_json(self) -> str:
         """The result for machines."""
         shape = {"heads": HEADS, "head_size": SIZE, "dtype": "float32", "causal": True, "budget_bytes": BUDGET_BYTES}
         ratios = longest_ratios(asdict(self)["rows"])
         judged = {"ratios": ratios, "targets": targets.as_json(judge("longest-softmax", ratios))}
-        values = {"object": "benchmark", "case": "longest-softmax", **shape, **asdict(self), **judged}
+        values = {"object": "benchmark", "case": NAME, **shape, **asdict(self), **judged}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:

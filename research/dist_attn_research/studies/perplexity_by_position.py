@@ -24,6 +24,8 @@ from dist_attn.models import CausalModel
 
 __all__ = ["TESTS", "Bin", "PerplexityByPosition", "Trend", "measure", "token_nats"]
 
+NAME = "perplexity-by-position"
+QUESTION = "Does a model predict better the more it has read?"
 TESTS = ("tests/training/test_evaluation.py", "tests/models/test_language_model.py")
 BOOK = Path("data/books/war_and_peace.txt")
 MODEL = "books-6m"
@@ -79,11 +81,11 @@ class PerplexityByPosition:
     @property
     def case(self) -> str:
         """What its file is called, without the ending."""
-        return "perplexity-by-position"
+        return NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        values = {"object": "benchmark", "case": "perplexity-by-position", **asdict(self)}
+        values = {"object": "benchmark", "case": NAME, **asdict(self)}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:
