@@ -27,7 +27,6 @@ PROGRAMS = {
     "service-load": ("service.load", "How many tokens a second do many clients draw?"),
     "page-upload": ("page.upload", "What does a tab hold while it sends a large file?"),
     "page-tokens": ("page.tokens", "What does a tab hold after a million drawn tokens?"),
-    "page-search": ("page.search", "Does the page's search find chapters, by words and by vectors?"),
     "page-screenshots": ("page.screenshots", "What does the page look like?"),
     "gpu-longest": ("gpu.longest", "How long an attention do four ranks of 24 GB on one GPU hold?"),
     "kernel-registers": ("gpu.kernel_registers", "How many registers do the GPU's kernels take?"),

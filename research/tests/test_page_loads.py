@@ -1,17 +1,12 @@
 """What the page does with much text and many tokens, watched in a real browser with less of both."""
 
 import json
-from pathlib import Path
 
-import httpx
 import pytest
 
-from dist_attn_research.page import search as page_search
 from dist_attn_research.page import tokens as page_tokens
 from dist_attn_research.page import upload as page_upload
 from tests.support.chromium import why_no_chromium
-from tests.support.fake_engine import FakeEngine
-from tests.support.service_server import running_service
 
 pytestmark = pytest.mark.skipif(bool(why_no_chromium()), reason=why_no_chromium() or "")
 
@@ -34,15 +29,3 @@ def test_a_file_is_watched_from_the_click_to_the_map() -> None:
     assert 0 <= seen.lag_p50_ms <= seen.lag_p99_ms <= seen.lag_max_ms and seen.steps > 1
     assert seen.most.own >= seen.after.heap > 1_000_000 and seen.after.nodes > 100
     assert json.loads(found.as_json())["case"] == "page-upload" and "page-upload" in found.as_markdown()
-
-
-def test_searches_are_measured_over_the_service(tmp_path: Path) -> None:
-    """Each mode is asked every question; words find the one passage that has them, and what fits nothing counts 0."""
-    text = "".join(f"Line {i} of the sea and of {i * 7919 % 1000} ships.\n" for i in range(400)).encode()
-    with (
-        running_service(tmp_path, FakeEngine(keep=False)) as service,
-        httpx.Client(base_url=service.url, timeout=60) as http,
-    ):
-        found = page_search.measure(http, text, {"line 217 of the sea": "line 217", "nothing": "no such"})
-    assert tuple(found) == page_search.MODES and all(ranks[1] == 0 for ranks in found.values())
-    assert found["lexical"] == [1.0, 0.0]
