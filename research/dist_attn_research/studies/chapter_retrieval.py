@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.setting import Setting, look_around
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, Setting, look_around
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.text import Tokeniser

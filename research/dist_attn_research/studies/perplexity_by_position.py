@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from benchmarks.setting import Setting, look_around
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, Setting, look_around
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.models import CausalModel
