@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from typing import final
 
+from dist_attn.store import Reached
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_service.base.errors import ClientGone, Code, ServiceError
@@ -180,7 +181,7 @@ class Feeder:
         try:
             async with self._context.open(OpenWork(feed.name, await writer.begin(), keep=keep)) as stream:
                 await run.work(stream, self._pieces(feed, writer, marks, mark))
-            await writer.advance(run.position, run.snapshot, done=True)
+            await writer.advance(Reached(run.position, run.snapshot, done=True))
             feed.kept = run.position
         except ServiceError as error:
             error.facts.setdefault("position", writer.kept)
@@ -244,7 +245,7 @@ class Feeder:
         """The session stands there. What the state has read is safe on the disk before, and where it ends is noted."""
         before = [other for other in feed.recorded.marks if other.position <= feed.kept]
         await self._note(feed, changed(feed.recorded, position=feed.kept, marks=(*before[-1:], mark)))
-        await writer.advance(mark.position, snapshot)
+        await writer.advance(Reached(mark.position, snapshot))
         feed.kept = mark.position
         feed.notify()
 
