@@ -72,15 +72,11 @@ class ChapterRetrieval:
     chapters: dict[str, int]
     chance: Scores
     lines: tuple[Line, ...]
-
-    @property
-    def case(self) -> str:
-        """What its file is called, without the ending."""
-        return NAME
+    case: str = NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        values = {"object": "benchmark", "case": NAME, "window": WINDOW, **asdict(self)}
+        values = {"object": "benchmark", "window": WINDOW, **asdict(self)}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:

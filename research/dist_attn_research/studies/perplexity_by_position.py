@@ -76,15 +76,11 @@ class PerplexityByPosition:
     whole: dict[str, float]
     bins: tuple[Bin, ...]
     trends: dict[str, Trend]
-
-    @property
-    def case(self) -> str:
-        """What its file is called, without the ending."""
-        return NAME
+    case: str = NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        values = {"object": "benchmark", "case": NAME, **asdict(self)}
+        values = {"object": "benchmark", **asdict(self)}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:
