@@ -33,7 +33,7 @@ class Sessions:
     ) -> Session:
         """A new session at position 0, which ends `ttl_s` after it was used last.
 
-        `label` and `metadata` are kept as they are given; who gives them sees to their sizes.
+        `label` and `metadata` are kept as they are given; the caller bounds their sizes.
 
         Raises: QuotaError when the caller has as many as may be.
         """
@@ -120,7 +120,7 @@ class Sessions:
         It forgets the keys of its appends, for what they appended is not in that text. `instead_of` is the snapshot
         that the caller thinks it stands at, "" for a session without any.
 
-        Raises: UnknownStateError for a session or snapshot that is not there; BusyError while somebody writes to it;
+        Raises: UnknownStateError for a session or snapshot that is not there; BusyError while it is being written to;
             ConflictError when it stands at another snapshot.
         """
         tag = self._place.tenant(tenant)
@@ -184,7 +184,7 @@ class Sessions:
         thinks the session stands, or stood when the append began.
 
         Raises: UnknownStateError; InputError for an unusable key; PositionError when the session stands elsewhere;
-            BusyError when somebody else writes to it now; ConflictError when the key was used for other contents.
+            BusyError when another writer has it now; ConflictError when the key was used for other contents.
         """
         tag = self._place.tenant(tenant)
         if len(key) > LONGEST_KEY:

@@ -136,7 +136,7 @@ async def becomes_job(served: ModelServices, headers: Headers, source: Source) -
     if preference.respond_async and preference.wait is None:
         return True
     if source.size is None:
-        return preference.respond_async  # nobody knows how long it takes
+        return preference.respond_async  # how long it takes is not known
     queue, total = await served.estimates.delay(Size(size=source.size))
     if preference.respond_async and preference.wait is not None and total > preference.wait:
         return True
