@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.scan import StateOnly, scan
+from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 
 
 def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> torch.Tensor:
@@ -52,9 +52,6 @@ def matrix_power(a_DNN: torch.Tensor, exponent: int) -> torch.Tensor:
 
 
 CHUNK_TOKENS = 64
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def dense_scan(
@@ -113,7 +110,7 @@ class _Respond:
 
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         kernel_DMC, _, read_DCMN, _, _ = parameters
         (u_BDT,), (x_BDN,) = sequence, carry
         assert u_BDT is not None
@@ -124,12 +121,12 @@ class _Respond:
         y_BDTM = y_BDTM + torch.einsum("bdn,dtmn->bdtm", x_BDN, read_DCMN[:, :size])
         return y_BDTM, self.advance(sequence, carry, parameters)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         _, write_DNC, _, whole_DNN, rest_DNN = parameters
         return _advance(sequence, carry, (write_DNC, whole_DNN, rest_DNN))
 
 
-def _advance(sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+def _advance(sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
     (u_BDT,), (x_BDN,) = sequence, carry
     assert u_BDT is not None
     write_DNC, whole_DNN, rest_DNN = parameters

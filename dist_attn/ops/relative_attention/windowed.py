@@ -25,13 +25,10 @@ from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_rel
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.numerators import Carry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
-from dist_attn.ops.scan import OutputOnly, scan
+from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 
 # So many tokens of whole documents share one masked score matrix.
 TOGETHER_TOKENS = 128
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def relative_attention(
@@ -178,7 +175,7 @@ def relative_attention_step(
     return normalised(num_BHW, v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
 
 
-def _together(causal: bool, sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+def _together(causal: bool, sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:
     """Outputs by the whole score matrix of a few documents, 0 between two of them."""
     q, k, v, starts = sequence
     assert q is not None and k is not None and v is not None and starts is not None
