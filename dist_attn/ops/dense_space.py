@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
+from dist_attn.ops.documents import chunk_blocks
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 
 
@@ -39,16 +40,10 @@ def rows_of_powers(c_DMN: torch.Tensor, a_DNN: torch.Tensor, count: int) -> torc
 
 
 def matrix_power(a_DNN: torch.Tensor, exponent: int) -> torch.Tensor:
-    """A^exponent by repeated squaring; the identity for exponent 0."""
-    result_DNN = torch.eye(a_DNN.shape[1], dtype=a_DNN.dtype, device=a_DNN.device).expand_as(a_DNN)
-    square_DNN = a_DNN
+    """A^exponent in the precision of A; the identity for exponent 0."""
     with without_autocast(a_DNN.device):
-        while exponent:
-            if exponent & 1:
-                result_DNN = result_DNN @ square_DNN
-            exponent >>= 1
-            square_DNN = square_DNN @ square_DNN if exponent else square_DNN
-    return result_DNN
+        power_DNN: torch.Tensor = torch.linalg.matrix_power(a_DNN, exponent)
+    return power_DNN
 
 
 CHUNK_TOKENS = 64
@@ -82,7 +77,7 @@ def dense_scan(
     u_BDL = u_BLD.to(real).transpose(1, 2)
     y_BDLM, (x_BDN,) = scan(
         _Respond(),
-        _blocks(u_BLD.shape[1]),
+        chunk_blocks(u_BLD.shape[1], CHUNK_TOKENS, CHUNK_TOKENS),
         (u_BDL,),
         (_start(u_BDL, a, state),),
         (kernel_DMC, write_DNC, read_DCMN, *_decays(a, u_BLD.shape[1])),
@@ -100,7 +95,8 @@ def absorb_dense_inputs(
     a, b = a_DNN.to(real), b_DN.to(real)
     u_BDL = u_BLD.to(real).transpose(1, 2)
     parameters = (columns_of_powers(a, b, CHUNK_TOKENS), *_decays(a, u_BLD.shape[1]))
-    _, (x_BDN,) = scan(StateOnly(_advance), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
+    blocks = chunk_blocks(u_BLD.shape[1], CHUNK_TOKENS, CHUNK_TOKENS)
+    _, (x_BDN,) = scan(StateOnly(_advance), blocks, (u_BDL,), (_start(u_BDL, a, None),), parameters)
     return x_BDN
 
 
@@ -140,11 +136,6 @@ def _advance(sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Ten
 def _decays(a_DNN: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a whole chunk and the shorter last one do to a state."""
     return matrix_power(a_DNN, CHUNK_TOKENS), matrix_power(a_DNN, length % CHUNK_TOKENS)
-
-
-def _blocks(length: int) -> list[tuple[int, int]]:
-    """Token ranges of whole chunks, then of the rest; nothing is padded or dropped."""
-    return [(start, min(start + CHUNK_TOKENS, length)) for start in range(0, length, CHUNK_TOKENS)]
 
 
 def _start(u_BDL: torch.Tensor, a_DNN: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
