@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.setting import Setting
+from benchmarks.setting import ROOT, Setting
 from benchmarks.targets import TARGETS, Target, Verdict
-from benchmarks.verify import ROOT
 
 __all__ = ["PAGE", "RESULTS", "filed_results", "filled_in", "latest", "ratios_of", "target_table", "write_page"]
 

@@ -15,8 +15,7 @@ import torch
 from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS, filed_results, latest, ratios_of
 from benchmarks.report import measure
-from benchmarks.setting import Setting, look_around
-from benchmarks.verify import ROOT, why_red
+from benchmarks.setting import ROOT, Setting, look_around, why_red
 
 __all__ = ["QUICK", "Comparison", "Watched", "better", "compare", "main", "measure_now", "table"]
 

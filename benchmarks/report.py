@@ -11,9 +11,8 @@ from benchmarks.cases import OURS, Case
 from benchmarks.filed import RESULTS, write_page
 from benchmarks.measured import Finding, Measured, Panel, Table
 from benchmarks.memory import peak_bytes
-from benchmarks.setting import Setting, look_around
+from benchmarks.setting import ROOT, Setting, look_around
 from benchmarks.timing import MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
-from benchmarks.verify import ROOT
 
 __all__ = ["SizeMeasured", "file_finding", "finding_of", "measure", "read_finding", "refresh_page"]
 

@@ -9,8 +9,7 @@ from benchmarks import busy_ranks, decoding, delta, flat_memory, gradient_cost, 
 from benchmarks.cases import CASES, Case
 from benchmarks.measured import Finding, Study, studies_of
 from benchmarks.report import file_finding, measure, refresh_page
-from benchmarks.setting import own_cores, pin_to
-from benchmarks.verify import why_red
+from benchmarks.setting import own_cores, pin_to, why_red
 from dist_attn.errors import ConfigError
 
 __all__ = ["STUDIES", "main"]

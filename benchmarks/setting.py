@@ -1,10 +1,14 @@
-"""Where and when a measurement is taken: machine, versions, threads, cores, load, date and commit."""
+"""What comes before a number: green tests, and where and when it is measured.
+
+Machine, versions, threads, cores, load, date and commit; a number about something that does not work is worth nothing.
+"""
 
 import contextlib
 import datetime
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,14 +16,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.verify import ROOT
 from dist_attn import __version__
 
-__all__ = ["Setting", "look_around", "own_cores", "pin_to"]
+__all__ = ["ROOT", "Setting", "look_around", "own_cores", "pin_to", "why_red"]
 
+ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("transformers", "performer-pytorch", "flash-linear-attention", "xllamacpp")
 # What a run writes by itself must not make the next one's commit look changed.
 WRITTEN = ("benchmarks/results", "docs/measurements/performance.md", "dist_attn/ops/gpu_record.json")
+# Where Python finds what tests import: of this folder, and of research/ where that is there.
+SOURCES = (str(ROOT), str(ROOT / "research"))
+DEADLINE_S = 600.0
+LINES_SHOWN = 15
 
 
 @dataclass(frozen=True)
@@ -111,3 +119,19 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown processor"
+
+
+def why_red(tests: Sequence[str], *, deadline_s: float = DEADLINE_S) -> str:
+    """Run these tests; empty when they pass, else how the run ended."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=deadline_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"the tests did not end within {deadline_s:g} s"
+    if done.returncode == 0:
+        return ""
+    said = (done.stdout + done.stderr).strip().splitlines()
+    return "\n".join([f"pytest ended with code {done.returncode}:", *said[-LINES_SHOWN:]])

@@ -77,7 +77,7 @@ def find_mpiexec(*, one_host: bool = False) -> str | None:
     """MPI's launcher, looked for beside this Python first, where wheels put theirs.
 
     For ranks of `one_host` MPICH's gforker comes first, where it is installed: it listens on no port, while hydra, the
-    usual launcher of MPICH, listens on all addresses and asks nobody who connects.
+    usual launcher of MPICH, listens on all addresses and admits every connection.
     """
     places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     mpiexec = shutil.which("mpiexec", path=os.pathsep.join(places))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.cases import ACCEPTED, DEVICE, Cases, Row, judged, seconds
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT
 from dist_attn.control.ranks import child_environment
 from dist_attn.generation import CapturedStep
 from dist_attn.model_config.mixer import MixerConfig

@@ -45,7 +45,7 @@ class AsyncJobs:
         on_sent: Callable[[Reached], None] | None = None,
         **options: Unpack[RowOptions],
     ) -> Job:
-        """Hand in the encoding of a document, or of a file of the service; once this returns, the job needs nobody.
+        """Hand in the encoding of a document, or of a file of the service; once this returns, the job runs by itself.
 
         `boundaries` are rising byte offsets at which rows end, of a `str` or a file of the service.
 

@@ -16,7 +16,7 @@ from dist_attn.errors import CommError, InputError, MismatchError
 
 __all__ = ["SimulatedCommunicator", "run_simulated"]
 
-POISON = 0xFF  # as any float type, bytes of ones are NaN: a part that nobody wrote shows
+POISON = 0xFF  # as any float type, bytes of ones are NaN: a part that was never written shows
 
 Result = TypeVar("Result")
 

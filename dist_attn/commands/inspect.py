@@ -16,12 +16,8 @@ from typer.core import TyperGroup
 from dist_attn.commands.options import (
     AsJson,
     Config,
-    DataDir,
-    EngineDevice,
-    Host,
-    Model,
+    DoctorOptions,
     PlanOptions,
-    Port,
     Ranks,
     chosen_compute,
     leave_to_service,
@@ -177,18 +173,8 @@ def models_add(name: Annotated[str, typer.Argument(help="Which one; `dist-attn m
     print(json.dumps(add_model(name)))
 
 
-def doctor(
-    config: Config = None,
-    model: Model = None,
-    host: Host = None,
-    port: Port = None,
-    data_dir: DataDir = None,
-    device: EngineDevice = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Time the exchanges between ranks too, and keep which is fastest.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+@taking(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
     """Try out whether `serve` would work here, with the same settings; what is missing or broken, and what to do.
 
     Code 1 when it would not, or when what it needs did not answer in time.
@@ -197,8 +183,14 @@ def doctor(
     """
     from dist_attn.commands.doctor import doctor as examine
 
-    flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir, "engine.device": device}
-    raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=measure))
+    flags = {
+        "model": options.model,
+        "http.host": options.host,
+        "http.port": options.port,
+        "data_dir": options.data_dir,
+        "engine.device": options.device,
+    }
+    raise typer.Exit(examine(options.config, flags, as_json=options.as_json, exchanges=options.measure))
 
 
 def bench(

@@ -163,6 +163,22 @@ class ServeOptions:
     data_dir: DataDir = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of `doctor`."""
+
+    config: Config = None
+    model: Model = None
+    host: Host = None
+    port: Port = None
+    data_dir: DataDir = None
+    device: EngineDevice = None
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time the exchanges between ranks too, and keep which is fastest.")
+    ] = False
+    as_json: AsJson = False
+
+
 Options = TypeVar("Options")
 
 

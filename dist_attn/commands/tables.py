@@ -12,7 +12,7 @@ from rich.text import Text
 
 __all__ = ["Table", "byte_size", "duration", "print_tables", "rich_table", "stdout_console"]
 
-WIDE = 10_000  # where nobody looks, no line is wrapped or cut
+WIDE = 10_000  # where output is no terminal, no line is wrapped or cut
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def rich_table(table: Table, *, boxed: bool) -> RichTable:
-    """The table as rich draws it; its title is drawn by whoever wants it."""
+    """The table as rich draws it; its title is the caller's to draw."""
     result = RichTable(
         box=box.ROUNDED if boxed else None,
         show_header=bool(table.header),

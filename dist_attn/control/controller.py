@@ -120,7 +120,7 @@ class Controller:
                 group.heartbeat(message, now)
                 self._port.to_engine(identity, Ping())
             case _:
-                # Ranks of an older epoch hear nothing, so they exit by themselves if nobody kills them.
+                # Ranks of an older epoch get no answer, so they exit by themselves if no agent kills them.
                 log.debug("message dropped", kind=type(message).__name__, identity=identity.hex())
 
     def _rank(self, rank: int) -> bytes:

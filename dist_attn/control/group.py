@@ -172,7 +172,7 @@ class RankGroup:
             self._suspect(now)
 
     def rank_unreachable(self, rank: int, now: float) -> None:
-        """A message to this rank had nobody to go to."""
+        """A message to this rank could not be delivered."""
         if rank in self.ranks:
             self._suspect(now)
 

@@ -24,14 +24,14 @@ class KnownAgent:
     identity: bytes
     hello: AgentHello
     heard_at: float
-    gone: bool = False  # a message had nobody to go to, and it has said nothing since
+    gone: bool = False  # a message could not be delivered, and none has come since
 
     def __str__(self) -> str:
         return f"the agent of {self.hello.name} (pid {self.hello.pid})"
 
 
 class Roster:
-    """Agents by name. `send` hands a message to ZeroMQ; it is false when there is nobody any more."""
+    """Agents by name. `send` hands a message to ZeroMQ; it is false when no connection is left."""
 
     def __init__(self, send: Callable[[bytes, AnyMessage], bool]) -> None:
         self._send = send

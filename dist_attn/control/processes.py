@@ -114,7 +114,7 @@ class PrivateFolder:
             except (BlockingIOError, FileNotFoundError):
                 continue  # another process came between and took it for one that was left over
             except OSError:
-                self._lock = -1  # a file system without locks: then nobody else removes it either
+                self._lock = -1  # a file system without locks: then no other process removes it either
             if self.path.exists():
                 return
             if self._lock >= 0:

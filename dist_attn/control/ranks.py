@@ -22,7 +22,7 @@ from dist_attn.settings import RankTerms
 from dist_attn.wire.agent_messages import StartGroup
 
 TAIL_BYTES = 8192
-KEPT_BYTES = 1 << 18  # of output that nobody takes yet
+KEPT_BYTES = 1 << 18  # of output that is not read yet
 STDERR = 2
 READS_PER_TURN = 16  # of 64 KiB each: ranks that print without end do not keep the agent from its other work
 KILL_TIMEOUT_S = 5.0

@@ -3,7 +3,7 @@
 Decoding comes first, then short prompts in order of arrival, then long documents in turns, by what each has had. While
 anything decodes, a step carries little prefill, and further rounds of decoding go between the layers of its blocks, as
 many as leave reading half of the time: the time between tokens stays bounded, and so does what reading loses. When
-short and long work wait together each gets half of the step, and one block at least: nobody starves. More urgent
+short and long work wait together each gets half of the step, and one block at least: no request starves. More urgent
 classes come first among short prompts, and have four times the share of the next class among documents.
 
 A text is always cut into the same blocks: at multiples of its chunk, however much a step has room for and whatever else
@@ -206,7 +206,7 @@ def _prefills(view: View, requests: tuple[RequestView, ...], budget: int) -> tup
 
 
 def _round(ring: tuple[Turn, ...], longs: set[int]) -> list[Turn]:
-    """The long documents, who has had least first; a new one begins with as much as that one, and is owed nothing."""
+    """The long documents, the least served first; a new one begins with as much as that one, and is owed nothing."""
     known = {turn.number: turn.passed for turn in ring if turn.number in longs}
     least = min(known.values(), default=0)
     return sorted((Turn(r, known.get(r, least)) for r in longs), key=lambda turn: (turn.passed, turn.number))
@@ -283,9 +283,9 @@ def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) 
 def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple[RequestView, ...], tuple[int, ...]]:
     """The requests that are worked on, in order of arrival, and those whose state is put aside for them.
 
-    Room, in places and in bytes, goes to the most urgent class, in it to who has waited longest. When there is none, a
-    text that is being read and has come some way gives its place to a short prompt of its class or to anybody of a more
-    urgent one; it waits then like one that has just come. One that is alone always has room.
+    Room, in places and in bytes, goes to the most urgent class, in it to the request that has waited longest. When
+    there is none, a text that is being read and has come some way gives its place to a short prompt of its class or to
+    any request of a more urgent one; it waits then like one that has just come. One that is alone always has room.
     """
     here = [r for r in view.requests if r.opened]
     waiting = [r for r in view.requests if not r.opened and not r.blocked and has_work(r)]

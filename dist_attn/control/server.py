@@ -44,7 +44,7 @@ def run_controller(settings: ControlSettings) -> int:
         raise ConfigError("api_address is not set; give --api-address, or see --help")
     if settings.rank_address:
         return _listen(settings, settings.rank_address)
-    # A private folder: nobody else may connect, and its path is short, which the path of a socket has to be.
+    # A private folder: no other user may connect, and its path is short, which the path of a socket has to be.
     folder = PrivateFolder()
     try:
         return _listen(settings, f"ipc://{folder.path}/ranks")
@@ -143,7 +143,7 @@ class _Server:
         self._stop = f"signal {signal.Signals(number).name}"
 
     def _drain(self) -> None:
-        """Let open requests finish, unless nobody is left to wait for them or the stop is asked for again."""
+        """Let open requests finish, unless no client waits for them or the stop is asked for again."""
         deadline = time.monotonic() + self._settings.drain_s
         self._controller.drain()
         while not self._controller.idle and not self._hurried and time.monotonic() < deadline:

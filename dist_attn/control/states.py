@@ -374,7 +374,7 @@ class States:
                 self.settle(request)
 
     def tick(self, request: Request) -> None:
-        """Notice a state that stopped coming, and one that nobody fetches: a completion does without it."""
+        """Notice a state that stopped coming, and one that is not fetched: a completion does without it."""
         now, keeping = self._requests.now, request.keeping
         if keeping.arrival is not None and now - request.reading.heard_at > self._patience_s:
             text = f"nothing came of the state to begin with for {self._patience_s:g} s"

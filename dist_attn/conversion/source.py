@@ -30,7 +30,7 @@ ACTIVATIONS = {
 @final
 @dataclass(frozen=True)
 class SourceConfig:
-    """The values of a config.json; whoever reads one says what it may be."""
+    """The values of a config.json; each is checked where it is read."""
 
     path: Path
     values: dict[str, Any]
@@ -123,7 +123,7 @@ class SourceWeights:
             del self._tensors[name]
 
     def require_empty(self) -> None:
-        """Raises: ModelFolderError for a tensor that nobody took."""
+        """Raises: ModelFolderError for a tensor that no layer took."""
         if self._tensors:
             raise ModelFolderError(
                 f"{self._path} holds a tensor {min(self._tensors)!r} that a model of its config.json does not have"

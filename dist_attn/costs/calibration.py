@@ -51,7 +51,7 @@ class Calibration:
     def choose(self, backend: str, ranks: int, message_bytes: int, hosts: Sequence[Sequence[int]] = ()) -> str:
         """The exchange that was fastest for as many ranks and about this size; over several hosts, the rule's.
 
-        Entries that nobody can have measured count for nothing: a file may be of another version, or edited.
+        Entries that cannot have been measured count for nothing: a file may be of another version, or edited.
         """
         known = timed_exchanges(ranks, backend)
         measured = [

@@ -96,7 +96,7 @@ class CapturedStep:
 
     The first step runs operation by operation, the second is captured where that can be; `how` says which it is, and
     why. `rows` are the batch elements that count for a watch of guarded denominators, whatever the watch itself says:
-    the first so many, or all of them (None). While somebody looks for numbers that are not finite, steps run operation
+    the first so many, or all of them (None). While numbers that are not finite are looked for, steps run operation
     by operation. Steps that share `graphs` share what is known of captures that failed.
     """
 

@@ -1,4 +1,4 @@
-"""The contract of every token mixer, for the tests of whoever adds one: `check_mixer(config)`, or its parts one by one.
+"""The contract of every token mixer, for the tests of a new one: `check_mixer(config)`, or its parts one by one.
 
 Each check builds the mixer of a configuration, in float64 with parameters drawn from a seed, and raises AssertionError
 with what differs. Checks of states are for mixers that go on from one (`config.streams`).

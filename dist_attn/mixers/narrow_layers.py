@@ -146,5 +146,5 @@ def _fixed(bias: nn.Parameter | None) -> nn.Parameter | None:
 
 
 def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """y + bias, written over y, which nobody else has and no gradient is of."""
+    """y + bias, written over y, which nothing else refers to and no gradient is of."""
     return y if bias is None else y.add_(bias)

@@ -153,7 +153,7 @@ def register_mixer(config: type[MixerConfig], build: Build) -> None:
 def mixer_config_class(kind: Any) -> type[MixerConfig]:
     """The configuration of a kind; a package that offers the kind is loaded.
 
-    Raises: ConfigError for a kind that nobody offers, or whose package cannot be loaded.
+    Raises: ConfigError for a kind that is not registered, or whose package cannot be loaded.
     """
     if not isinstance(kind, str) or kind not in _REGISTERED:
         offers = [offer for offer in entry_points(group=GROUP) if offer.name == kind]

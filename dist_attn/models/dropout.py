@@ -84,7 +84,7 @@ class Dropout(nn.Module):
 
 
 def use_dropout(model: nn.Module, rate: float, seed: int) -> Draw:
-    """Let the model drop this share in training, or nothing at rate 0; whoever trains it sets step and row."""
+    """Let the model drop this share in training, or nothing at rate 0; the training loop sets step and row."""
     draw = Draw(rate, seed)
     for place, module in enumerate(module for module in model.modules() if isinstance(module, Dropout)):
         module.draw, module.place = draw if rate else None, place

@@ -105,7 +105,7 @@ def _compile(command: Sequence[str], library: Path) -> None:
         beside.replace(library)
     finally:
         beside.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody else may tidy up at the same time
+    with contextlib.suppress(OSError):  # another process may remove it at the same time
         _forget_old(library.parent, library.name.rpartition("-")[0])
 
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.scan import StateOnly, scan
+from dist_attn.ops.documents import chunk_blocks
+from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 
 
 def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> torch.Tensor:
@@ -39,22 +40,13 @@ def rows_of_powers(c_DMN: torch.Tensor, a_DNN: torch.Tensor, count: int) -> torc
 
 
 def matrix_power(a_DNN: torch.Tensor, exponent: int) -> torch.Tensor:
-    """A^exponent by repeated squaring; the identity for exponent 0."""
-    result_DNN = torch.eye(a_DNN.shape[1], dtype=a_DNN.dtype, device=a_DNN.device).expand_as(a_DNN)
-    square_DNN = a_DNN
+    """A^exponent in the precision of A; the identity for exponent 0."""
     with without_autocast(a_DNN.device):
-        while exponent:
-            if exponent & 1:
-                result_DNN = result_DNN @ square_DNN
-            exponent >>= 1
-            square_DNN = square_DNN @ square_DNN if exponent else square_DNN
-    return result_DNN
+        power_DNN: torch.Tensor = torch.linalg.matrix_power(a_DNN, exponent)
+    return power_DNN
 
 
 CHUNK_TOKENS = 64
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def dense_scan(
@@ -85,7 +77,7 @@ def dense_scan(
     u_BDL = u_BLD.to(real).transpose(1, 2)
     y_BDLM, (x_BDN,) = scan(
         _Respond(),
-        _blocks(u_BLD.shape[1]),
+        chunk_blocks(u_BLD.shape[1], CHUNK_TOKENS, CHUNK_TOKENS),
         (u_BDL,),
         (_start(u_BDL, a, state),),
         (kernel_DMC, write_DNC, read_DCMN, *_decays(a, u_BLD.shape[1])),
@@ -103,7 +95,8 @@ def absorb_dense_inputs(
     a, b = a_DNN.to(real), b_DN.to(real)
     u_BDL = u_BLD.to(real).transpose(1, 2)
     parameters = (columns_of_powers(a, b, CHUNK_TOKENS), *_decays(a, u_BLD.shape[1]))
-    _, (x_BDN,) = scan(StateOnly(_advance), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
+    blocks = chunk_blocks(u_BLD.shape[1], CHUNK_TOKENS, CHUNK_TOKENS)
+    _, (x_BDN,) = scan(StateOnly(_advance), blocks, (u_BDL,), (_start(u_BDL, a, None),), parameters)
     return x_BDN
 
 
@@ -113,7 +106,7 @@ class _Respond:
 
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         kernel_DMC, _, read_DCMN, _, _ = parameters
         (u_BDT,), (x_BDN,) = sequence, carry
         assert u_BDT is not None
@@ -124,12 +117,12 @@ class _Respond:
         y_BDTM = y_BDTM + torch.einsum("bdn,dtmn->bdtm", x_BDN, read_DCMN[:, :size])
         return y_BDTM, self.advance(sequence, carry, parameters)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         _, write_DNC, _, whole_DNN, rest_DNN = parameters
         return _advance(sequence, carry, (write_DNC, whole_DNN, rest_DNN))
 
 
-def _advance(sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+def _advance(sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
     (u_BDT,), (x_BDN,) = sequence, carry
     assert u_BDT is not None
     write_DNC, whole_DNN, rest_DNN = parameters
@@ -143,11 +136,6 @@ def _advance(sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Ten
 def _decays(a_DNN: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a whole chunk and the shorter last one do to a state."""
     return matrix_power(a_DNN, CHUNK_TOKENS), matrix_power(a_DNN, length % CHUNK_TOKENS)
-
-
-def _blocks(length: int) -> list[tuple[int, int]]:
-    """Token ranges of whole chunks, then of the rest; nothing is padded or dropped."""
-    return [(start, min(start + CHUNK_TOKENS, length)) for start in range(0, length, CHUNK_TOKENS)]
 
 
 def _start(u_BDL: torch.Tensor, a_DNN: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import send
 from dist_attn.ops.documents import check_documents, chunk_blocks, documents_by_length
-from dist_attn.ops.scan import StateOnly, scan
+from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 
 
 def power(a_DN: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -42,9 +42,6 @@ def powers(a_DN: torch.Tensor, count: int) -> torch.Tensor:
 
 CHUNK_TOKENS = 64
 BLOCK_CHUNKS = 8
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def diagonal_scan(
@@ -123,7 +120,7 @@ class _Respond:
 
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         kernel_DC, write_DNC2, read_DNC2, powers_DNC2 = parameters
         (u_BDT,) = sequence
         assert u_BDT is not None
@@ -138,11 +135,11 @@ class _Respond:
         y_DGC = y_DGC + before_DBGN2.flatten(1, 2).flatten(2) @ read_DNC2.transpose(2, 3).flatten(1, 2)
         return y_DGC.reshape(u_DBGC.shape).flatten(2).transpose(0, 1), (after_BDN2,)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         return _advance(sequence, carry, (parameters[1], parameters[3]))
 
 
-def _advance(sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+def _advance(sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
     (u_BDT,) = sequence
     assert u_BDT is not None
     write_DNC2, powers_DNC2 = parameters
@@ -210,7 +207,7 @@ def _check(u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, s
 
 
 def _scan_documents(
-    u_BLD: torch.Tensor, system: _Tensors, documents: tuple[int, ...], state: torch.Tensor | None
+    u_BLD: torch.Tensor, system: Tensors, documents: tuple[int, ...], state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     length = u_BLD.shape[1]
     check_documents(documents, length)

@@ -101,7 +101,7 @@ def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _look(watch: Watch, operation: str, what: str, x: torch.Tensor, token_dim: int | None) -> None:
-    assert watch.finite is not None  # only called while somebody checks
+    assert watch.finite is not None  # only called while operations are checked
     x = x.detach()  # looking is no part of the graph, which layers may recompute unwatched
     if not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(x).all()):
         return

@@ -1,6 +1,6 @@
 """What ran on which GPU: one record for each device's name in gpu_record.json, written by the GPU check (`make gpu`).
 
-"auto" goes by it, so that nobody's work is the first to run a kernel on a device: kernels and captured steps are taken
+"auto" goes by it, so that no user's work is the first to run a kernel on a device: kernels and captured steps are taken
 where they ran right, in the tiles that were fastest there.
 """
 

@@ -20,14 +20,11 @@ from math import comb
 import torch
 
 from dist_attn.errors import ShapeError
-from dist_attn.ops.scan import StateOnly, scan
+from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 
 CHUNK_TOKENS = 32
 # At most so many chunks side by side, and numbers in their matrices (float64) and in their tokens' coefficients.
 BLOCK_CHUNKS, BLOCK_WEIGHTS, BLOCK_COEFFICIENTS = 16, 1 << 19, 1 << 22
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class _Respond:
 
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         (read_DN,) = parameters
         weights_RKTNJ, f_BKTD, c_BKND, after_BDN = _walk(sequence, carry)
         given_BKJD = torch.cat([c_BKND.to(read_DN.dtype), f_BKTD.to(read_DN.dtype)], dim=2)
@@ -111,15 +108,15 @@ class _Respond:
             outputs.append((c_BFD.unflatten(1, weights_RKTNJ.shape[2:4]) * read_DN.mT).sum(2))
         return torch.cat(outputs, dim=1).mT, (after_BDN,)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         return _advance(sequence, carry, parameters)
 
 
-def _advance(sequence: _Optional, carry: _Tensors, _: _Tensors) -> _Tensors:
+def _advance(sequence: MaybeTensors, carry: Tensors, _: Tensors) -> Tensors:
     return (_walk(sequence, carry)[3],)
 
 
-def _walk(sequence: _Optional, carry: _Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _walk(sequence: MaybeTensors, carry: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """From chunk to chunk: their weights and tokens, the coefficients before each, and those after the last one."""
     f_BDL, t_R1L = sequence
     (c_BDN,) = carry

@@ -25,8 +25,9 @@ from dist_attn.ops.linear_attention import Implementation, check_implementation,
 from dist_attn.ops.linear_attention.call import check_prefix
 from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
+    RelativeCall,
     RelativeState,
-    relative_attention,
+    attend_relative,
     relative_attention_streaming,
 )
 from dist_attn.ops.running_maximum import Maxima, running_maximum
@@ -160,7 +161,8 @@ class LocalSequenceOps:
     ) -> torch.Tensor:
         """See `dist_attn.ops.relative_attention`."""
         inputs = (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
-        return relative_attention(*inputs, causal=causal, documents=self.documents, implementation=self.implementation)
+        documents = self.documents or ()
+        return attend_relative(RelativeCall(*inputs, causal, documents=documents, implementation=self.implementation))
 
     def relative_attention_streaming(
         self,

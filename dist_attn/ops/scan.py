@@ -19,8 +19,8 @@ import torch
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.watch import watching
 
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
+Tensors = tuple[torch.Tensor, ...]
+MaybeTensors = tuple[torch.Tensor | None, ...]
 
 
 class BlockBody(Protocol):
@@ -32,11 +32,11 @@ class BlockBody(Protocol):
     @property
     def has_output(self) -> bool: ...
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         """The block's output slice (or None) and the carry after it."""
         ...
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         """Only the carry after the block."""
         ...
 
@@ -45,13 +45,13 @@ class BlockBody(Protocol):
 class StateOnly:
     """A body without outputs, made of the `step` that gives the carry after a block."""
 
-    step: Callable[[_Optional, _Tensors, _Tensors], _Tensors]
+    step: Callable[[MaybeTensors, Tensors, Tensors], Tensors]
     has_output = False
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         return None, self.step(sequence, carry, parameters)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         return self.step(sequence, carry, parameters)
 
 
@@ -59,17 +59,17 @@ class StateOnly:
 class OutputOnly:
     """A body without a carry, made of the `step` that gives a block's output."""
 
-    step: Callable[[_Optional, _Tensors], torch.Tensor]
+    step: Callable[[MaybeTensors, Tensors], torch.Tensor]
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         return self.step(sequence, parameters), ()
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         return ()
 
 
-def _slices(sequence: _Optional, start: int, stop: int) -> _Optional:
+def _slices(sequence: MaybeTensors, start: int, stop: int) -> MaybeTensors:
     """Tokens [start, stop) of every sequence tensor."""
     return tuple(None if t is None else t[:, :, start:stop] for t in sequence)
 
@@ -86,13 +86,13 @@ class _Plan(NamedTuple):
 def scan(
     body: BlockBody,
     blocks: Sequence[tuple[int, int]],
-    sequence: _Optional,
-    carry: _Tensors,
-    parameters: _Tensors,
+    sequence: MaybeTensors,
+    carry: Tensors,
+    parameters: Tensors,
     *,
     output_shape: tuple[int, ...] = (),
     output_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, _Tensors]:
+) -> tuple[torch.Tensor, Tensors]:
     """Run `body` over `blocks` (token ranges of dim 2) from first to last.
 
     Returns the outputs of all blocks side by side along dim 2, shape `output_shape` (empty for a body without
@@ -102,7 +102,7 @@ def scan(
     plan = _Plan(body, tuple(blocks), len(sequence), len(carry), output_shape, output_dtype)
     if torch.compiler.is_compiling():
         return _plain_scan(plan, sequence, carry, parameters)
-    results = cast(_Tensors, _Scan.apply(plan, *sequence, *carry, *parameters))  # type: ignore[no-untyped-call]
+    results = cast(Tensors, _Scan.apply(plan, *sequence, *carry, *parameters))  # type: ignore[no-untyped-call]
     if body.has_output:
         return results[0], results[1:]
     return results[0].new_empty(0), results
@@ -150,7 +150,7 @@ class _Scan(torch.autograd.Function):
             for index in reversed(range(len(starts))):
                 first = starts[index]
                 blocks = plan.blocks[first : first + ctx.stride]
-                carry: _Tensors = kept[index * plan.num_carry : (index + 1) * plan.num_carry]
+                carry: Tensors = kept[index * plan.num_carry : (index + 1) * plan.num_carry]
                 carries = [carry]
                 with torch.no_grad():
                     for start, stop in blocks[:-1]:
@@ -163,7 +163,7 @@ class _Scan(torch.autograd.Function):
         return (None, *totals.results())
 
 
-def _composite(plan: _Plan, tensors: _Optional, needs: Sequence[bool], grads: _Tensors) -> list[torch.Tensor | None]:
+def _composite(plan: _Plan, tensors: MaybeTensors, needs: Sequence[bool], grads: Tensors) -> list[torch.Tensor | None]:
     """The gradients of all inputs as differentiable functions of the inputs and of `grads`."""
     # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
     inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
@@ -173,16 +173,16 @@ def _composite(plan: _Plan, tensors: _Optional, needs: Sequence[bool], grads: _T
     return plain_gradients(results, grads, inputs, needs)
 
 
-def _split(plan: _Plan, tensors: _Optional) -> tuple[_Optional, _Tensors, _Tensors]:
+def _split(plan: _Plan, tensors: MaybeTensors) -> tuple[MaybeTensors, Tensors, Tensors]:
     first, second = plan.num_sequence, plan.num_sequence + plan.num_carry
     # Only the sequence has optional members: gates, key scales.
-    return tensors[:first], cast(_Tensors, tensors[first:second]), cast(_Tensors, tensors[second:])
+    return tensors[:first], cast(Tensors, tensors[first:second]), cast(Tensors, tensors[second:])
 
 
 class _Gradients:
     """The gradients of all inputs, filled block by block from the last block to the first."""
 
-    def __init__(self, plan: _Plan, tensors: _Optional, needs: Sequence[bool], grad_carry: _Optional) -> None:
+    def __init__(self, plan: _Plan, tensors: MaybeTensors, needs: Sequence[bool], grad_carry: MaybeTensors) -> None:
         self._plan, self._needs = plan, needs
         self._carry = grad_carry
         sequence, _, parameters = _split(plan, tensors)
@@ -199,9 +199,9 @@ class _Gradients:
         self,
         start: int,
         stop: int,
-        sequence: _Optional,
-        carry: _Tensors,
-        parameters: _Tensors,
+        sequence: MaybeTensors,
+        carry: Tensors,
+        parameters: Tensors,
         grad_block: torch.Tensor | None,
     ) -> None:
         first = len(sequence)
@@ -243,8 +243,8 @@ class _Gradients:
 
 
 def _plain_scan(
-    plan: _Plan, sequence: _Optional, carry: _Tensors, parameters: _Tensors
-) -> tuple[torch.Tensor, _Tensors]:
+    plan: _Plan, sequence: MaybeTensors, carry: Tensors, parameters: Tensors
+) -> tuple[torch.Tensor, Tensors]:
     """What `scan` gives, bit for bit, with every operation in autograd's graph."""
     device = next(t for t in (*sequence, *carry, *parameters) if t is not None).device
     outputs = []
@@ -261,14 +261,14 @@ def _plain_scan(
     return empty, carry if plan.blocks else tuple(c + nothing.to(c.dtype) for c in carry)
 
 
-def _nothing(tensors: _Optional) -> torch.Tensor:
+def _nothing(tensors: MaybeTensors) -> torch.Tensor:
     """Zero, as the sum of no elements of each tensor: zero whatever the values are, where 0 * inf would be NaN."""
     real = [t.real if t.is_complex() else t for t in tensors if t is not None]
     return torch.stack([t.reshape(-1)[:0].sum().double() for t in real]).sum()
 
 
 def plain_gradients(
-    results: Sequence[torch.Tensor | None], grads: _Optional, inputs: _Optional, needs: Sequence[bool]
+    results: Sequence[torch.Tensor | None], grads: MaybeTensors, inputs: MaybeTensors, needs: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """The gradients of `inputs`, None where `needs` says so, as functions of whatever `results` and `grads` are.
 

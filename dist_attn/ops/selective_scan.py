@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import check_documents, chunk_blocks, start_flags
-from dist_attn.ops.scan import BlockBody, scan
+from dist_attn.ops.scan import BlockBody, MaybeTensors, Tensors, scan
 from dist_attn.ops.state import writes_in_place
 
 __all__ = [
@@ -39,9 +39,6 @@ CHUNK_TOKENS = 16
 BLOCK_TOKENS = 1024
 # So large are the states of a block's tokens, of which its backward pass holds about ten such tensors.
 BLOCK_BYTES = {"cpu": 2**21, "cuda": 2**26}
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def gated_scan(
@@ -148,9 +145,9 @@ def selective_step(
 
 def _scanned(
     body: BlockBody,
-    sequence_BLX: _Optional,
+    sequence_BLX: MaybeTensors,
     first: torch.Tensor,
-    parameters: _Tensors,
+    parameters: Tensors,
     documents: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [B, L, D], if the body has any, and the state after the last token."""
@@ -184,14 +181,14 @@ class _Gated:
     dtype: torch.dtype
     has_output: bool = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         if not self.has_output:
             return None, self.advance(sequence, carry, parameters)
         x_nCD, decay_nCD = (_chunks(t, self.dtype) for t in sequence[:2])
         h_nCD, after = _walk(decay_nCD.exp(), decay_nCD.cumsum(2).exp(), x_nCD, _begun(carry, sequence[2]))
         return h_nCD.flatten(1, 2)[:, None], (after,)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         x_BTD, decay_BTD = (_tokens(t, self.dtype) for t in sequence[:2])
         kept_BD = decay_BTD.sum(1).exp() * _begun(carry, sequence[2])
         return (kept_BD + (_to_end(decay_BTD).exp() * x_BTD).sum(1),)
@@ -204,7 +201,7 @@ class _Selected:
     dtype: torch.dtype
     has_output: bool = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         if not self.has_output:
             return None, self.advance(sequence, carry, parameters)
         x_nCD, dt_nCD, b_nCN, c_nCN = (_chunks(t, self.dtype) for t in sequence[:4])
@@ -220,7 +217,7 @@ class _Selected:
             y_nCD = y_nCD + parameters[1].to(self.dtype) * x_nCD
         return y_nCD.flatten(1, 2)[:, None], (after,)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         x_BTD, dt_BTD, b_BTN = (_tokens(t, self.dtype) for t in sequence[:3])
         a_DN = parameters[0].to(self.dtype)
         kept_BDN = (dt_BTD.sum(1)[..., None] * a_DN).exp() * _begun(carry, sequence[4])
@@ -246,7 +243,7 @@ def _walk(
     return torch.addcmul(from_zeros_nCX, so_far_nCX, torch.stack(before[:-1], dim=1)[:, :, None]), before[-1]
 
 
-def _begun(carry: _Tensors, starts_11T: torch.Tensor | None) -> torch.Tensor:
+def _begun(carry: Tensors, starts_11T: torch.Tensor | None) -> torch.Tensor:
     """The state before a block: documents start at its first token, or not in it."""
     return carry[0] if starts_11T is None else torch.where(starts_11T[0, 0, 0], 0.0, carry[0])
 

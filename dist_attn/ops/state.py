@@ -22,7 +22,7 @@ _in_place: ContextVar[bool] = ContextVar("in_place", default=False)
 
 @contextmanager
 def steps_in_place() -> Iterator[None]:
-    """Let decode steps without gradients write into the states that they are given, which nobody needs any more."""
+    """Let decode steps without gradients write into the states that they are given, which are not used again."""
     token = _in_place.set(True)
     try:
         yield

@@ -96,13 +96,13 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 def current_watch() -> Watch | None:
-    """The watch of this thread; None when nobody looks, and always inside a compiled graph."""
+    """The watch of this thread; None when there is none, and always inside a compiled graph."""
     return None if torch.compiler.is_compiling() else _watch.get()
 
 
 @contextmanager
 def watching(watch: Watch | None) -> Iterator[None]:
-    """Let the operations inside report to `watch`, or to nobody."""
+    """Let the operations inside report to `watch`, or to none."""
     token = _watch.set(watch)
     try:
         yield

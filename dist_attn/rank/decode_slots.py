@@ -133,7 +133,7 @@ class DecodeSlots:
                 self._dissolve(batch)
                 break
         if not self._seats:
-            self._free.clear()  # states and graphs take memory that nobody has planned for
+            self._free.clear()  # states and graphs take memory that was not planned for
 
     def draw(self, entries: Iterable[DecodeEntry]) -> list[Drawn | RequestFault]:
         """Feed each request its token and draw the next one; those that draw from kept logits feed what they draw."""

@@ -80,7 +80,7 @@ class HeartbeatThread:
         settings = self._settings
         identity = beat_identity(settings.epoch, settings.rank, settings.engine).decode()
         with Dealer(context, settings.controller, identity, self._keys) as dealer:
-            # Unanswered beats are counted instead of time: when this whole process was held up, nobody was silent.
+            # Unanswered beats are counted instead of time: when this process was held up, its controller was not.
             unanswered = 0
             while not self._stopped.is_set():
                 if unanswered * settings.heartbeat_s >= settings.silence_deadline_s:
@@ -98,6 +98,6 @@ class HeartbeatThread:
             progress = (pulse.step_done, pulse.phase, time.time(), pulse.progress, peak_rss_bytes())
             dealer.send(Heartbeat(self._settings.epoch, self._settings.rank, *progress))
         except WireError:
-            # The queue is full because nobody reads: one more beat without an answer.
+            # The queue is full because it is not read: one more beat without an answer.
             pass
         return unanswered + 1

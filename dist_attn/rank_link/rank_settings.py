@@ -1,4 +1,4 @@
-"""What a rank is told when it starts: by flags from the agent, and its number by whoever launched the group."""
+"""What a rank is told when it starts: by flags from the agent, and its number by the launcher of the group."""
 
 import os
 from collections.abc import Mapping

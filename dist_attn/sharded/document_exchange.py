@@ -49,7 +49,7 @@ def hear_from(
 
     Shapes: later and earlier [...], equal on all ranks; so is each message.
     Cost: one message to each rank that hears from this one; backward the same the other way. Nothing at all, forward
-        and backward, where nobody hears from anybody.
+        and backward, where no rank hears from another.
     """
     return hear_from_start(comm, sources, later, earlier, label=label)()
 

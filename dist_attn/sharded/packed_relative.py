@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.relative_attention import RelativeCall, RelativeState, WindowState, relative_attention
+from dist_attn.ops.relative_attention import RelativeCall, RelativeState, WindowState, attend_relative
 from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
 from dist_attn.ops.relative_attention.state import normalised
 from dist_attn.sharded.document_exchange import Heard, hear_from
@@ -61,7 +61,7 @@ def sharded_packed_relative_attention(
     if starts:
         documents = tuple(start - head for start in starts if start < inner)
         mid_q, mid_k, mid_v = (t[:, :, head:inner] for t in (phi_q_BHLK, phi_k_BHLK, v_BHLV))
-        outs.append(relative_attention(mid_q, mid_k, mid_v, phi_rp_HRK, causal=causal, documents=documents))
+        outs.append(attend_relative(RelativeCall(mid_q, mid_k, mid_v, phi_rp_HRK, causal, documents=documents)))
     if goes_on:
         after = parts.after(rank)
         sums = own_last.sz_BHMW + after.sz_BHMW

@@ -1,7 +1,7 @@
 """How the calls of one `ShardedSequenceOps` are cut over ranks, what they must have in common, and what is refused.
 
 A rank that leaves out a gate, takes another denominator or another scale sends messages of the size that the others
-expect: without the comparison the result is wrong and nobody knows. Between processes a message of another size or
+expect: without the comparison the result is wrong without an error. Between processes a message of another size or
 dtype ends the process of the rank that receives it.
 """
 

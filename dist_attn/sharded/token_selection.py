@@ -1,4 +1,4 @@
-"""Selection of tokens over ranks: who is kept is found from a few scores, then ranks get equally many kept tokens.
+"""Selection of tokens over ranks: which are kept is found from a few scores, then ranks get equally many kept tokens.
 
 Counts of all ranks say where each rank's kept tokens stand among all; one exchange spreads them evenly, in order.
 For up-sampling each rank gets the kept tokens around its own positions, and interpolates by itself.

@@ -5,12 +5,13 @@ transactions, and blobs of bytes that stream. Memory, local disk and Redis imple
 (who may see what, quotas, references, expiry, eviction) are written once, above them.
 """
 
-from dist_attn.store.entries import Append, Checkpoint, Session, SnapshotInfo, StoreLimits, Usage
+from dist_attn.store.entries import Append, Checkpoint, Reached, Session, SnapshotInfo, StoreLimits, Usage
 from dist_attn.store.open import StateStore, open_records, open_store
 from dist_attn.store.prefixes import PrefixHasher
 from dist_attn.store.upkeep import ExpiryGrace
 
 __all__ = [
+    "Reached",
     "Append",
     "Checkpoint",
     "ExpiryGrace",

@@ -67,7 +67,7 @@ class DiskRecords(Records):
         return DiskRecords(connection, file)
 
     async def transact(self, work: Callable[[BufferedTransaction], Awaitable[T]]) -> T:
-        """Run the work while nobody else writes.
+        """Run the work while no other process writes.
 
         On a full disk a change that makes the catalogue smaller is made all the same, in the room of the reserve.
         """
@@ -90,7 +90,7 @@ class DiskRecords(Records):
     ) -> T:
         """One try; `changes` is filled with what was to be changed, also where it fails."""
         try:
-            # Inside: who is cancelled here may have begun it all the same, in the thread of the connection.
+            # Inside: a task cancelled here may have begun it all the same, in the thread of the connection.
             await self._connection.execute("BEGIN IMMEDIATE")
             transaction = BufferedTransaction(_DiskView(self._connection))
             result = await work(transaction)

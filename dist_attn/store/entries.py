@@ -114,6 +114,21 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fed: str = ""
 
 
+class Reached(msgspec.Struct, frozen=True):
+    """How far a session has come: it stands at `position`, its state is in that snapshot, all up to there was fed.
+
+    `fed` is a digest of what has been fed. With `done` the append has ended, and `result` is what a caller who sends it
+    again is told; `digest` is that of the whole, where it was not known at the beginning.
+    """
+
+    position: int
+    snapshot: str
+    done: bool = False
+    result: str = ""
+    fed: str = ""
+    digest: str = ""
+
+
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who writes to a session now, and until when it is waited for; `owner` is its process, "" if nobody can know."""
 

@@ -1,7 +1,7 @@
 """The two ports under all that the store knows: ordered records that change in transactions, and blobs that stream.
 
 Each place offers reading records, a range in key order, and writing a set of changes at once; `BufferedTransaction`
-makes transactions of that, which see their own changes. The work of a transaction may run again when somebody else was
+makes transactions of that, which see their own changes. The work of a transaction may run again when another one was
 faster, so it does nothing but read and write records. Blobs are written once, read and deleted; their names say when
 they began.
 """

@@ -8,6 +8,7 @@ from dist_attn.errors import BusyError, ConflictError, InputError, PositionError
 from dist_attn.store.entries import (
     Append,
     Checkpoint,
+    Reached,
     Session,
     SessionRecord,
     SnapshotInfo,
@@ -32,7 +33,7 @@ class Sessions:
     ) -> Session:
         """A new session at position 0, which ends `ttl_s` after it was used last.
 
-        `label` and `metadata` are kept as they are given; who gives them sees to their sizes.
+        `label` and `metadata` are kept as they are given; the caller bounds their sizes.
 
         Raises: QuotaError when the caller has as many as may be.
         """
@@ -119,7 +120,7 @@ class Sessions:
         It forgets the keys of its appends, for what they appended is not in that text. `instead_of` is the snapshot
         that the caller thinks it stands at, "" for a session without any.
 
-        Raises: UnknownStateError for a session or snapshot that is not there; BusyError while somebody writes to it;
+        Raises: UnknownStateError for a session or snapshot that is not there; BusyError while it is being written to;
             ConflictError when it stands at another snapshot.
         """
         tag = self._place.tenant(tenant)
@@ -183,7 +184,7 @@ class Sessions:
         thinks the session stands, or stood when the append began.
 
         Raises: UnknownStateError; InputError for an unusable key; PositionError when the session stands elsewhere;
-            BusyError when somebody else writes to it now; ConflictError when the key was used for other contents.
+            BusyError when another writer has it now; ConflictError when the key was used for other contents.
         """
         tag = self._place.tenant(tenant)
         if len(key) > LONGEST_KEY:
@@ -218,28 +219,13 @@ class Sessions:
 
         return await self._place.change(begin)
 
-    async def advance(
-        self,
-        tenant: str,
-        name: str,
-        token: str,
-        position: int,
-        snapshot: str,
-        *,
-        done: bool = False,
-        result: str = "",
-        fed: str = "",
-        digest: str = "",
-    ) -> Session:
-        """The session stands at `position` now, its state is in that snapshot, and all up to there has been fed.
-
-        `fed` is a digest of what has been fed. With `done` the append has ended, and `result` is what a caller who
-        sends it again is told; `digest` is that of the whole, where it was not known at the beginning.
+    async def advance(self, tenant: str, name: str, token: str, to: Reached) -> Session:
+        """The session has come so far.
 
         Raises: UnknownStateError for a session or snapshot that is not there; ConflictError when this writer was taken
             for dead, or the position lies before the one that the session has.
         """
-        tag = self._place.tenant(tenant)
+        tag, position, snapshot = self._place.tenant(tenant), to.position, to.snapshot
 
         async def move(ledger: StateLedger) -> Session:
             before = await ledger.owned_session(tag, name)
@@ -257,14 +243,19 @@ class Sessions:
                 await ledger.release(point.snapshot)
             append = next(known for known in before.appends if known.key == writer.key)
             append = changed(
-                append, position=position, done=done, result=result, fed=fed, digest=append.digest or digest
+                append,
+                position=position,
+                done=to.done,
+                result=to.result,
+                fed=to.fed,
+                digest=append.digest or to.digest,
             )
             record = changed(
                 before,
                 position=position,
                 checkpoints=tuple(points[spare:]),
                 appends=_with(before.appends, append, ledger),
-                writer=None if done else changed(writer, until=ledger.now + ledger.limits.writer_s),
+                writer=None if to.done else changed(writer, until=ledger.now + ledger.limits.writer_s),
             )
             return await _save(ledger, name, record, before)
 

@@ -32,7 +32,7 @@ class StateLedger(Ledger):
     async def owned_snapshot(self, tenant: str, name: str) -> SnapshotRecord:
         """The record of a caller's snapshot.
 
-        Raises: UnknownStateError when it is not there, or is somebody else's, which sounds the same.
+        Raises: UnknownStateError when it is not there, or is another caller's, which sounds the same.
         """
         record = await self.find(SnapshotRecord, name)
         if record is None or record.tenant != tenant:
@@ -85,7 +85,7 @@ class StateLedger(Ledger):
     async def owned_session(self, tenant: str, name: str) -> SessionRecord:
         """The record of a caller's session.
 
-        Raises: UnknownStateError when it is not there, has expired, or is somebody else's, which sounds the same.
+        Raises: UnknownStateError when it is not there, has expired, or is another caller's, which sounds the same.
         """
         record = await self.find(SessionRecord, name)
         if record is None or record.tenant != tenant or record.expires_at <= self.now:

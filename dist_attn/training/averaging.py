@@ -42,7 +42,7 @@ def average_models(models: Sequence[Model]) -> Model:
         if name in learned:
             mean[name] = torch.stack([w[name].double() for w in weights]).mean(0).to(tensor.dtype)
             continue
-        # Random vectors that differ are of other features, whose mean is nobody's.
+        # Random vectors that differ are of other features, whose mean belongs to neither.
         if any(not torch.equal(w[name], tensor) for w in weights):
             raise InputError(f"the models differ in {name}, which is not learned; they are not of one run")
         mean[name] = tensor

@@ -9,7 +9,6 @@ D model width.
 import math
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
-from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
 from dist_attn.models import CausalModel, LanguageModel
 from dist_attn.ops.device import send
@@ -32,7 +30,7 @@ from dist_attn.training.datasets.config import TextDataConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.evaluation import score_tokens, token_loss
 from dist_attn.training.language_task import read_validation_text, tokenise_files
-from dist_attn.training.task import Criterion, Share, Task, first_model
+from dist_attn.training.task import Criterion, ModelTask, Share
 
 _HEADING = re.compile(CHAPTER_HEADING + rb"[^\n]*(?:\n|\Z)", re.MULTILINE)
 
@@ -117,7 +115,7 @@ def nearest_rows(rows_ND: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDAr
 
 
 @final
-class ContrastiveTask(Task):
+class ContrastiveTask(ModelTask):
     """Normalised temperature-scaled cross entropy over window means, and the next token's cross entropy.
 
     Validated by the share of a held-out text's windows whose nearest other window is of the same chapter, each read
@@ -130,17 +128,14 @@ class ContrastiveTask(Task):
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data = cast(TextDataConfig, config.data)
-        self._config, self._data, self._share = config, data, share
+        self._data = data
         self._contrast = ContrastConfig() if config.contrast is None else config.contrast
         self._tokeniser: Tokeniser = load_tokeniser(data.tokeniser)
         self.sequences_per_row = 2 * self._contrast.chapters
         self._pairs = _read_pairs(config, self._contrast, self._tokeniser, progress)
         self._validation = read_validation_text(data)
-        super().__init__(first_model(config.model, config.run.begin_from).to(share.device), data.batch)
+        super().__init__(config, share)
         self.criterion = None if self._validation is None else Criterion("same_chapter", "higher")
-
-    def prepare(self, step: int) -> None:
-        self.model.redraw(step)
 
     def loss(self, step: int, rows: slice) -> Tensor:
         """All rows' windows are read at once, side by side: [rows x chapters x 2, segment]."""
@@ -188,9 +183,6 @@ class ContrastiveTask(Task):
         began = {} if begin_from is None else {"began_from": begin_from.name}
         facts = {"trained_on": [path.name for path in self._data.train], "contrast": contrast, **began, **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return compute_on(self._share.device, self._config.run.dtype).autocast()
 
 
 def contrast_loss(mean_ND: Tensor, temperature: float) -> Tensor:

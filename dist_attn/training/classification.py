@@ -5,7 +5,6 @@ Letters: N examples, C classes.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sized
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,11 +14,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dist_attn.devices import compute_on
-from dist_attn.mixers import redraw_pools
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.examples import check_enough, examples_of_step
-from dist_attn.training.task import Criterion, Share, Task, first_model, rows_to_read
+from dist_attn.training.task import Criterion, ModelTask, Share, rows_to_read
 
 Examples = TypeVar("Examples", bound=Sized)
 
@@ -52,7 +49,7 @@ class Tally:
         return {"accuracy": right / examples, "validation_loss": loss / examples, "examples": examples}
 
 
-class ExamplesTask(Task, Generic[Examples]):
+class ExamplesTask(ModelTask, Generic[Examples]):
     """A task over examples that have numbers: each comes once an epoch, in an order drawn from the run's seed."""
 
     called = "examples"
@@ -60,13 +57,10 @@ class ExamplesTask(Task, Generic[Examples]):
     def __init__(
         self, config: TrainingConfig, share: Share, train: Examples, validation: Examples | None, criterion: Criterion
     ) -> None:
-        self._config, self._share, self._train, self._validation = config, share, train, validation
         check_enough(len(train), config.data.batch, self.called)
-        super().__init__(first_model(config.model, config.run.begin_from).to(share.device), config.data.batch)
+        super().__init__(config, share)
+        self._train, self._validation = train, validation
         self.criterion = None if validation is None else criterion
-
-    def prepare(self, step: int) -> None:
-        redraw_pools(self.model, step)
 
     def seen(self, steps: int) -> int:
         return steps * self.batch
@@ -80,9 +74,6 @@ class ExamplesTask(Task, Generic[Examples]):
         for start in range(0, len(examples), self.batch):
             numbers = range(start, min(start + self.batch, len(examples)))
             yield numbers, *rows_to_read(self._share, len(numbers))
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return compute_on(self._share.device, self._config.run.dtype).autocast()
 
 
 class ClassificationTask(ExamplesTask[Examples]):

@@ -1,7 +1,6 @@
 """Language modelling: segments of contiguous streams, with the state carried from each to the next."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
-from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.language_model import LearnedPositions, mixers_of_layers
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
@@ -29,7 +27,7 @@ from dist_attn.training.datasets.token_cache import (
     tokens_of,
 )
 from dist_attn.training.evaluation import score_tokens, token_loss
-from dist_attn.training.task import Criterion, Share, Task, first_model
+from dist_attn.training.task import Criterion, ModelTask, Share
 
 
 def tokenise_files(
@@ -91,7 +89,7 @@ class SegmentStream:
         return picked[:, :-1], picked[:, 1:]
 
 
-class LanguageTask(Task):
+class LanguageTask(ModelTask):
     """The mean cross entropy of the next token; validated in bits per byte of one text that is read as a stream.
 
     Reference: Random Feature Attention, Sec. 4.1: the state goes on into the next segment, the gradient does not.
@@ -102,7 +100,7 @@ class LanguageTask(Task):
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data, model = cast(TextDataConfig, config.data), cast(LanguageModelConfig, config.model)
-        self._config, self._data, self._share = config, data, share
+        self._data = data
         tokeniser = load_tokeniser(data.tokeniser)
         try:
             self._tokeniser: Tokeniser = fitted(tokeniser, data.tokeniser, model.vocab_size)
@@ -119,7 +117,7 @@ class LanguageTask(Task):
         )
         self._stream = SegmentStream(tokens, data.batch, data.segment)
         self._validation = read_validation_text(data)
-        super().__init__(first_model(config.model, config.run.begin_from).to(share.device), data.batch)
+        super().__init__(config, share)
         self.criterion = None if self._validation is None else Criterion("bits_per_byte", "lower")
         own = share.rows(data.batch)
         # Made while the parameters are whole: a mixer takes the types and devices of its state from them.
@@ -128,7 +126,7 @@ class LanguageTask(Task):
         self._after: list[ModelState] = []
 
     def prepare(self, step: int) -> None:
-        self.model.redraw(step)
+        super().prepare(step)
         self._after = []
 
     def loss(self, step: int, rows: slice) -> Tensor:
@@ -169,9 +167,6 @@ class LanguageTask(Task):
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
         facts = {"trained_on": [path.name for path in self._data.train], **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return compute_on(self._share.device, self._config.run.dtype).autocast()
 
     def _state_of(self, rows: slice) -> ModelState:
         """The state of a micro-batch's rows."""

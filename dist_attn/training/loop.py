@@ -308,7 +308,7 @@ class _Run:
         facts: dict[str, Any] = {
             f"{self.task.unit}_seen": self.task.seen(step),
             "steps": step,
-            # Where the run lived on its machine is nobody else's business.
+            # Paths of this machine do not leave it with the model.
             "training": self.config.model_dump(
                 mode="json", include={"optimiser", "run"}, exclude={"run": {"folder", "begin_from", *EXECUTION}}
             ),

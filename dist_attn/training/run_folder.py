@@ -2,7 +2,7 @@
 
 `checkpoints/best` is a link to `checkpoints/best-NNNNNN`, whose files are those of `step-NNNNNN` under hard links, or
 copies where the file system has none, so pruning the others does not touch them. A folder is made beside its place and
-renamed, and the link is replaced in one step, so whoever is killed at any moment leaves a whole best checkpoint, the
+renamed, and the link is replaced in one step, so a process killed at any moment leaves a whole best checkpoint, the
 one before or the new one.
 """
 
@@ -128,7 +128,7 @@ def _filled_in(values: Any) -> Any:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Put `text` in the place of the file at once: whoever is killed meanwhile leaves the one that was there."""
+    """Put `text` in the place of the file at once: a process killed meanwhile leaves the one that was there."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text)
     beside.replace(path)

@@ -51,32 +51,21 @@ class JsonLines:
 
 
 @final
-class CallbackSink:
-    """A function that is called with each report, as the progress bar's is."""
-
-    def __init__(self, report: Callable[[Metrics], None]) -> None:
-        self._report = report
-
-    def write(self, metrics: Metrics) -> None:
-        """Pass it on."""
-        self._report(metrics)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-@final
 class RunLog:
-    """All sinks of a run as one; a context that closes them. Only the rank that writes files has any."""
+    """All sinks of a run as one, and a function that is told as they are; a context that closes the sinks.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    Only the rank that writes files has any.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], report: Callable[[Metrics], None] = lambda _: None) -> None:
+        self._sinks, self._report = tuple(sinks), report
         self._closing = ExitStack()
 
     def write(self, metrics: Metrics) -> None:
         """Give one report to every sink."""
         for sink in self._sinks:
             sink.write(metrics)
+        self._report(metrics)
 
     def __enter__(self) -> Self:
         for sink in self._sinks:
@@ -237,18 +226,14 @@ Tell = Callable[[str], None]
 def open_log(run: RunConfig, task: Task, step: int, report: Callable[[Metrics], None], tell: Tell) -> RunLog:
     """Everything that takes the metrics of a run which goes on after `step`."""
     folder = run.folder
-    sinks: list[Sink] = [JsonLines(folder / METRICS), CallbackSink(report)]
+    sinks: list[Sink] = [JsonLines(folder / METRICS)]
     if run.tensorboard:
         sinks.append(
             Spare("events for TensorBoard", lambda: TensorBoard(folder / "tensorboard", step, task.unit), tell)
         )
     if run.plot:
-        sinks.append(Spare("loss.png", lambda: _plot(folder, task), tell))
-    return RunLog(sinks)
-
-
-def _plot(folder: Path, task: Task) -> Sink:
-    return LossPlot(folder, task.unit, task.loss_unit, task.criterion)
+        sinks.append(Spare("loss.png", lambda: LossPlot(folder, task.unit, task.loss_unit, task.criterion), tell))
+    return RunLog(sinks, report)
 
 
 @final

@@ -104,7 +104,7 @@ class _OwnShards(DefaultSavePlanner):
 
 @contextmanager
 def _failures_unwrapped() -> Iterator[None]:
-    """torch wraps what went wrong on a rank, and warns that it takes one which asks nobody for a single process."""
+    """torch wraps what went wrong on a rank, and warns that a single process runs without a group."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -6,6 +6,7 @@ are worked on here, and the operations along that slice.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_attn.checkpoints import load_any_model
+from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
+from dist_attn.mixers import redraw_pools
 from dist_attn.models import (
     MaskedAutoencoder,
     MillionConfig,
@@ -27,6 +30,7 @@ from dist_attn.models import (
 )
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.finite import checked_if_asked
+from dist_attn.training.config import TrainingConfig
 
 
 class Share(Protocol):
@@ -188,6 +192,20 @@ class Task(ABC):
     @abstractmethod
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
         """Write a model folder with these weights, those of the whole model; one rank does so."""
+
+
+class ModelTask(Task):
+    """A task that trains the model of a run's configuration, whose random features are drawn anew in every step."""
+
+    def __init__(self, config: TrainingConfig, share: Share) -> None:
+        self._config, self._share = config, share
+        super().__init__(first_model(config.model, config.run.begin_from).to(share.device), config.data.batch)
+
+    def prepare(self, step: int) -> None:
+        redraw_pools(self.model, step)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return compute_on(self._share.device, self._config.run.dtype).autocast()
 
 
 def first_model(config: ModelConfig, begin_from: Path | None) -> Model:

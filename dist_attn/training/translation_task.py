@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
-from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
 from dist_attn.generation.beam_search import BeamSpec
 from dist_attn.generation.translation import translate
-from dist_attn.mixers import redraw_pools
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig
 from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser
@@ -23,12 +21,12 @@ from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import ParallelTextConfig
 from dist_attn.training.datasets.parallel_text import NO_TOKEN, PairBatch, PairBatches, read_parallel_texts
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown, put_in_place
-from dist_attn.training.task import Criterion, Share, Task, first_model, rows_to_read
+from dist_attn.training.task import Criterion, ModelTask, Share, rows_to_read
 
 __all__ = ["TranslationTask"]
 
 
-class TranslationTask(Task):
+class TranslationTask(ModelTask):
     """The mean cross entropy of the target tokens, ends among them; validated by that of held-out pairs.
 
     Reference: Random Feature Attention, Sec. 4.2; Vaswani et al. 2017, Sec. 5.4 (label smoothing).
@@ -40,7 +38,7 @@ class TranslationTask(Task):
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data, model = cast(ParallelTextConfig, config.data), cast(EncoderDecoderConfig, config.model)
-        self._config, self._data, self._share = config, data, share
+        self._data = data
         self._tokenisers = _tokenisers(data, model)
         self._ends = _ends(data, self._tokenisers)
         cache, longest = config.run.folder / "cache", data.max_length
@@ -54,12 +52,9 @@ class TranslationTask(Task):
             self._validation = PairBatches(held_out, min(data.batch, len(held_out.kept)), config.run.seed, self._ends)
             some = range(min(data.translations, len(held_out.sources)))
             self._sources = [np.append(held_out.sources[number], self._ends[0]) for number in some]
-        super().__init__(first_model(model, config.run.begin_from).to(share.device), data.batch)
+        super().__init__(config, share)
         self.criterion = None if self._validation is None else Criterion("validation_loss", "lower")
         self._facts = {"pairs": len(pairs.kept), "pairs_left_out": pairs.left_out}
-
-    def prepare(self, step: int) -> None:
-        redraw_pools(self.model, step)
 
     def loss(self, step: int, rows: slice) -> Tensor:
         batch = self._batches(step)
@@ -105,7 +100,7 @@ class TranslationTask(Task):
         source, target = part.source_BS.shape[1], part.target_BL.shape[1]
         source_BS = part.source_BS[:, share.tokens(source)]
         target_BL, next_BL = (t[:, share.tokens(target)] for t in (part.target_BL, part.next_BL))
-        with compute_on(device, self._config.run.dtype).autocast():
+        with self._autocast():
             memory_BSD = self.model.encode(source_BS, share.ops(source))
             logits_BLV, _ = self.model.decode(target_BL, memory_BSD, share.ops(target), share.ops(target, source))
         return logits_BLV.flatten(0, 1), send(next_BL.flatten(), device)

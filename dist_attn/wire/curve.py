@@ -44,7 +44,7 @@ def is_on_network(address: str) -> bool:
 
 
 def check_exposure(address: str, folder: str, *, insecure: bool) -> None:
-    """Let an address on a network pass only with keys, or where somebody said that it may go without.
+    """Let an address on a network pass only with keys, or where the settings say that it may go without.
 
     Raises: ConfigError saying what to do.
     """
@@ -177,7 +177,7 @@ def _listed(folder: Path, role: str) -> set[bytes]:
 
 
 def _read_secret(path: Path) -> bytes:
-    """A secret key that nobody else can read."""
+    """A secret key that no other user can read."""
     try:
         found = open_to_others(path)
     except OSError as error:

@@ -15,8 +15,7 @@ import msgspec
 from benchmarks.filed import RESULTS
 from benchmarks.measured import Drawn, Finding, Table
 from benchmarks.report import read_finding
-from benchmarks.setting import Setting
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, Setting
 from dist_attn_research.page.tokens import Drawn as PageTokens
 from dist_attn_research.page.upload import Sent
 from dist_attn_research.papers.experiment import Done

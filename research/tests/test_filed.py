@@ -10,7 +10,7 @@ from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS
 from benchmarks.measured import Drawn
 from benchmarks.run import STUDIES as OF_TARGETS
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT
 from dist_attn_research import filed
 from dist_attn_research.__main__ import PROGRAMS, main
 from dist_attn_research.papers.experiments import EXPERIMENTS

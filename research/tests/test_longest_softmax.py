@@ -12,8 +12,7 @@ import torch
 from benchmarks import report, run
 from benchmarks.measured import Study
 from benchmarks.memory import TrackedMemory
-from benchmarks.setting import look_around
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, look_around
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn_research.filed import read
 from dist_attn_research.studies import longest_softmax as study

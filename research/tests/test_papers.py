@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.filed import RESULTS
 from benchmarks.measured import Table
-from benchmarks.setting import look_around
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, look_around
 from dist_attn.errors import ConfigError
 from dist_attn.training.run_log import Metrics
 from dist_attn_research.filed import read

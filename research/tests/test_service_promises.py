@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.setting import look_around
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, look_around
 from dist_attn_research.service import promises as service_promises
 from dist_attn_research.service.held_by_tests import run_file
 from dist_attn_research.service.promised import PROMISES, HeldByTests, Promise

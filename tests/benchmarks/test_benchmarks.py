@@ -12,9 +12,8 @@ from benchmarks.cases import CASES, OURS, Case
 from benchmarks.filed import RESULTS
 from benchmarks.report import SizeMeasured, file_finding, finding_of, read_finding
 from benchmarks.run import STUDIES, main
-from benchmarks.setting import look_around, own_cores
+from benchmarks.setting import ROOT, look_around, own_cores, why_red
 from benchmarks.timing import COPY, MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
-from benchmarks.verify import ROOT, why_red
 
 GREEN = "def test_a():\n    pass\n"
 RED = "def test_a():\n    assert 1 == 2\n"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.filed import BEGIN, END, PAGE, RESULTS, filed_results, filled_in, target_table, write_page
+from benchmarks.setting import ROOT
 from benchmarks.targets import TARGETS
-from benchmarks.verify import ROOT
 
 
 def _filed(date: str, ratios: dict[str, float]) -> dict[str, Any]:

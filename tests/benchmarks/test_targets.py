@@ -7,9 +7,8 @@ from benchmarks.cases import CASES
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.report import read_finding
 from benchmarks.run import STUDIES
-from benchmarks.setting import look_around
+from benchmarks.setting import ROOT, look_around
 from benchmarks.targets import TARGETS, Target, as_json, as_markdown, judge
-from benchmarks.verify import ROOT
 
 IN_RESEARCH = {"h200", "longest-softmax"}
 """Measured by `research/`: one needs a GPU, one is a study of lengths."""

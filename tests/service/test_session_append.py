@@ -16,7 +16,7 @@ from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.sessions.writer import writing
 
 from dist_attn.settings import StoreSettings
-from dist_attn.store import StoreLimits
+from dist_attn.store import Reached, StoreLimits
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.open import StateStore
 from dist_attn.wire.messages import Failed, Status, Tokens
@@ -275,7 +275,7 @@ def test_a_writer_that_was_taken_for_dead_changes_nothing() -> None:
                     with pytest.raises(ServiceError, match="being written to"):
                         async with writing(store, "ann", session, "b", None):
                             pass
-                await writer.advance(5, await writer.keep(stream(b"five")))
+                await writer.advance(Reached(5, await writer.keep(stream(b"five"))))
             with pytest.raises(ServiceError, match="given to another writer") as lost:
                 async with writing(store, "ann", session, "a", 0) as writer:
                     assert writer.kept == 5

@@ -9,6 +9,7 @@ from dist_attn.errors import (
     InputError,
     PositionError,
 )
+from dist_attn.store import Reached
 from tests.support.stores import kept, written
 
 DATA = random.Random(0).randbytes(70_000)
@@ -21,12 +22,12 @@ def test_an_append_that_comes_again_is_not_fed_again(place):
         session, sessions = await store.sessions.create("ann"), store.sessions
         append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
         assert (append.start, append.position, append.done) == (0, 0, False)
-        await sessions.advance("ann", session.id, token, 512, await kept(store, "ann", b"512"))
+        await sessions.advance("ann", session.id, token, Reached(512, await kept(store, "ann", b"512")))
         await sessions.stop_writing("ann", session.id, token)
         append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
         assert (append.start, append.position) == (0, 512)
         await sessions.advance(
-            "ann", session.id, token, 700, await kept(store, "ann", b"700"), done=True, result="usage"
+            "ann", session.id, token, Reached(700, await kept(store, "ann", b"700"), done=True, result="usage")
         )
         append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
         assert (append.position, append.done, append.result, token) == (700, True, "usage", "")
@@ -60,7 +61,7 @@ def test_a_key_of_which_nothing_is_kept_begins_anew(place):
         append, token = await sessions.begin_append("ann", session.id, "key", expected_position=6)
         assert (append.start, append.position, append.digest) == (6, 6, "d1")
         state = await kept(store, "ann", b"at 9")
-        await sessions.advance("ann", session.id, token, 9, state, done=True, result="done")
+        await sessions.advance("ann", session.id, token, Reached(9, state, done=True, result="done"))
         return (await sessions.begin_append("ann", session.id, "key", expected_position=6))[0]
 
     append = place.run(work)
@@ -74,7 +75,7 @@ def test_half_an_append_says_what_is_kept_of_it(place):
         session, sessions = await store.sessions.create("ann"), store.sessions
         await written(store, "ann", session, 2)
         _, token = await sessions.begin_append("ann", session.id, "key")
-        await sessions.advance("ann", session.id, token, 5, await kept(store, "ann", b"at 5"))
+        await sessions.advance("ann", session.id, token, Reached(5, await kept(store, "ann", b"at 5")))
         await sessions.stop_writing("ann", session.id, token)
         await written(store, "ann", session, 8)
         with pytest.raises(PositionError, match=r"from 2 to 5 are in .* to 8, .* fork the session at 5") as refused:
@@ -93,14 +94,14 @@ def test_an_append_without_a_key_is_always_another_one(place):
             append, token = await sessions.begin_append("ann", session.id, "")
             assert (append.start, append.done) == (3 if position == 5 else 0, False)
             state = await kept(store, "ann", b"state at %d" % position)
-            await sessions.advance("ann", session.id, token, position, state, done=True)
+            await sessions.advance("ann", session.id, token, Reached(position, state, done=True))
         _, token = await sessions.begin_append("ann", session.id, "key")
         state = await kept(store, "ann", b"state at 8")
-        await sessions.advance("ann", session.id, token, 8, state, fed="f8")
+        await sessions.advance("ann", session.id, token, Reached(8, state, fed="f8"))
         await sessions.stop_writing("ann", session.id, token)
         append, token = await sessions.begin_append("ann", session.id, "key")
         assert (append.start, append.position, append.fed, append.digest) == (5, 8, "f8", "")
-        await sessions.advance("ann", session.id, token, 9, state, done=True, digest="whole")
+        await sessions.advance("ann", session.id, token, Reached(9, state, done=True, digest="whole"))
         with pytest.raises(ConflictError, match="used for another append"):
             await sessions.begin_append("ann", session.id, "key", digest="other")
         return (await sessions.begin_append("ann", session.id, "key", digest="whole"))[0]
@@ -115,7 +116,7 @@ def test_another_state_forgets_the_keys(place):
         session, sessions = await store.sessions.create("ann"), store.sessions
         session = await written(store, "ann", session, 9)
         _, token = await sessions.begin_append("ann", session.id, "half")
-        half = await sessions.advance("ann", session.id, token, 11, await kept(store, "ann", b"at 11"))
+        half = await sessions.advance("ann", session.id, token, Reached(11, await kept(store, "ann", b"at 11")))
         await sessions.stop_writing("ann", session.id, token)
         other = await kept(store, "ann", b"another text")
         await sessions.replace("ann", session.id, 11, other, instead_of=half.checkpoints[-1].snapshot)

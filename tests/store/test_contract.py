@@ -14,7 +14,7 @@ from dist_attn.errors import (
     StorageError,
     UnknownStateError,
 )
-from dist_attn.store import Usage
+from dist_attn.store import Reached, Usage
 from dist_attn.store.entries import SessionRecord
 from dist_attn.store.upkeep import Collected
 from tests.support.stores import kept, read, stream, written
@@ -67,7 +67,7 @@ def test_callers_have_nothing_in_common(place):
                 await attempt()
         _, token = await store.sessions.begin_append("ann", session.id, "next")
         with pytest.raises(UnknownStateError):
-            await store.sessions.advance("ann", session.id, token, 9, bob)
+            await store.sessions.advance("ann", session.id, token, Reached(9, bob))
         assert [s.id for s in await store.sessions.listed("ann")] == [session.id]
         assert await store.sessions.listed("bob") == []
         return await store.snapshots.stat("ann", ann)
@@ -239,15 +239,15 @@ def test_one_writes_at_a_time(place):
         _, second = await sessions.begin_append("ann", session.id, "b")
         snapshot = await kept(store, "ann", b"state")
         for late in (
-            sessions.advance("ann", session.id, first, 9, snapshot),
+            sessions.advance("ann", session.id, first, Reached(9, snapshot)),
             sessions.keep_writing("ann", session.id, first),
         ):
             with pytest.raises(ConflictError, match="given to another writer"):
                 await late
         await sessions.stop_writing("ann", session.id, first)
-        moved = await sessions.advance("ann", session.id, second, 7, snapshot)
+        moved = await sessions.advance("ann", session.id, second, Reached(7, snapshot))
         with pytest.raises(ConflictError, match="cannot go back to 6"):
-            await sessions.advance("ann", session.id, second, 6, snapshot)
+            await sessions.advance("ann", session.id, second, Reached(6, snapshot))
         return moved
 
     assert place.run(work).position == 7

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dist_attn.errors import ConfigError, StorageError
-from dist_attn.store import StoreLimits, Usage, disk, open_store
+from dist_attn.store import Reached, StoreLimits, Usage, disk, open_store
 from dist_attn.store.disk import DiskRecords
 from dist_attn.store.ports import BufferedTransaction
 from dist_attn.store.private import private_opener, tighten
@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 BUSY = """
 import asyncio, random, sys
 from dist_attn.errors import DistAttnError
-from dist_attn.store import StoreLimits, open_store
+from dist_attn.store import Reached, StoreLimits, open_store
 from tests.support.stores import stream
 
 async def busy(folder, seed):
@@ -39,7 +39,7 @@ async def busy(folder, seed):
     for step in range(1, 100_000):
         _, token = await store.sessions.begin_append("ann", session.id, f"key {step}", expected_position=step - 1)
         info = await store.snapshots.put("ann", stream(rng.randbytes(200_000), (70_000,)))
-        await store.sessions.advance("ann", session.id, token, step, info.id, done=True)
+        await store.sessions.advance("ann", session.id, token, Reached(step, info.id, done=True))
         print("kept", session.id, step, info.digest, flush=True)
         fork = await store.sessions.fork("ann", session.id)
         if step % 3 == 0:
@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_the_store_sound(tmp_path):
                         assert "catalogue" in str(error) and "make room" in str(error)
             assert failed
             assert await store.upkeep.audit() == []
-            await store.sessions.advance("ann", session.id, token, 5, info.id, done=True)
+            await store.sessions.advance("ann", session.id, token, Reached(5, info.id, done=True))
             await store.snapshots.put("ann", stream(bytes(1 << 20)))
         async with await open_store(str(tmp_path)) as store:
             assert await store.upkeep.audit() == []

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dist_attn.store import Session, StateStore, StoreLimits
+from dist_attn.store import Reached, Session, StateStore, StoreLimits
 from dist_attn.store.disk import DiskBlobs, DiskRecords
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.ports import Blobs, Records
@@ -131,7 +131,7 @@ async def written(
     """Append up to `position` in one go."""
     _, token = await store.sessions.begin_append(tenant, session.id, f"to {position}")
     snapshot = await kept(store, tenant, data or f"{session.id} {position}".encode())
-    return await store.sessions.advance(tenant, session.id, token, position, snapshot, done=True, **options)
+    return await store.sessions.advance(tenant, session.id, token, Reached(position, snapshot, done=True, **options))
 
 
 def why_no_redis() -> str:

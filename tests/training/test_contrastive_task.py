@@ -14,7 +14,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
 from dist_attn.models.dropout import use_dropout
 from dist_attn.text import ByteTokeniser
-from dist_attn.training import TrainingConfig, chapters, train
+from dist_attn.training import TrainingConfig, task, train
 from dist_attn.training.chapters import Chapter, ChapterPairs, ContrastiveTask, contrast_loss, find_chapters
 from dist_attn.training.config import ContrastConfig
 from dist_attn.training.mesh import Mesh
@@ -96,7 +96,7 @@ def _gradients(config: TrainingConfig, comm: Communicator, shape: tuple[int, int
 @pytest.mark.parametrize("segment", [17, 2])
 def test_ranks_divide_rows_and_windows(tmp_path, monkeypatch, segment):
     """Over data and sequence ranks, with uneven and empty shares, loss and every gradient are those of one rank."""
-    monkeypatch.setattr(chapters, "first_model", lambda config, _: randomised(build_model(config)).train())
+    monkeypatch.setattr(task, "first_model", lambda config, _: randomised(build_model(config)).train())
     config = chapters_run(tmp_path)
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch": 3, "segment": segment})})
     want = _gradients(config, LocalCommunicator(), (1, 1))

@@ -12,7 +12,7 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import CommError, ConfigError, EngineError
 from dist_attn.models import build_model
 from dist_attn.models.dropout import use_dropout
-from dist_attn.training import TrainingConfig, language_task, train
+from dist_attn.training import TrainingConfig, task, train
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.mesh import Mesh, mesh_shape
 from dist_attn.training.parallel import drop_missing, sum_gradients
@@ -62,7 +62,7 @@ def _steps(config: TrainingConfig, comm: Communicator, shape: tuple[int, int], p
 @pytest.fixture
 def doubles(monkeypatch):
     """Models of language tasks are random ones in float64."""
-    monkeypatch.setattr(language_task, "first_model", lambda config, _: randomised(build_model(config)).train())
+    monkeypatch.setattr(task, "first_model", lambda config, _: randomised(build_model(config)).train())
 
 
 @pytest.mark.parametrize("kind", ["rfa_gate", "scaleformer", "softmax"])

@@ -18,15 +18,12 @@ from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR, Implementat
 from dist_attn.ops.linear_attention.implementation import choose, choose_attention
 from dist_attn.ops.linear_attention.native import native_absorb_keys, native_linear_attention
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS, stream_absorb, stream_attention
-from dist_attn.ops.scan import OutputOnly, scan
+from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 from dist_attn.ops.state import LinearState
 
 # Up to this many tokens of whole documents attend by one masked product where attention is not causal. Up to about
 # 2 M V / (M + V) tokens that takes fewer multiplications than a state for each document.
 TOGETHER_TOKENS = 128
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def linear_attention(
@@ -235,7 +232,7 @@ def _attend_within_documents(call: LinearCall) -> tuple[torch.Tensor, LinearStat
 
 
 def _attend_together(
-    block: AttentionBlock, groups: Sequence[tuple[int, int]], sequence: _Optional, output_dtype: torch.dtype
+    block: AttentionBlock, groups: Sequence[tuple[int, int]], sequence: MaybeTensors, output_dtype: torch.dtype
 ) -> torch.Tensor:
     """Outputs [B, H, L, V] of queries that see all keys of their own document and none of another.
 
@@ -244,7 +241,7 @@ def _attend_together(
     Cost: O(T) per token for groups of T tokens; memory flat in L.
     """
 
-    def together(sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+    def together(sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:
         q, k, v, log_gate, key_scale, starts = Tokens.of(sequence)
         assert q is not None and starts is not None
         dtype = block.dtype

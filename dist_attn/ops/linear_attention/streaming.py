@@ -17,7 +17,7 @@ import torch
 from dist_attn.ops.documents import start_flags
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, Tokens, bounded
 from dist_attn.ops.linear_attention.call import LinearCall
-from dist_attn.ops.scan import OutputOnly, StateOnly, scan
+from dist_attn.ops.scan import MaybeTensors, OutputOnly, StateOnly, Tensors, scan
 from dist_attn.ops.state import LinearState
 
 # A block of 512 tokens x 8 heads of features, scores and states stays inside the L2/L3 cache; whole tensors
@@ -29,9 +29,6 @@ BLOCK_CHUNKS = 8
 GPU_BLOCK_GROUP_TOKENS = (256 << 20) // 4096
 GPU_BLOCK_CHUNKS = 128
 CHUNK_TOKENS = 64
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def stream_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
@@ -90,7 +87,7 @@ class _Stream:
 
     block: AttentionBlock
     carry: Carry
-    map_tensors: _Tensors
+    map_tensors: Tensors
     reset_BH: torch.Tensor
 
     @staticmethod
@@ -140,7 +137,7 @@ class _Stream:
         """Outputs [B, H, L, V] of queries that all see exactly `carry`: a parameter, whose gradients add up."""
         block, count = self.block, len(self.map_tensors)
 
-        def read(sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+        def read(sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:
             (q,) = sequence
             assert q is not None
             return block.read(q, Carry(*parameters[count:]), parameters[:count])
@@ -160,7 +157,7 @@ class _Stream:
         return LinearState(sz_BHMW[..., :-1], sz_BHMW[..., -1], mass_BH, log_decay_BH, self.reset_BH)
 
 
-def _absorb(block: AttentionBlock, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> Carry:
+def _absorb(block: AttentionBlock, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Carry:
     """The carry after a block, without its outputs."""
     return block.absorb(Tokens.of(sequence), Carry(*carry), parameters)
 
@@ -173,14 +170,14 @@ class _Attend:
     undivided: bool
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         tokens, before = Tokens.of(sequence), Carry(*carry)
         if not self.undivided:
             return self.block.attend(tokens, before, parameters)
         num_BHTW, mass_BHT, after = self.block.sums(tokens, before, parameters)
         return torch.cat([num_BHTW, mass_BHT[..., None]], dim=-1), after
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         return _absorb(self.block, sequence, carry, parameters)
 
 
@@ -192,7 +189,7 @@ class _Complete:
     num_map_tensors: int
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         sums, q, log_gate = sequence
         assert sums is not None and q is not None
         sz_BHMW, mass_BH = parameters[self.num_map_tensors :]
@@ -206,7 +203,7 @@ class _Complete:
         earlier = Carry(sz_BHMW, mass_BH, mass_BH)
         return self.block.complete(sums, q, decay_BHT, earlier, parameters[: self.num_map_tensors]), after
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         _, _, log_gate = sequence
         if log_gate is None or _vanished(carry[0]):
             return carry

@@ -4,6 +4,7 @@ from dist_attn.ops.relative_attention.call import RelativeCall, check_relative_c
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.relative_attention.windowed import (
+    attend_relative,
     relative_attention,
     relative_attention_step,
     relative_attention_streaming,
@@ -13,6 +14,7 @@ __all__ = [
     "RelativeCall",
     "RelativeState",
     "WindowState",
+    "attend_relative",
     "check_relative_choice",
     "choose_relative",
     "relative_attention",

@@ -26,12 +26,9 @@ import torch.nn.functional as F
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention.streaming import block_ranges
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
-from dist_attn.ops.scan import OutputOnly, scan
+from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 
 CHUNK_TOKENS = 64
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 class Carry(NamedTuple):
@@ -154,7 +151,7 @@ class _WindowPass:
     own: bool
     has_output = True
 
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
         q, k, v1 = sequence
         (rp_HRK,) = parameters
         assert q is not None and v1 is not None
@@ -180,7 +177,7 @@ class _WindowPass:
         # The copy, so that a state that is kept does not keep the block.
         return num_BHNCW.flatten(2, 3), Carry(sz_BHMW, far_BHW, seen_BHJW[:, :, tokens:].clone())
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+    def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         _, k, v1 = sequence
         assert v1 is not None
         sz_BHMW, far_BHW, near_BHTW = carry
@@ -190,7 +187,7 @@ class _WindowPass:
         return Carry(sz_BHMW, window.far_BHW, window.near_BHTW)
 
 
-def _around(sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+def _around(sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:
     """Numerators of a few chunks of queries: sequences are [B, H, N, ...]."""
     q_BHNCK, *values = (t for t in sequence if t is not None)
     rp_HRK, *sums = parameters
@@ -202,7 +199,7 @@ def _around(sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
     return num_BHNCW
 
 
-def _values(v1_BHSW: torch.Tensor, before: WindowState, after: WindowState, chunks: int, chunk: int) -> _Tensors:
+def _values(v1_BHSW: torch.Tensor, before: WindowState, after: WindowState, chunks: int, chunk: int) -> Tensors:
     """[B, H, N, J, W] five times: the sum of all older, the k - 1 before a chunk, its own, k - 1 behind, all later."""
     width = before.near_BHTW.shape[2]
     tokens = chunks * chunk

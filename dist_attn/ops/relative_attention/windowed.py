@@ -25,13 +25,10 @@ from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_rel
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.numerators import Carry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
-from dist_attn.ops.scan import OutputOnly, scan
+from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 
 # So many tokens of whole documents share one masked score matrix.
 TOGETHER_TOKENS = 128
-
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def relative_attention(
@@ -42,7 +39,6 @@ def relative_attention(
     *,
     causal: bool,
     form: Form = "windowed",
-    documents: tuple[int, ...] | None = None,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Kernel attention with Shaw's relative positions, normalised by its own row sums.
@@ -50,27 +46,28 @@ def relative_attention(
     phi_rp has R = 2 k + 1 rows, row r for relative index (key - query) = r - k, the outermost for everything beyond.
     Causal with L != S is aligned at the top left. A query with no weight on any key, as one that sees none, has the
     output 0 and no gradient. `form` "naive" takes the whole score matrix, which is faster for a few dozen tokens.
-    With packed `documents`, given by their starts, every one attends to itself alone, several short ones at a time.
 
     `implementation` names what computes the windowed form, see `call.choose_relative`: "triton" the kernels
     for a GPU, which "auto" takes by itself only once they have run on one; until then, and elsewhere, torch's own
     operations ("streaming").
 
     Shapes: phi_q [B, H, L, K], phi_k [B, H, S, K], v [B, H, S, V], phi_rp [H, R, K] -> [B, H, L, V].
-    Cost: of documents O(128) per token of short ones, in one walk whose memory is flat in L; one call per long one.
     Raises: ShapeError when shapes do not fit together; InputError for an unknown form; ConfigError for an
-        implementation that cannot take this call, as kernels asked for by name cannot take documents.
+        implementation that cannot take this call.
     """
-    inputs = (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
-    call = RelativeCall(*inputs, causal, form, documents=documents or (), implementation=implementation)
-    return _attend_documents(call) if call.documents else attend(call)
+    return attend_relative(
+        RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal, form, implementation=implementation)
+    )
 
 
-def attend(call: RelativeCall) -> torch.Tensor:
-    """`relative_attention` of a call without a state, of one document.
+def attend_relative(call: RelativeCall) -> torch.Tensor:
+    """`relative_attention` of a call without a state; every packed document attends to itself alone.
 
-    Raises: as `relative_attention`.
+    Cost: of documents O(128) per token of short ones, in one walk whose memory is flat in L; one call per long one.
+    Raises: as `relative_attention`, and ConfigError for kernels asked for by name over documents.
     """
+    if call.documents:
+        return _attend_documents(call)
     call.check()
     if choose_relative(call).implementation == "triton":
         # Not at the top: a machine without a GPU need not have triton.
@@ -137,7 +134,7 @@ def _attend_documents(call: RelativeCall) -> torch.Tensor:
     for (_, _, groups), (q, k, v, starts) in zip(runs, parts, strict=True):
         assert q is not None and k is not None and v is not None and starts is not None
         if not groups:
-            outputs.append(attend(alone.with_qkv(q, k, v)))
+            outputs.append(attend_relative(alone.with_qkv(q, k, v)))
             continue
         out, _ = scan(
             OutputOnly(partial(_together, call.causal)),
@@ -149,7 +146,7 @@ def _attend_documents(call: RelativeCall) -> torch.Tensor:
             output_dtype=v.dtype,
         )
         outputs.append(out)
-    return torch.cat(outputs, dim=2) if outputs else attend(alone)
+    return torch.cat(outputs, dim=2) if outputs else attend_relative(alone)
 
 
 def relative_attention_step(
@@ -178,7 +175,7 @@ def relative_attention_step(
     return normalised(num_BHW, v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
 
 
-def _together(causal: bool, sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+def _together(causal: bool, sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:
     """Outputs by the whole score matrix of a few documents, 0 between two of them."""
     q, k, v, starts = sequence
     assert q is not None and k is not None and v is not None and starts is not None

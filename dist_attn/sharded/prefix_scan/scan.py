@@ -68,7 +68,7 @@ def settle(comm: Communicator, exchange: Exchange) -> Exchange:
         return exchange
     if exchange.algorithm == "two_level":
         return exchange if exchange.hosts else replace(exchange, hosts=comm.hosts())
-    if comm.backend == "simulated":  # threads of one process have one host, and nobody measures them
+    if comm.backend == "simulated":  # threads of one process have one host, and are not measured
         return replace(exchange, calibration=Calibration())
     text = comm.told_by_first("calibration", lambda: read_calibration(calibration_file(os.environ)).to_json())
     return replace(exchange, calibration=Calibration.from_json(text), hosts=exchange.hosts or comm.hosts())

@@ -142,7 +142,7 @@ class ImageSets:
     labels: LabelNames | None
 
     def facts(self) -> dict[str, Any]:
-        """What somebody needs to know who gives the trained model images of their own."""
+        """What must be known to give the trained model other images."""
         scale = self.train.scale
         facts: dict[str, Any] = {"pixel_mean": list(scale.mean_C), "pixel_deviation": list(scale.deviation_C)}
         return facts if self.labels is None else {"labels": list(self.labels.names), **facts}

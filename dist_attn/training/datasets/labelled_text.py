@@ -83,7 +83,7 @@ def read_labelled_texts(
                     if not text:
                         raise ConfigError(f"{path}, line {number}: the text is empty; take the line out")
                     yield tokeniser.encode(text.encode(errors="surrogatepass"))[:max_length]
-        # Beside the tokens and before them, so that whoever finds these finds both.
+        # Beside the tokens and before them, so that where these are found both are.
         put_in_place(cache_folder / f"{name}.labels.json", json.dumps(labels).encode())
 
     table = cached_texts(cache_folder, name, texts)

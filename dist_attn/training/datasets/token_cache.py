@@ -36,7 +36,7 @@ _PARSING = threading.Lock()
 
 
 def nothing_shown(what: str, done: int, total: int) -> None:
-    """The `Progress` of whoever does not look."""
+    """A `Progress` that shows nothing."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.report import file_finding
-from benchmarks.setting import look_around
-from benchmarks.verify import why_red
+from benchmarks.setting import look_around, why_red
 from dist_attn.errors import DistAttnError
 from dist_attn.training.ending import stop_on_signals
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job

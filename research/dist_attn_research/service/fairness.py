@@ -83,15 +83,11 @@ class Fairness:
     setting: Setting
     plan: Plan
     rows: tuple[Row, ...]
-
-    @property
-    def case(self) -> str:
-        """What its file is called, without the ending."""
-        return NAME
+    case: str = NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        return json.dumps({"object": "benchmark", "case": NAME, **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"object": "benchmark", **asdict(self)}, indent=2) + "\n"
 
     def as_markdown(self) -> str:
         """The result for people."""

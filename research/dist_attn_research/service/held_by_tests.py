@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT
 
 __all__ = ["main", "run_file"]
 

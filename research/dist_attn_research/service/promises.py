@@ -20,8 +20,7 @@ import msgspec
 
 from benchmarks.filed import RESULTS
 from benchmarks.report import file_finding
-from benchmarks.setting import Setting, look_around
-from benchmarks.verify import ROOT, why_red
+from benchmarks.setting import ROOT, Setting, look_around, why_red
 from dist_attn_research.service.promised import PROMISES, HeldByTests, Promise
 
 __all__ = ["MEASUREMENTS", "Measured", "Measurement", "as_markdown", "file_measurement", "filed_measurements", "main"]

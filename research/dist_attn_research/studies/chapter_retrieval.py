@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.setting import Setting, look_around
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, Setting, look_around
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.text import Tokeniser
@@ -73,15 +72,11 @@ class ChapterRetrieval:
     chapters: dict[str, int]
     chance: Scores
     lines: tuple[Line, ...]
-
-    @property
-    def case(self) -> str:
-        """What its file is called, without the ending."""
-        return NAME
+    case: str = NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        values = {"object": "benchmark", "case": NAME, "window": WINDOW, **asdict(self)}
+        values = {"object": "benchmark", "window": WINDOW, **asdict(self)}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:

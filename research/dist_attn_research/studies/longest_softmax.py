@@ -90,18 +90,14 @@ class LongestSoftmax:
 
     setting: Setting
     rows: tuple[Row, ...]
-
-    @property
-    def case(self) -> str:
-        """What its file is called, without the ending."""
-        return NAME
+    case: str = NAME
 
     def as_json(self) -> str:
         """The result for machines."""
         shape = {"heads": HEADS, "head_size": SIZE, "dtype": "float32", "causal": True, "budget_bytes": BUDGET_BYTES}
         ratios = longest_ratios(asdict(self)["rows"])
         judged = {"ratios": ratios, "targets": targets.as_json(judge("longest-softmax", ratios))}
-        values = {"object": "benchmark", "case": NAME, **shape, **asdict(self), **judged}
+        values = {"object": "benchmark", **shape, **asdict(self), **judged}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from benchmarks.setting import Setting, look_around
-from benchmarks.verify import ROOT
+from benchmarks.setting import ROOT, Setting, look_around
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.models import CausalModel
@@ -77,15 +76,11 @@ class PerplexityByPosition:
     whole: dict[str, float]
     bins: tuple[Bin, ...]
     trends: dict[str, Trend]
-
-    @property
-    def case(self) -> str:
-        """What its file is called, without the ending."""
-        return NAME
+    case: str = NAME
 
     def as_json(self) -> str:
         """The result for machines."""
-        values = {"object": "benchmark", "case": NAME, **asdict(self)}
+        values = {"object": "benchmark", **asdict(self)}
         return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from benchmarks.decoding_forms import StateForm
 from benchmarks.measured import Measured, Panel, Table
-from benchmarks.setting import look_around
+from benchmarks.setting import ROOT, look_around
 from benchmarks.timing import RATES, interleaved, rate_works
-from benchmarks.verify import ROOT
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.errors import ConfigError
 from dist_attn.models import CausalModel, hold_weights_as, weight_bytes

@@ -8,7 +8,7 @@
     ├── EngineFailure       500     the engine gave up on this request
     ├── ServiceStopping     503     the server stops while the request is under way
     └── UnforeseenError     500     a bug of ours
-    ClientGone                      nobody is left to answer
+    ClientGone                      the client has left: no answer
 
 The body is RFC 9457 (`application/problem+json`) and OpenAI's `{"error": {…}}` at once.
 """
@@ -51,7 +51,7 @@ def retry_after(seconds: float) -> dict[str, str]:
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection; there is no one to answer."""
 
 
 class ServiceError(Exception):

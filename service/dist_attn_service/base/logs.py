@@ -103,7 +103,7 @@ class RequestRecord:
         self.facts.update(facts)
 
     def unexpected(self, error: BaseException) -> None:
-        """An error nobody foresaw: log it with its traceback, name it as the reason."""
+        """An unforeseen error: log it with its traceback, name it as the reason."""
         self.reason = "internal_error"
         self.log.error("unexpected error", request_id=self.request_id, exc_info=error)
 

@@ -31,7 +31,7 @@ async def beside(pool: Executor | None, work: Callable[P, T], *args: P.args, **k
     """The result of `work`, which runs beside the event loop, in a thread of `pool` (None: of asyncio's own).
 
     For a task that is cancelled meanwhile, work that waits for a thread is not begun. A thread cannot be stopped: work
-    that has begun is waited for, so that nobody else uses or closes what it still uses.
+    that has begun is waited for, so that nothing else uses or closes what it still uses.
     """
     first = threading.Lock()  # held by who came first: the thread that begins, or the task that was cancelled
 

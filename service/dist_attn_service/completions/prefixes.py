@@ -25,7 +25,7 @@ from dist_attn_service.engine.stream import EngineStream
 __all__ = ["NO_PREFIX", "PrefixCache", "PromptPrefix", "kept_positions"]
 
 SPOILT = (Code.INVALID_STATE, Code.STATE_MISMATCH)
-REST_SECONDS = 5.0  # nobody is made to wait for a store that has just failed
+REST_SECONDS = 5.0  # no request waits for a store that has just failed
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class PreparedCompletion:
     logprobs: int | None = None
     answered: int = 1
     terms: RequestTerms = field(default_factory=RequestTerms)
-    caller: str | None = None  # whose stored prefixes may be used; None: nobody's
+    caller: str | None = None  # whose stored prefixes may be used; None: no caller's
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -63,7 +63,7 @@ class PreparedCompletion:
 async def prepare(
     context: ServiceContext, request: CompletionRequest, terms: RequestTerms, caller: str | None = None
 ) -> PreparedCompletion:
-    """Check the options and tokenise the prompts. `caller` is whose stored prefixes may be used; None: nobody's.
+    """Check the options and tokenise the prompts. `caller` is whose stored prefixes may be used; None: no caller's.
 
     Raises: BadRequest naming the parameter.
     """

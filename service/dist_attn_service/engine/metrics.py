@@ -71,7 +71,7 @@ class Metrics:
             self._prefix_states.labels(outcome)
 
     def watch(self, gauges: Callable[[], Gauges], *, version: str) -> None:
-        """Look at `gauges` whenever somebody asks for the metrics."""
+        """Look at `gauges` whenever the metrics are asked for."""
         self._registry.register(_GaugeCollector(gauges, version))
 
     def tokens(self, kind: str, count: int) -> None:

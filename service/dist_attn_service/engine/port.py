@@ -136,7 +136,7 @@ class EnginePort(Protocol):
     def open(self, work: OpenWork) -> EngineStream:
         """Start it, under its request id and something that makes it unique.
 
-        Raises: EngineUnavailable when there is nobody to talk to.
+        Raises: EngineUnavailable without a connection to the controller.
         """
 
 
@@ -257,7 +257,7 @@ class ZmqEnginePort:
                 self._streams.route(message)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A task that ends by itself is a bug: say so and let nobody wait for it."""
+        """A task that ends by itself is a bug: say so, and let no request wait for it."""
         if not task.cancelled():
             self._connected = False
             self._log.error("engine port task ended", task=task.get_name(), error=repr(task.exception()))

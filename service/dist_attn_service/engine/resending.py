@@ -207,7 +207,7 @@ class Inbox:
             there is memory for.
         """
         if isinstance(event, Progress) and self._events and isinstance(self._events[-1], Progress):
-            self._events.pop()  # of several that nobody has taken yet only the last one says anything
+            self._events.pop()  # of several that were not taken yet only the last one says anything
         new: EngineEvent | None = event
         if isinstance(event, Generated):
             new = self._new_tokens(event)

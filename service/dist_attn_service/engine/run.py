@@ -65,10 +65,10 @@ FRESH = RestoreReport(0, 0, True, "")
 @final
 @dataclass
 class EngineRun:
-    """Feeds a request and hands on what comes of it, in order; what nobody asked for is an error of the engine.
+    """Feeds a request and hands on what comes of it, in order; what was not asked for is an error of the engine.
 
     `on_state` gets a position and the bytes of the state there, all of which are taken before anything else comes. A
-    text whose end nobody waits for is left by closing the stream. `waiting` is entered while the engine is waited for.
+    text whose end is not waited for is left by closing the stream. `waiting` is entered while the engine is waited for.
     """
 
     stream: EngineStream

@@ -62,7 +62,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     there are none, too); meanwhile 3. `next` gives events, None after the last. `snapshot` takes the bytes of a
     `Checkpoint`, the next of which comes only then.
 
-    States of a completion's prompt (`keep.at`) are fetched by somebody else than the one who reads its text: after
+    States of a completion's prompt (`keep.at`) are fetched by another task than the one that reads its text: after
     `fetch_states`, who does so gets one by one from `next_state`, takes each whole by `snapshot`, and calls
     `end_states` at the end. `close` of a completion whose last token has come leaves the stream to them.
 
@@ -97,8 +97,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._pieces: deque[bytes] = deque()
         self._coming: tuple[int, int] | None = None  # position and next byte of the state that comes
         self._with_states = bool(work.keep.at)
-        self._states: deque[Checkpoint] = deque()  # to be fetched by somebody else
-        self._fetched = False  # somebody fetches them
+        self._states: deque[Checkpoint] = deque()  # to be fetched by another task
+        self._fetched = False  # a task fetches them
         self._closed = False
         self._changed = Changes()
 

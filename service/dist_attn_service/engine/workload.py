@@ -1,5 +1,5 @@
 """The documents that this process has in the engine or waiting for it, what they mean for a new one, and what was
-measured lately: how fast the engine reads while somebody waits for it, and tokens per byte of text.
+measured lately: how fast the engine reads while a request waits for it, and tokens per byte of text.
 """
 
 import math
@@ -14,7 +14,7 @@ __all__ = ["DocumentLoad", "EngineSpeed", "Ratio", "Speed", "TextRatio", "Worklo
 INTERVAL_SECONDS = 0.5  # of waiting, at least
 INTERVALS = 64
 LEAST_TOKENS = 4096  # fewer say little: they are one or two steps
-LEAST_SPREAD = 0.05  # nobody's machine is steadier
+LEAST_SPREAD = 0.05  # no machine is steadier
 LEAST_RATIO_SPREAD, FEW_PIECES = 0.01, 0.25
 
 
@@ -49,7 +49,7 @@ class EngineSpeed:
             self._waiting -= 1
 
     def done(self, tokens: int) -> None:
-        """So many tokens came back; they count while somebody waits."""
+        """So many tokens came back; they count while a request waits."""
         self._tick()
         if self._waiting:
             self._tokens += tokens
@@ -120,7 +120,7 @@ class DocumentLoad:
 
     @property
     def remaining(self) -> float:
-        """Tokens to come; infinite where nobody knows."""
+        """Tokens to come; infinite where their number is not known."""
         return max(0.0, self.expected - self.done_tokens)
 
     def waiting(self) -> AbstractContextManager[None]:

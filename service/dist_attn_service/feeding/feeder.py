@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from typing import final
 
+from dist_attn.store import Reached
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_service.base.errors import ClientGone, Code, ServiceError
@@ -33,7 +34,7 @@ class Feed:
     """The moving parts of one upload in this process: who sends tells what has come, who feeds tells what was read.
 
     `position` is that of the session after the last token that was handed to the engine, `kept` that of its last
-    state. It ends with the whole text, or some time after nobody sends any more.
+    state. It ends with the whole text, or some time after its senders have gone.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Feed:
         self.size = size
         self.taken = 0
         self.position = self.kept = record.feed.expected
-        self.leaving = False  # nobody sends any more: who does from now on needs another one
+        self.leaving = False  # its senders have gone: a request from now on needs another one
         self.error: ServiceError | None = None
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.begun.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -99,7 +100,7 @@ class Feed:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody sends any more."""
+        """Whether its senders have gone."""
         return not self._senders and time.monotonic() - self._quiet_since > LINGER_SECONDS
 
     def took(self, size: int) -> None:
@@ -149,7 +150,7 @@ class Feeder:
     async def _become_writer(self, feed: Feed, held: contextlib.AsyncExitStack) -> SessionWriter:
         """The session's writer, for as long as `held`.
 
-        Raises: ServiceError; when somebody else writes to it, only after a while.
+        Raises: ServiceError; while another writer has it, only after a while.
         """
         until = time.monotonic() + BUSY_SECONDS
         while True:
@@ -180,7 +181,7 @@ class Feeder:
         try:
             async with self._context.open(OpenWork(feed.name, await writer.begin(), keep=keep)) as stream:
                 await run.work(stream, self._pieces(feed, writer, marks, mark))
-            await writer.advance(run.position, run.snapshot, done=True)
+            await writer.advance(Reached(run.position, run.snapshot, done=True))
             feed.kept = run.position
         except ServiceError as error:
             error.facts.setdefault("position", writer.kept)
@@ -193,7 +194,7 @@ class Feeder:
     ) -> AsyncGenerator[Piece]:
         """The text's tokens from a mark on.
 
-        Raises: ClientGone when nobody sends any more.
+        Raises: ClientGone when its senders have gone.
         """
         async with (
             contextlib.aclosing(self._blocks(feed, begin.byte)) as blocks,
@@ -207,7 +208,7 @@ class Feeder:
     async def _blocks(self, feed: Feed, start: int) -> AsyncGenerator[bytes]:
         """The text from byte `start` on, as it comes to the disk.
 
-        Raises: ClientGone when nobody sends any more; BadRequest for a text that is not UTF-8.
+        Raises: ClientGone when its senders have gone; BadRequest for a text that is not UTF-8.
         """
         check = await self._check(feed, start) if feed.recorded.is_text else None
         at = start
@@ -244,7 +245,7 @@ class Feeder:
         """The session stands there. What the state has read is safe on the disk before, and where it ends is noted."""
         before = [other for other in feed.recorded.marks if other.position <= feed.kept]
         await self._note(feed, changed(feed.recorded, position=feed.kept, marks=(*before[-1:], mark)))
-        await writer.advance(mark.position, snapshot)
+        await writer.advance(Reached(mark.position, snapshot))
         feed.kept = mark.position
         feed.notify()
 

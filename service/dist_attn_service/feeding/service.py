@@ -52,7 +52,7 @@ class FeedingService:
     async def begin(self, caller: str, name: str) -> Feed:
         """The feeding of an upload of this caller, which goes on in this process from now on.
 
-        Raises: NotFound; ServiceError (409) when the session stands elsewhere by now, or somebody else writes to it.
+        Raises: NotFound; ServiceError (409) when the session stands elsewhere by now, or another writer has it.
         """
         while (feed := self._feeds.get(name)) is not None and feed.leaving and feed.task is not None:
             await asyncio.wait({feed.task})

@@ -48,7 +48,7 @@ class RequestBody:
         self.gzip = gzip
         self._idle_seconds = idle_seconds
         self.ended = False
-        self.answered = False  # the end of the answer looks like a disconnect to whoever receives
+        self.answered = False  # the end of the answer looks like a disconnect to what receives
         self.bytes = 0
         self.heard = time.monotonic()
 

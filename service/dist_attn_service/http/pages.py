@@ -29,7 +29,7 @@ PAGE_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",  # asked for again each time, and answered with 304 while it is the same
 }
-"""What every file of the page is sent with: nothing from elsewhere is loaded, and nobody frames it."""
+"""What every file of the page is sent with: nothing from elsewhere is loaded, and no other page frames it."""
 
 
 @dataclass(frozen=True)

@@ -372,7 +372,7 @@ class JobCatalogue:
         return record.deleted or record.expires_at <= self.clock()
 
     def dead(self, record: JobRecord, now: float) -> bool:
-        """Whether nobody works on it, as far as this process can know."""
+        """Whether no process works on it, as far as this one can know."""
         if not record.runner or record.lease_until <= now:
             return True
         return has_died(record.runner.rpartition("/")[0])

@@ -49,7 +49,7 @@ class Report:
 
 
 async def _nothing() -> None:
-    """What is saved where nobody asked for it."""
+    """What is saved by default."""
 
 
 Work = Callable[[str, JobRecord, Report], Awaitable[dict[str, Any]]]

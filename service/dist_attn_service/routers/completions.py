@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, final
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_api.types import Choice, Completion, CompletionUsage
@@ -19,7 +18,7 @@ from dist_attn_service.completions.run import Delta
 from dist_attn_service.completions.whole import Gathered, gather, whole_completion
 from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter, while_connected
-from dist_attn_service.routers.incoming import Incoming, json_response
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response
 from dist_attn_service.routers.openapi import described, events
 from dist_attn_service.schemas.completions import (
     AnswerOptions,
@@ -49,12 +48,11 @@ RAW = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
         CompletionRequest, answers=events("The whole completion; with `stream`, its pieces as server-sent events.")
     ),
 )
-async def create_completion(request: Request) -> Response:
+async def create_completion(asked: Asked) -> Response:
     """Continue one or more prompts; with `stream` as server-sent events."""
-    asked = Incoming(request)
     wanted = await asked.json(CompletionRequest)
     served = asked.services.context_for(wanted.model, "completions")
-    prepared = await prepare(served, wanted, terms_of(request, wanted), asked.caller)
+    prepared = await prepare(served, wanted, terms_of(asked.request, wanted), asked.caller)
     return await _answer(asked, _CompletionForm(prepared, served), wanted)
 
 
@@ -67,13 +65,12 @@ async def create_completion(request: Request) -> Response:
         ChatRequest, answers=events("The whole answer; with `stream`, its pieces as server-sent events.")
     ),
 )
-async def create_chat_completion(request: Request) -> Response:
+async def create_chat_completion(asked: Asked) -> Response:
     """Write what the assistant says next, by the model's chat template; with `stream` as server-sent events."""
-    asked = Incoming(request)
     wanted = await asked.json(ChatRequest)
     served = asked.services.context_for(wanted.model, "completions")
     completion = await served.chat.as_completion(wanted)
-    prepared = await prepare(served, completion, terms_of(request, wanted), asked.caller)
+    prepared = await prepare(served, completion, terms_of(asked.request, wanted), asked.caller)
     form = _ChatForm(replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}"), served)
     return await _answer(asked, form, wanted)
 

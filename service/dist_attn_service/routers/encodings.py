@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, retry_after
@@ -16,6 +15,7 @@ from dist_attn_service.encodings.estimates import Size
 from dist_attn_service.encodings.formats import FORMATS, choose_format
 from dist_attn_service.routers.incoming import (
     DOCUMENTS,
+    Asked,
     Incoming,
     check_boundaries,
     document_source,
@@ -50,18 +50,17 @@ _ROWS = answered(
         answers={**_ROWS, "202": _JOB},
     ),
 )
-async def create_encoding(request: Request) -> Response:
+async def create_encoding(asked: Asked) -> Response:
     """Stream rows back while the document is still being sent."""
-    asked = Incoming(request)
     services, record = asked.services, asked.record
     source, options, boundaries = await _source(asked, asked.query(EncodingOptions))
     served = services.context_for(options.model, "encodings")
     named = options.format if "format" in options.model_fields_set else None
-    form = choose_format(named, request.headers.get("accept", ""))
+    form = choose_format(named, asked.headers.get("accept", ""))
     spec = served.rows(options, "boundaries" if boundaries else None)
-    wanted = RowRequest(spec, form, options.from_row, boundaries, terms_of(request))
+    wanted = RowRequest(spec, form, options.from_row, boundaries, terms_of(asked.request))
     _check_length(form, source)
-    if await becomes_job(served, request.headers, source):
+    if await becomes_job(served, asked.headers, source):
         with asked.place():
             made = await services.jobs.api.encoding(
                 served, asked.caller, spec, source.chunks(), source.size, boundaries
@@ -136,7 +135,7 @@ async def becomes_job(served: ModelServices, headers: Headers, source: Source) -
     if preference.respond_async and preference.wait is None:
         return True
     if source.size is None:
-        return preference.respond_async  # nobody knows how long it takes
+        return preference.respond_async  # how long it takes is not known
     queue, total = await served.estimates.delay(Size(size=source.size))
     if preference.respond_async and preference.wait is not None and total > preference.wait:
         return True

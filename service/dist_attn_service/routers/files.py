@@ -5,14 +5,13 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_api.types import Deleted, File, FileList
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.dependencies import content_length, form_boundary
 from dist_attn_service.http.exchange import ResponseWriter, byte_range
-from dist_attn_service.routers.incoming import Incoming, json_response, no_error_trailer, validated
+from dist_attn_service.routers.incoming import Asked, json_response, no_error_trailer, validated
 from dist_attn_service.routers.openapi import ANY_BYTES, BYTES, answered, described, form, header, query_parameters
 from dist_attn_service.schemas.stored import HOUR, MONTH, ExpiresAfter, FileListOptions, UploadRequest
 from dist_attn_service.uploads.ledger import Details, FileRecord
@@ -50,17 +49,16 @@ def details_of(wanted: UploadRequest) -> Details:
 
 
 @router.post("/v1/files", response_model=File, summary="Upload a file", openapi_extra=described(content=FORM))
-async def create_file(request: Request) -> Response:
+async def create_file(asked: Asked) -> Response:
     """Write the file of a form to disk while it arrives."""
-    asked = Incoming(request)
     services = asked.services
-    boundary = form_boundary(request)
+    boundary = form_boundary(asked.request)
     with asked.place():
         name, record = await services.files.add_file(
             asked.caller,
             boundary,
             asked.body,
-            content_length(request, services.settings.files.file_bytes),
+            content_length(asked.request, services.settings.files.file_bytes),
             ("purpose", ANCHOR, SECONDS),
             _details,
         )
@@ -73,9 +71,8 @@ async def create_file(request: Request) -> Response:
     summary="List files",
     openapi_extra=described(parameters=query_parameters(FileListOptions)),
 )
-async def list_files(request: Request) -> Response:
+async def list_files(asked: Asked) -> Response:
     """A page of the caller's files, the newest first unless it is asked otherwise."""
-    asked = Incoming(request)
     wanted = asked.query(FileListOptions)
     page, more = await asked.services.files.catalogue.files(
         asked.caller, after=wanted.after, limit=wanted.limit, order=wanted.order, purpose=wanted.purpose
@@ -90,16 +87,14 @@ async def list_files(request: Request) -> Response:
 
 
 @router.get("/v1/files/{file_id}", summary="One file")
-async def get_file(request: Request, file_id: str) -> File:
+async def get_file(asked: Asked, file_id: str) -> File:
     """What is known of a file."""
-    asked = Incoming(request)
     return file_object(file_id, await asked.services.files.catalogue.file(asked.caller, file_id))
 
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file")
-async def delete_file(request: Request, file_id: str) -> Deleted:
+async def delete_file(asked: Asked, file_id: str) -> Deleted:
     """Remove a file and its bytes."""
-    asked = Incoming(request)
     await asked.services.files.catalogue.delete_file(asked.caller, file_id)
     return Deleted(id=file_id, object="file")
 
@@ -113,14 +108,13 @@ async def delete_file(request: Request, file_id: str) -> Deleted:
         answers=answered("All bytes.", BYTES) | answered("The range that was asked for.", BYTES, status=206),
     ),
 )
-async def get_file_content(request: Request, file_id: str) -> Response:
+async def get_file_content(asked: Asked, file_id: str) -> Response:
     """All bytes of a file, or a range of them."""
-    asked = Incoming(request)
     files = asked.services.files
     record = await files.catalogue.file(asked.caller, file_id)
     etag = f'"{file_id}"'
-    same = request.headers.get("if-range", etag) == etag
-    part = byte_range(request.headers.get("range"), record.size) if same else None
+    same = asked.headers.get("if-range", etag) == etag
+    part = byte_range(asked.headers.get("range"), record.size) if same else None
     start, stop = part or (0, record.size)
     headers = {
         "accept-ranges": "bytes",

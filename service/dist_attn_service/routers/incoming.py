@@ -3,10 +3,11 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from contextlib import AbstractContextManager, aclosing
 from functools import cached_property
-from typing import Any, TypeVar, final
+from typing import Annotated, Any, TypeVar, final
 
 import msgspec
 import numpy as np
+from fastapi import Depends
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -79,6 +80,14 @@ class Incoming:
 
         stall = self.services.settings.client_stall_seconds
         return StreamedResponse(exchange, self.body, self.record, last_words=last_words, stall_seconds=stall)
+
+
+async def incoming(request: Request) -> Incoming:
+    """A coroutine, as others are run in threads."""
+    return Incoming(request)
+
+
+Asked = Annotated[Incoming, Depends(incoming)]
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

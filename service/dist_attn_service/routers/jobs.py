@@ -4,7 +4,6 @@ import secrets
 
 import msgspec
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_api.types import Job, JobList
@@ -18,6 +17,7 @@ from dist_attn_service.jobs.catalogue import JobRecord
 from dist_attn_service.jobs.results import ResultWanted
 from dist_attn_service.routers.incoming import (
     DOCUMENTS,
+    Asked,
     Incoming,
     check_boundaries,
     document_source,
@@ -46,11 +46,10 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
         JobRequest, content=DOCUMENTS, parameters=query_parameters(EncodingOptions, leave_out=("format", "from_row"))
     ),
 )
-async def create_job(request: Request) -> Response:
+async def create_job(asked: Asked) -> Response:
     """An encoding of the body (with the query of /v1/encodings), or what a JSON body asks for; 202 with the job."""
-    asked = Incoming(request)
     services = asked.services
-    if media_type(request, gzip=True) != JSON:
+    if media_type(asked.request, gzip=True) != JSON:
         options = asked.query(EncodingOptions)
         _refuse_format(options)
         served = services.context_for(options.model, "encodings")
@@ -125,9 +124,8 @@ async def job_response(services: Services, name: str, record: JobRecord, **heade
 @router.get(
     "/v1/jobs", summary="Jobs of this caller", openapi_extra=described(parameters=query_parameters(ListOptions))
 )
-async def list_jobs(request: Request) -> JobList:
+async def list_jobs(asked: Asked) -> JobList:
     """In order of arrival, a page at a time: `after` is the last id of the page before."""
-    asked = Incoming(request)
     api, options = asked.services.jobs.api, asked.query(ListOptions)
     listed = await api.listed(asked.caller, options.after, options.limit + 1)
     jobs = [await api.view(name, record) for name, record in listed[: options.limit]]
@@ -135,25 +133,22 @@ async def list_jobs(request: Request) -> JobList:
 
 
 @router.get("/v1/jobs/{job_id}", summary="How a job stands")
-async def get_job(request: Request, job_id: str) -> Job:
+async def get_job(asked: Asked, job_id: str) -> Job:
     """Its status, progress and the time that it will still take."""
-    asked = Incoming(request)
     api = asked.services.jobs.api
     return await api.view(job_id, await api.get(asked.caller, job_id))
 
 
 @router.post("/v1/jobs/{job_id}/cancel", summary="Stop a job")
-async def cancel_job(request: Request, job_id: str) -> Job:
+async def cancel_job(asked: Asked, job_id: str) -> Job:
     """At once where it waits, within a second or so where it runs; rows that are there stay."""
-    asked = Incoming(request)
     api = asked.services.jobs.api
     return await api.view(job_id, await api.cancel(asked.caller, job_id))
 
 
 @router.delete("/v1/jobs/{job_id}", summary="Stop and forget a job", status_code=204, response_class=Response)
-async def delete_job(request: Request, job_id: str) -> Response:
+async def delete_job(asked: Asked, job_id: str) -> Response:
     """Its input and results go too."""
-    asked = Incoming(request)
     await asked.services.jobs.api.delete(asked.caller, job_id)
     return Response(status_code=204)
 
@@ -166,11 +161,10 @@ async def delete_job(request: Request, job_id: str) -> Response:
         parameters=query_parameters(EventOptions), answers=events("Events, until the job has ended.")
     ),
 )
-async def follow_job(request: Request, job_id: str) -> Response:
+async def follow_job(asked: Asked, job_id: str) -> Response:
     """Numbered server-sent events behind `after` (or `Last-Event-ID`), until the job has ended."""
-    asked = Incoming(request)
     after = asked.query(EventOptions).after
-    last = request.headers.get("last-event-id", "")
+    last = asked.headers.get("last-event-id", "")
     if last.isdecimal() and len(last) < 17:
         after = max(after, int(last))
     await asked.services.jobs.api.get(asked.caller, job_id)
@@ -205,16 +199,15 @@ def _event_error(error: ServiceError) -> bytes:
         answers=answered("Rows in one of their formats, or a completion.", *ROW_TYPES),
     ),
 )
-async def get_result(request: Request, job_id: str) -> Response:
+async def get_result(asked: Asked, job_id: str) -> Response:
     """Rows as /v1/encodings gives them, while the job runs as they come; of a completion its JSON."""
-    asked = Incoming(request)
     options, jobs = asked.query(ResultOptions), asked.services.jobs
     job = await jobs.api.get(asked.caller, job_id)
     if job.kind == "completion":
         return Response(await jobs.results.completion(job_id, job), media_type=JSON)
-    form, first = choose_format(options.format, request.headers.get("accept", "")), options.from_row
+    form, first = choose_format(options.format, asked.headers.get("accept", "")), options.from_row
     tag = f'"{job_id}.{first}"'
-    part = request.headers.get("range") if request.headers.get("if-range", tag) == tag else None
+    part = asked.headers.get("range") if asked.headers.get("if-range", tag) == tag else None
     wanted = ResultWanted(form, first, part)
     return asked.streamed(
         lambda writer: while_connected(asked.body, jobs.results.rows(job_id, job, wanted, writer)),

@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_api.search_types import RerankResults, SearchResults
@@ -11,7 +10,7 @@ from dist_attn_service.base.errors import BadRequest, ClientGone, Code
 from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import while_connected
-from dist_attn_service.routers.incoming import Incoming, json_response, named_source
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source
 from dist_attn_service.routers.openapi import described
 from dist_attn_service.schemas.documents import (
     EncodingOptions,
@@ -31,9 +30,8 @@ router = APIRouter(tags=["search"])
     summary="Find passages that answer a query",
     openapi_extra=described(SearchRequest),
 )
-async def search(request: Request) -> Response:
+async def search(asked: Asked) -> Response:
     """Rows of texts, files and jobs, by their words, by their vectors, or by both."""
-    asked = Incoming(request)
     services, wanted = asked.services, await asked.json(SearchRequest)
     served = services.context_for(wanted.model, "search")
     window = {} if wanted.window is None else {"window": wanted.window}
@@ -43,7 +41,7 @@ async def search(request: Request) -> Response:
     if len({one.id for one in documents}) < len(documents):
         raise BadRequest("two documents have the same id; give each its own", param="documents")
     query = Query(wanted.query, wanted.mode, wanted.top_k, spec)
-    terms = terms_of(request, wanted)
+    terms = terms_of(asked.request, wanted)
     name = asked.record.request_id
     size = sum(one.source.size or 0 for one in documents if one.source is not None)
     check_size(size)
@@ -79,9 +77,8 @@ async def _document(asked: Incoming, one: SearchDocument, number: str) -> Search
     summary="Put documents in order of how well they answer a query",
     openapi_extra=described(RerankRequest),
 )
-async def rerank(request: Request) -> Response:
+async def rerank(asked: Asked) -> Response:
     """By the cosine of the vectors that /v1/embeddings gives the query and each document."""
-    asked = Incoming(request)
     services, wanted = asked.services, await asked.json(RerankRequest)
     served = services.context_for(wanted.model, "rerank")
     _check_query(wanted.query)
@@ -98,7 +95,7 @@ async def rerank(request: Request) -> Response:
         raise BadRequest(f"{name}[{texts.index('')}] is empty; send a text", code=Code.EMPTY_INPUT, param=name)
     told = bool(wanted.return_documents or wanted.return_text)
     asked.record.note(inputs=len(texts))
-    terms = terms_of(request, wanted)
+    terms = terms_of(asked.request, wanted)
     request_id = asked.record.request_id
     return await _answered(
         asked,

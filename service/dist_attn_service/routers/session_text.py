@@ -5,7 +5,6 @@ import hashlib
 import json
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_api.types import Choice, Generation, TextEvent
@@ -14,7 +13,7 @@ from dist_attn_service.base.parsing import parse_drawing, terms_of, utf8
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.dependencies import media_type
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter
-from dist_attn_service.routers.incoming import Incoming, json_response, named_source
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source
 from dist_attn_service.routers.openapi import (
     ANY_BYTES,
     ANY_TEXT,
@@ -50,9 +49,8 @@ NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
         answers=answered("One JSON object per line: progress, then a summary or an error.", "application/x-ndjson"),
     ),
 )
-async def append_text(request: Request, session_id: str) -> Response:
+async def append_text(asked: Asked, session_id: str) -> Response:
     """Read a text of any length into a session while it is still being sent, each part of it once."""
-    asked = Incoming(request)
     asked.services.context_for(None, "sessions")
     source = await _appended(asked)
     appends = asked.services.sessions.appends
@@ -70,9 +68,8 @@ async def append_text(request: Request, session_id: str) -> Response:
         answers=events("The whole text; with `stream`, its pieces as server-sent events."),
     ),
 )
-async def generate(request: Request, session_id: str) -> Response:
+async def generate(asked: Asked, session_id: str) -> Response:
     """Draw tokens after the text of a session; they become a part of it, whether or not the client stays."""
-    asked = Incoming(request)
     services = asked.services
     wanted = await asked.options(GenerateRequest)
     served = services.context_for(wanted.model, "sessions")
@@ -84,7 +81,7 @@ async def generate(request: Request, session_id: str) -> Response:
         logprobs=wanted.logprobs,
         defaults=served.model.drawing,
     )
-    key, terms = idempotency_key(request.headers), terms_of(request, wanted)
+    key, terms = idempotency_key(asked.headers), terms_of(asked.request, wanted)
     work = GenerateWork(key, wanted.expected_position, spec, stops, _digest(wanted), terms)
     asked.record.note(completion_id=work.id, stream=bool(wanted.stream))
     if wanted.stream:

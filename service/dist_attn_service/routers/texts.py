@@ -4,7 +4,6 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_api.types import Detokenized, Embedding, EmbeddingList, Estimate, Tokenized, Usage
@@ -13,7 +12,7 @@ from dist_attn_service.base.parsing import parse_tokens, terms_of, utf8
 from dist_attn_service.dependencies import Services, media_type
 from dist_attn_service.encodings.estimates import PIECES, Size
 from dist_attn_service.http.exchange import while_connected
-from dist_attn_service.routers.incoming import Incoming, json_response, named_file
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_file
 from dist_attn_service.routers.openapi import ANY_TEXT, TEXT, described
 from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.documents import (
@@ -38,15 +37,14 @@ SAMPLE_BYTES = 1 << 20
     summary="Embed texts",
     openapi_extra=described(EmbeddingRequest),
 )
-async def create_embeddings(request: Request) -> Response:
+async def create_embeddings(asked: Asked) -> Response:
     """One vector for each input: the mean of a language model's hidden states over it, or a text encoder's own."""
-    asked = Incoming(request)
     services, record = asked.services, asked.record
     wanted = await asked.json(EmbeddingRequest)
     served = services.context_for(wanted.model, "embeddings")
     inputs = served.embeddings.prepare(wanted)
     record.note(inputs=len(inputs))
-    terms = terms_of(request)
+    terms = terms_of(asked.request)
     try:
         with asked.place():
             vectors = await while_connected(asked.body, served.embeddings.embed(inputs, record.request_id, terms))
@@ -71,9 +69,8 @@ async def create_embeddings(request: Request) -> Response:
     summary="Cut a text into tokens",
     openapi_extra=described(TokenizeRequest),
 )
-async def tokenize(request: Request) -> Response:
+async def tokenize(asked: Asked) -> Response:
     """The tokens of a text, which may be empty."""
-    asked = Incoming(request)
     services = asked.services
     wanted = await asked.json(TokenizeRequest)
     served = services.context_for(wanted.model)
@@ -93,9 +90,8 @@ async def tokenize(request: Request) -> Response:
 
 
 @router.post("/detokenize", tags=["tokens"], summary="Put tokens together", openapi_extra=described(DetokenizeRequest))
-async def detokenize(request: Request) -> Detokenized:
+async def detokenize(asked: Asked) -> Detokenized:
     """The text of the tokens, with U+FFFD where they are not UTF-8."""
-    asked = Incoming(request)
     wanted = await asked.json(DetokenizeRequest)
     tokeniser = asked.services.context_for(wanted.model).tokeniser
     tokens = parse_tokens(wanted.tokens, "tokens", "tokens", tokeniser.vocab_size)
@@ -111,13 +107,12 @@ async def detokenize(request: Request) -> Detokenized:
     summary="Estimate tokens, time, memory and output",
     openapi_extra=described(EstimateRequest, content={TEXT: ANY_TEXT}),
 )
-async def create_estimate(request: Request) -> Estimate:
+async def create_estimate(asked: Asked) -> Estimate:
     """Figures for an encoding, or with `max_tokens` for a completion; nothing is started.
 
     A body of text is the `input`, beside the other fields in the query; it is checked as an encoding would check it.
     """
-    asked = Incoming(request)
-    is_text = media_type(request, gzip=True) == TEXT
+    is_text = media_type(asked.request, gzip=True) == TEXT
     wanted = await _with_text(asked) if is_text else await asked.json(EstimateRequest)
     served = asked.services.context_for(wanted.model, "encodings" if wanted.max_tokens is None else "completions")
     window = {} if wanted.window is None else {"window": wanted.window}

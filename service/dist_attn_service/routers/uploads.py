@@ -12,7 +12,7 @@ from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLar
 from dist_attn_service.dependencies import content_length, form_boundary, media_type, services_of
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.files import details_of, file_object
-from dist_attn_service.routers.incoming import Incoming, json_response, validated
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response, validated
 from dist_attn_service.routers.openapi import ANY_BYTES, described, form, header
 from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.stored import CompleteUploadRequest, UploadRequest
@@ -49,10 +49,9 @@ async def describe_uploads(request: Request) -> Response:
         parameters=[header(tus.LENGTH, _COUNT), header(tus.METADATA, {"type": "string"})],
     ),
 )
-async def create_upload(request: Request) -> Response:
+async def create_upload(asked: Asked) -> Response:
     """Say how many bytes will come."""
-    asked = Incoming(request)
-    if tus.LENGTH in request.headers or tus.RESUMABLE in request.headers:
+    if tus.LENGTH in asked.headers or tus.RESUMABLE in asked.headers:
         return await _create_by_tus(asked)
     wanted = await asked.json(UploadRequest)
     catalogue, feed = asked.services.files.catalogue, await _feed(asked, wanted)
@@ -61,17 +60,15 @@ async def create_upload(request: Request) -> Response:
 
 
 @router.get("/v1/uploads/{upload_id}", summary="One upload")
-async def get_upload(request: Request, upload_id: str) -> Upload:
+async def get_upload(asked: Asked, upload_id: str) -> Upload:
     """How an upload stands; who sends is not disturbed."""
-    asked = Incoming(request)
     return await _upload(asked, upload_id, await asked.services.files.catalogue.upload(asked.caller, upload_id))
 
 
 @router.head("/v1/uploads/{upload_id}", summary="Where to go on", response_class=Response)
-async def head_upload(request: Request, upload_id: str) -> Response:
+async def head_upload(asked: Asked, upload_id: str) -> Response:
     """The byte that an upload stands at, in Upload-Offset; and where the session that it feeds stands."""
-    tus.check_version(request.headers)
-    asked = Incoming(request)
+    tus.check_version(asked.headers)
     files = asked.services.files
     record = await files.standing(asked.caller, upload_id)
     if record.state == "cancelled":
@@ -91,24 +88,23 @@ async def head_upload(request: Request, upload_id: str) -> Response:
         content={tus.OFFSET_STREAM: ANY_BYTES}, parameters=[header(tus.OFFSET, _COUNT, required=True)]
     ),
 )
-async def patch_upload(request: Request, upload_id: str) -> Response:
+async def patch_upload(asked: Asked, upload_id: str) -> Response:
     """The next bytes; the last of them makes the file. What has arrived is kept, however the request ends.
 
     Of an upload that feeds a session the last bytes are answered when the session stands at the end of the text.
     """
-    tus.check_version(request.headers)
-    _check_stream(request)
-    asked, offset = Incoming(request), tus.parse_count(request.headers, tus.OFFSET)
+    tus.check_version(asked.headers)
+    _check_stream(asked.request)
+    offset = tus.parse_count(asked.headers, tus.OFFSET)
     record, end = await _append(asked, upload_id, offset)
     headers = _progress(record, end) | await _session_headers(asked, upload_id, record)
     return Response(status_code=204, headers=headers)
 
 
 @router.delete("/v1/uploads/{upload_id}", summary="Forget an upload", response_class=Response, status_code=204)
-async def delete_upload(request: Request, upload_id: str) -> Response:
+async def delete_upload(asked: Asked, upload_id: str) -> Response:
     """Remove an upload and what has come of it; a file that was made of it stays."""
-    tus.check_version(request.headers)
-    asked = Incoming(request)
+    tus.check_version(asked.headers)
     await asked.services.files.catalogue.delete_upload(asked.caller, upload_id)
     return Response(status_code=204, headers={tus.RESUMABLE: tus.VERSION})
 
@@ -118,12 +114,11 @@ async def delete_upload(request: Request, upload_id: str) -> Response:
     summary="Add a part",
     openapi_extra=described(content=form("data", data=ANY_BYTES["schema"])),
 )
-async def create_part(request: Request, upload_id: str) -> UploadPart:
+async def create_part(asked: Asked, upload_id: str) -> UploadPart:
     """Write a part to disk while it arrives."""
-    asked = Incoming(request)
-    files, boundary = asked.services.files, form_boundary(request)
+    files, boundary = asked.services.files, form_boundary(asked.request)
     with asked.place():
-        length = content_length(request, asked.services.settings.files.part_bytes)
+        length = content_length(asked.request, asked.services.settings.files.part_bytes)
         part, made = await files.add_part(asked.caller, upload_id, boundary, asked.body, length)
     return UploadPart(id=part, created_at=int(made), upload_id=upload_id)
 
@@ -133,18 +128,16 @@ async def create_part(request: Request, upload_id: str) -> UploadPart:
     summary="Make a file of parts",
     openapi_extra=described(CompleteUploadRequest),
 )
-async def complete_upload(request: Request, upload_id: str) -> Upload:
+async def complete_upload(asked: Asked, upload_id: str) -> Upload:
     """The parts in the order in which they are named, once their bytes are as many as were announced."""
-    asked = Incoming(request)
     wanted = await asked.json(CompleteUploadRequest)
     record = await asked.services.files.complete(asked.caller, upload_id, wanted.part_ids, wanted.md5)
     return await _upload(asked, upload_id, record)
 
 
 @router.post("/v1/uploads/{upload_id}/cancel", summary="Cancel an upload")
-async def cancel_upload(request: Request, upload_id: str) -> Upload:
+async def cancel_upload(asked: Asked, upload_id: str) -> Upload:
     """Forget what has come; the upload takes nothing any more."""
-    asked = Incoming(request)
     return await _upload(asked, upload_id, await asked.services.files.catalogue.cancel(asked.caller, upload_id))
 
 

@@ -324,7 +324,7 @@ async def _once(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: _Found) -> list[RowBlock]:
-    """The rows of a document that nobody needs vectors of."""
+    """The rows of a document whose vectors are not needed."""
     offsets, edges = ByteOffsets(spec), [np.zeros((1, 2), np.int64)]
     async with aclosing(pieces):
         async for piece in pieces:

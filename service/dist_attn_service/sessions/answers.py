@@ -143,7 +143,7 @@ def _conflict(message: str, facts: dict[str, int]) -> ServiceError:
 
 @final
 class Outlet:
-    """Writes to a client until it is gone; from then on to nobody."""
+    """Writes to a client until it is gone, and then no more."""
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
@@ -161,7 +161,7 @@ class Outlet:
     async def finish(self, data: bytes) -> None:
         """Send the last bytes.
 
-        Raises: ClientGone when nobody is there any more, so that the log says so.
+        Raises: ClientGone when the client has gone, so that the log says so.
         """
         if self.gone.is_set():
             raise ClientGone

@@ -11,6 +11,7 @@ from typing import Any, final
 import msgspec
 import numpy as np
 
+from dist_attn.store import Reached
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Keep, OpenWork
@@ -92,7 +93,7 @@ class _Append:
 
     async def advance(self, position: int, snapshot: str) -> None:
         """The session stands there, and has been fed these tokens."""
-        await self.writer.advance(position, snapshot, fed=self.fed.digest_at(position))
+        await self.writer.advance(Reached(position, snapshot, fed=self.fed.digest_at(position)))
 
 
 @final
@@ -203,12 +204,14 @@ class AppendService:
             **msgspec.structs.asdict(report),
         )
         await writer.advance(
-            stop,
-            snapshot,
-            done=True,
-            result=msgspec.json.encode(summary).decode(),
-            fed=append.fed.digest_at(stop),
-            digest=append.content.hexdigest(),
+            Reached(
+                stop,
+                snapshot,
+                done=True,
+                result=msgspec.json.encode(summary).decode(),
+                fed=append.fed.digest_at(stop),
+                digest=append.content.hexdigest(),
+            )
         )
         return summary
 

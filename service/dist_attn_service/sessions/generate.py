@@ -10,6 +10,7 @@ from typing import final
 import msgspec
 import numpy as np
 
+from dist_attn.store import Reached
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Generated, Keep, OpenWork, SamplingSpec
@@ -175,7 +176,9 @@ class GenerateService:
             ),
         )
         said = msgspec.json.encode(answer).decode()
-        await writer.advance(position, run.snapshot, done=True, result=said if len(said) <= KEPT_CHARACTERS else "")
+        await writer.advance(
+            Reached(position, run.snapshot, done=True, result=said if len(said) <= KEPT_CHARACTERS else "")
+        )
         return answer
 
     def _said_again(self, work: GenerateWork, writer: SessionWriter, on_text: OnText) -> Generation:

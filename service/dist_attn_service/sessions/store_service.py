@@ -23,7 +23,7 @@ STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, "aside-2*T*"
 JOBS = (f"{CATALOGUE}*", "files")
 FILES = ("files.sqlite*", "bytes")
 OURS = (*FOLDERS, *STATES, *JOBS, *FILES)
-STATUS_TIMEOUT_SECONDS = 1.0  # whoever asks for the status does not wait longer for a store that is away
+STATUS_TIMEOUT_SECONDS = 1.0  # a request for the status does not wait longer for a store that is away
 
 
 @final

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from dist_attn.errors import DistAttnError, StorageError
-from dist_attn.store import Append, Session, StateStore
+from dist_attn.store import Append, Reached, Session, StateStore
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import BeginState
@@ -67,26 +67,14 @@ class SessionWriter:
         with store_refusals():
             return (await self.store.snapshots.put(self.caller, pieces)).id
 
-    async def advance(
-        self, position: int, snapshot: str, *, done: bool = False, result: str = "", fed: str = "", digest: str = ""
-    ) -> Session:
-        """The session stands at `position`, with that state.
+    async def advance(self, to: Reached) -> Session:
+        """The session has come so far.
 
         Raises: ServiceError when this writer was taken for dead, or the session is gone.
         """
         with store_refusals():
-            self.session = await self.store.sessions.advance(
-                self.caller,
-                self.session.id,
-                self.token,
-                position,
-                snapshot,
-                done=done,
-                result=result,
-                fed=fed,
-                digest=digest,
-            )
-        self.kept, self.done = position, done
+            self.session = await self.store.sessions.advance(self.caller, self.session.id, self.token, to)
+        self.kept, self.done = to.position, to.done
         return self.session
 
 

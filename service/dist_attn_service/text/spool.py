@@ -125,7 +125,7 @@ class Spool(AbstractContextManager["Spool"]):
         self._changed.notify()
 
     async def below(self, count: int) -> None:
-        """Wait until fewer than `count` bytes wait, or nobody wants them any more: for a source that can wait."""
+        """Wait until fewer than `count` bytes wait, or they are not wanted any more: for a source that can wait."""
         while self.waiting >= count and not self._dropping:
             await self._changed.wait()
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 QUIET_SECONDS = 0.5  # after a pause of so long all that came is with the system, and others may take over
 BLOCK_BYTES = 256 << 10  # one write or read
 HASH_BYTES = 4 << 20
-LOCK_SECONDS = 5.0  # somebody who writes is given to make way
+LOCK_SECONDS = 5.0  # a writer is given to make way
 POLL_SECONDS = 0.05
 WANTED = ".wanted"
 
@@ -53,7 +53,7 @@ class ByteFolder:
 
     @asynccontextmanager
     async def writing(self, blob: str) -> AsyncIterator["BlobWriter"]:
-        """Write to a blob, which is made if it is not there; whoever writes to it is asked to make way.
+        """Write to a blob, which is made if it is not there; its writer is asked to make way.
 
         Raises: ServiceError (409) when they do not.
         """
@@ -67,7 +67,7 @@ class ByteFolder:
             os.close(descriptor)
 
     async def _lock(self, descriptor: int, wanted: Path) -> None:
-        """Raises: ServiceError (409) when whoever has the lock does not make way."""
+        """Raises: ServiceError (409) when the holder of the lock does not make way."""
         try:
             async with asyncio.timeout(LOCK_SECONDS):
                 while not await self.beside(_locked, descriptor):
@@ -163,7 +163,7 @@ class ByteFolder:
 
 @final
 class BlobWriter:
-    """Writes to one blob, which nobody else does meanwhile."""
+    """Writes to one blob, which no other request does meanwhile."""
 
     def __init__(self, descriptor: int, wanted: Path, folder: ByteFolder) -> None:
         self._descriptor = descriptor
@@ -215,7 +215,7 @@ class BlobWriter:
         await self._do(os.fdatasync, self._descriptor)
 
     async def in_the_way(self) -> bool:
-        """Whether somebody waits to write here, or the blob was deleted."""
+        """Whether a request waits to write here, or the blob was deleted."""
         return await self._do(lambda: self._wanted.exists() or os.fstat(self._descriptor).st_nlink == 0)
 
     async def _do(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -313,7 +313,7 @@ class Reader(Protocol):
     def keeps_up(self, size: int) -> bool:
         """Whether so many bytes may have come by now.
 
-        Raises: ServiceError when nobody will read them.
+        Raises: ServiceError when they will not be read.
         """
 
     async def changed(self, seconds: float) -> None:
@@ -332,7 +332,7 @@ async def kept_up(reader: Reader, writer: BlobWriter) -> None:
 
 
 async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes]:
-    """The body, until it ends or somebody else wants to write.
+    """The body, until it ends or another request wants to write.
 
     Raises: what the body raises; ServiceError (409) when somebody else is to go on, or what is written to was deleted.
     """

@@ -32,7 +32,7 @@ _ID = re.compile("[A-Za-z0-9_-]{1,64}")
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody can guess, such as `file-…`."""
+    """An id that cannot be guessed, such as `file-…`."""
     return kind + secrets.token_urlsafe(18)
 
 

@@ -265,7 +265,7 @@ class FileLedger(Ledger):
     async def blob(self, name: str) -> BlobRecord:
         """Whose bytes these are.
 
-        Raises: NotFound when nobody's any more.
+        Raises: NotFound when no file or upload has it any more.
         """
         record = await self.find(BlobRecord, name)
         if record is None:

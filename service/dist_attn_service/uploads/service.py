@@ -111,7 +111,7 @@ class FileService:
         """
         blob = (await self._reservations.for_stream(caller, name)).blob
         async with self._folder.writing(blob) as writer:
-            # As it stands now that nobody else writes.
+            # As it stands now that no other request writes.
             record = await self._reservations.for_stream(caller, name)
             begin = self._trusted(record, writer.end)
             if offset != begin:

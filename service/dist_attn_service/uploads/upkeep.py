@@ -59,7 +59,7 @@ class Upkeep:
                 log.warning("files could not be put in order; will try again", exc_info=error)
 
     async def _give_up_unwritten(self) -> int:
-        """Release what is held for bytes that nobody writes any more."""
+        """Release what is held for bytes that are not written any more."""
         change = self._catalogue.change
 
         async def page(after: str) -> tuple[int, str]:
