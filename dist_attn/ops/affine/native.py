@@ -19,6 +19,7 @@ from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import absorbed, stream_recurrence, stream_sums
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, present
 from dist_attn.ops.processor import on_large_pages
+from dist_attn.ops.state import writes_in_place
 
 
 def native_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
@@ -49,7 +50,8 @@ class _Recurrence(KernelOperation[AffineTensors]):
     def forward(self, x: AffineTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         v, s = present(x.v), present(x.s)
         call = self._call(x)
-        out, s_after = None if x.q is None else _empty_like(v), torch.empty(s.shape)
+        out = None if x.q is None else _empty_like(v)
+        s_after = s if v.shape[2] == 1 and s.is_contiguous() and writes_in_place() else torch.empty(s.shape)
         kept = call.states() if keep else None
         call.write(out=out)
         call.point(s_after=s_after, kept=kept)
