@@ -12,6 +12,7 @@ import torch
 from benchmarks.cached_decoder import CachedDecoder
 from dist_attn.generation.decode import prefill
 from dist_attn.models import CausalModel, LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
+from dist_attn.ops.state import steps_in_place
 
 __all__ = ["PRECISIONS", "CachedForm", "Form", "Gpt2Form", "Sizes", "StateForm", "language_model"]
 
@@ -114,7 +115,8 @@ class StateForm(Form):
         return self.state.num_bytes()
 
     def step(self) -> torch.Tensor:
-        logits_BV, self.state = self._step(self.token_B, self.state)
+        with steps_in_place():  # as an engine's batches, of which nobody else has the state
+            logits_BV, self.state = self._step(self.token_B, self.state)
         return logits_BV
 
 

@@ -28,7 +28,7 @@ from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 
-__all__ = ["COSTS", "Pass", "Passed", "measured_link", "pass_on_rank", "run_passes"]
+__all__ = ["COSTS", "Pass", "Passed", "measured_link", "on_ranks", "pass_on_rank", "run_passes"]
 
 Result = TypeVar("Result")
 
@@ -83,13 +83,13 @@ class Passed:
 
 def run_passes(passes: Sequence[Pass], ranks: int, rounds: int) -> list[list[Passed]]:
     """Every pass on every rank, in order of passes and of ranks; ranks live for all passes, rank r on core r."""
-    of_ranks = _on_ranks(partial(_all_passes, passes=passes, rounds=rounds), ranks)
+    of_ranks = on_ranks(partial(_all_passes, passes=passes, rounds=rounds), ranks)
     return [list(of_pass) for of_pass in zip(*of_ranks, strict=True)]
 
 
 def measured_link() -> Link:
     """What messages between two ranks of this machine take: swaps of two sizes, medians."""
-    small_s, large_s = _on_ranks(_swaps, 2)[0]
+    small_s, large_s = on_ranks(_swaps, 2)[0]
     rate = (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-9)
     return Link(latency_s=max(small_s - SMALL_BYTES / rate, 1e-9), bytes_per_s=rate)
 
@@ -110,7 +110,7 @@ def _swaps(comm: Communicator) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _on_ranks(work: Callable[[Communicator], Result], ranks: int) -> list[Result]:
+def on_ranks(work: Callable[[Communicator], Result], ranks: int) -> list[Result]:
     """What the work gives on each rank; ranks are processes, each on a core of its own as far as there are any."""
     cores = own_cores()
     context = multiprocessing.get_context("spawn")

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from dist_attn.adapters import modules, operations
-from dist_attn.adapters.experts import experts
+from dist_attn.adapters.experts import experts, step_experts, takes_step_experts
 from dist_attn.adapters.passes import current_pass, either
 
 ATTENTION = "dist_attn"
@@ -33,6 +33,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 _OBJECTS: dict[str, Callable[[nn.Module], None]] = {
+    "Linear": modules.linear,
     "MiniMaxLightningAttention": modules.minimax_lightning_attention,
     "RecurrentGemmaRecurrentBlock": modules.recurrent_gemma_block,
     "FalconH1Model": modules.falcon_h1_model,
@@ -71,15 +72,17 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
 def _experts(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts [L, D], in a decode step one sequence after the other.
+    """Experts [L, D], in a decode step by products whose bits do not depend on other rows, or else row by row.
 
     A product's last bits depend on how many rows it has, and here these are the tokens of all sequences that chose an
     expert: what a sequence draws would depend on those beside it.
     """
     one, parts = current_pass(), (hidden_states, top_k_index, top_k_weights)
-    alone = one is not None and one.step
-    rows = zip(*(part.split(1) for part in parts), strict=True) if alone else [parts]
-    return torch.cat([experts(module, *row) for row in rows])
+    if one is None or not one.step:
+        return experts(module, *parts)
+    if takes_step_experts(module, hidden_states):
+        return step_experts(module, *parts)
+    return torch.cat([experts(module, *row) for row in zip(*(part.split(1) for part in parts), strict=True)])
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from dist_attn.ops.step_products import step_products, takes_step_products
+
 Tensor = torch.Tensor
 
 
@@ -20,8 +22,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
     Experts with biases, transposed weights or norms, and tokens that are not on a processor, go transformers' way.
     """
-    plain = module.has_gate and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
-    if not plain or module._is_expert_parallel or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
+    if not _plain(module) or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
         theirs: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
         return theirs
     choices = top_k_index.shape[1]
@@ -35,6 +36,27 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     by_token_RD[order_R] = y_RD
     y_ND: Tensor = by_token_RD.unflatten(0, (-1, choices)).sum(1).to(hidden_states.dtype)
     return y_ND
+
+
+def takes_step_experts(module: Any, hidden_states: Tensor) -> bool:
+    """Whether `step_experts` can be called with these."""
+    return _plain(module) and all(
+        takes_step_products(hidden_states, w) for w in (module.gate_up_proj, module.down_proj)
+    )
+
+
+def step_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts` of a decode step: a token's sums have the same bits whatever other tokens there are."""
+    inner_RM = module._apply_gate(step_products(hidden_states, module.gate_up_proj, top_k_index).flatten(0, 1))
+    y_RD = step_products(inner_RM, module.down_proj, top_k_index.reshape(-1, 1))[:, 0]
+    weighed_NCD = y_RD.unflatten(0, top_k_index.shape) * top_k_weights[..., None]
+    return weighed_NCD.sum(1).to(hidden_states.dtype)
+
+
+def _plain(module: Any) -> bool:
+    """Whether experts have gates, and no biases, transposed weights, norms or places on other processes."""
+    others = module.has_bias or module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel
+    return bool(module.has_gate and not others)
 
 
 def _products(x_RI: Tensor, weights_EOI: Tensor, numbers: list[int], counts: list[int]) -> Tensor:

@@ -16,8 +16,23 @@ from torch import nn
 from dist_attn.adapters import operations
 from dist_attn.adapters.passes import Pass, either
 from dist_attn.ops.affine import AffineState
+from dist_attn.ops.step_products import step_products, takes_step_products
 
 Tensor = torch.Tensor
+
+
+def linear(module: nn.Module) -> None:
+    """A linear layer, whose products of decode steps are those for few rows."""
+    own: Any = module
+    compute = module.forward
+
+    def forward(one: Pass, input: Tensor) -> Tensor:
+        if not one.step or not takes_step_products(input, own.weight):
+            return compute(input)
+        y = step_products(input.reshape(-1, input.shape[-1]), own.weight).view(*input.shape[:-1], -1)
+        return y if own.bias is None else y.add_(own.bias)
+
+    module.forward = either(forward, compute)
 
 
 def minimax_lightning_attention(module: nn.Module) -> None:

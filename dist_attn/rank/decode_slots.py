@@ -5,6 +5,7 @@ The states of a batch stay stacked from token to token; they are taken apart onl
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import final
 
@@ -22,6 +23,7 @@ from dist_attn.generation import (
 )
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import current_watch
+from dist_attn.ops.state import steps_in_place
 from dist_attn.rank.layers_apart import FAULT, LayersApart
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
@@ -184,7 +186,9 @@ class DecodeSlots:
             logits_BV = batch.captured.step(token_B)
             batch.state = batch.captured.state
         else:
-            logits_BV, batch.state = self._model.step(token_B, batch.state)
+            looked_at = watch is not None and watch.finite is not None  # also at the state before
+            with nullcontext() if looked_at else steps_in_place():
+                logits_BV, batch.state = self._model.step(token_B, batch.state)
         if watch is not None:
             watch.rows = None
         logits_BV = logits_BV[: len(seats)].float().cpu()

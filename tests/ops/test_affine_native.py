@@ -14,6 +14,7 @@ from dist_attn.ops.affine import AffineCall, absorb
 from dist_attn.ops.affine.implementation import choose, why_no_library
 from dist_attn.ops.affine.native_call import Call, kernels
 from dist_attn.ops.c_call import BLOCK, CHUNK
+from dist_attn.ops.state import steps_in_place
 from tests.support.affine import KINDS, AffineInputs
 from tests.support.attention import weighted_sum
 
@@ -231,6 +232,19 @@ def test_heads_and_chunks_are_by_themselves(kind):
     rest.replicated["state"] = state.s_BHKV
     later, last = rest.run(NATIVE)
     assert torch.equal(torch.cat([first, later], 2), out) and torch.equal(last.s_BHKV, after.s_BHKV)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_step_may_write_over_its_state(kind):
+    """One token where steps are in place: the same bits, in the memory of the state before; several take new memory."""
+    for tokens in (1, 2):
+        inputs = random_inputs(kind, tokens, channels=True)
+        out, after = inputs.run(NATIVE)
+        state = inputs.replicated["state"] = inputs.replicated["state"].clone()
+        with torch.no_grad(), steps_in_place():
+            out_again, written = inputs.run(NATIVE)
+        assert torch.equal(out_again, out) and torch.equal(written.s_BHKV, after.s_BHKV)
+        assert (written.s_BHKV.data_ptr() == state.data_ptr()) == (tokens == 1)
 
 
 def test_memory_does_not_grow_with_the_length():

@@ -19,6 +19,7 @@ from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import absorbed, stream_recurrence, stream_sums
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, present
 from dist_attn.ops.parts import Place, empty_like
+from dist_attn.ops.state import writes_in_place
 
 
 def native_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
@@ -54,10 +55,9 @@ class _Recurrence(KernelOperation[AffineTensors]):
     def forward(self, x: AffineTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         v, s = present(x.v), present(x.s)
         call = self._call(x)
-        out, s_after = None, torch.empty(s.shape)
-        if x.q is not None:
-            out = None if self.buffers is None else self.buffers.out
-            out = empty_like(v) if out is None else out
+        out = None if x.q is None or self.buffers is None else self.buffers.out
+        out = empty_like(v) if x.q is not None and out is None else out
+        s_after = s if v.shape[2] == 1 and s.is_contiguous() and writes_in_place() else torch.empty(s.shape)
         kept = call.states() if keep else None
         call.write(out=out)
         call.point(s_after=s_after, kept=kept)

@@ -2,7 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from benchmarks.decoding_forms import StateForm
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.setting import look_around
+from benchmarks.rank_passes import on_ranks
+from benchmarks.setting import look_around, own_cores
 from benchmarks.timing import Times
 from dist_attn.adapters.model import AdaptedModel
+from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError
-from dist_attn.generation.decode import prefill
+from dist_attn.generation.decode import PREFILL_BLOCK, prefill
+from dist_attn.layout import SequenceLayout
+from dist_attn.sharded import ShardedSequenceOps
 from dist_attn_research.studies.gguf_models import write_gguf
 from dist_attn_research.studies.llama_cpp import LlamaCpp
 
@@ -23,13 +28,16 @@ __all__ = ["NAME", "PEERS", "QUESTION", "TESTS", "TINY", "adapted", "measure", "
 
 NAME = "peers-cpu"
 QUESTION = (
-    "How fast are downloaded models of 100M parameters, mamba2 and qwen3_next, on a processor, against llama.cpp with "
-    "the same random weights, bits and threads? Steps of 1 and 16 sequences, and a prompt of 2,048 tokens."
+    "How fast are downloaded models of 100M and 1B parameters, mamba2 and qwen3_next, on a processor, against "
+    "llama.cpp with the same random weights, bits and threads? Steps of 1 and 16 sequences, prompts of 2,048 and "
+    "32,768 tokens; and how much faster is the longest prompt on two ranks than on one?"
 )
 TESTS = ("research/tests/test_peers_cpu.py",)
 PEERS = ("llama.cpp", "gguf")
 OURS, THEIRS = "ours", "llama.cpp"
-BATCHES, LENGTH, STEPS, ROUNDS = (1, 16), 2_048, 8, 5
+BATCHES, LENGTHS, STEPS, ROUNDS = (1, 16), (2_048, 32_768), 8, 5
+MANY, TOO_MANY = 1e12, 1e13
+"""Parameters times tokens: prompts of more are read once, and those of still more not at all."""
 
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False}
 _MAMBA2 = {"conv_kernel": 4, "expand": 2, "n_groups": 1, "use_bias": False, **_TOKENS}
@@ -40,7 +48,7 @@ _QWEN3_NEXT = {
     **_TOKENS,
 }
 Shapes = Mapping[str, Mapping[str, Any]]
-"""Settings of config.json by model_type."""
+"""Settings of config.json by model_type, and what more there is to say of them."""
 
 TINY: Shapes = {
     "mamba2": {
@@ -65,12 +73,26 @@ SHAPES: Shapes = {
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 24, "num_experts_per_tok": 4,
         "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "intermediate_size": 512,
     },
+    "mamba2 1B": {
+        **_MAMBA2, "vocab_size": 32_768, "hidden_size": 2_048, "num_hidden_layers": 36, "num_heads": 64, "head_dim": 64,
+        "state_size": 128,
+    },
+    "qwen3_next 1B": {
+        **_QWEN3_NEXT, "vocab_size": 32_768, "hidden_size": 1_024, "num_hidden_layers": 16, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 64, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "intermediate_size": 1_024,
+    },
 }  # fmt: skip
 
 NOTES = (
     "Ours: seconds around prefill and steps, tokens chosen greedily; llama.cpp: seconds that its server counts itself, "
     "greedy too, its cache of keys and values as it comes, in float16. Steps follow a prompt of one token. Medians of "
-    "rounds in turns.",
+    "rounds in turns; prompts of more than 1e12 parameters times tokens once, and of more than 1e13 not at all: 32,768 "
+    "tokens at 1B would take an hour.",
+    "1B: layers, heads and experts as wide to each other as in mamba2-1.3b and Qwen3-Next-80B, and fewer of them.",
+    "Two ranks: processes over gloo, a thread and a core each, a block of 512 tokens each at a time; the first "
+    "rank reads alone, once, before both do.",
     "llama.cpp is the wheel xllamacpp from PyPI, built for AVX2; on a processor with more, its own build is faster.",
 )
 
@@ -84,40 +106,50 @@ def measure(smoke: bool) -> Measured:
     if missing:
         raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
     setting = look_around()
-    shapes, length = (TINY, 64) if smoke else (SHAPES, LENGTH)
+    shapes, lengths, rounds = (TINY, (64,), 1) if smoke else (SHAPES, LENGTHS, ROUNDS)
     ratios: dict[str, float] = {}
     numbers: dict[str, float] = {}
     tables: list[Table] = []
-    for kind, shape in shapes.items():
-        model = random_model(kind, shape)
-        works = _works(model, length)
-        times = _in_turns(works, 1 if smoke else ROUNDS)
-        numbers[f"{kind}, parameters"] = sum(p.numel() for p in model.parameters())
-        numbers |= {f"{kind}, {who}, {what}, seconds": one.median for (what, who), one in times.items()}
+    over_ranks: list[tuple[str, ...]] = []
+    for name, shape in shapes.items():
+        with torch.device("meta"):
+            size = sum(p.numel() for p in random_model(name, shape).parameters())
+        read = [length for length in lengths if size * length < TOO_MANY]
+        alone, both = on_ranks(partial(_on_rank, name=name, shape=shape, length=read[-1]), 2)[0]
+        works = _works(random_model(name, shape), read)
+        times = _in_turns(works, rounds, [_prompt(length) for length in read if size * length > MANY])
+        del works  # with it a server's copy of the weights
+        numbers[f"{name}, parameters"] = size
+        numbers |= {f"{name}, {who}, {what}, seconds": one.median for (what, who), one in times.items()}
+        numbers |= {f"{name}, 1 rank, seconds": alone, f"{name}, 2 ranks, seconds": both}
+        ratios[f"{name}, {_prompt(read[-1])}, 1 rank / 2 ranks"] = round(alone / both, 3)
+        over_ranks.append((name, _prompt(read[-1]), f"{alone:.1f} s", f"{both:.1f} s", f"{alone / both:.2f}x"))
         rows = []
-        for what in dict.fromkeys(what for what, _ in works):
+        for what in dict.fromkeys(what for what, _ in times):
             ours, theirs = times[what, OURS], times[what, THEIRS]
-            ratios[f"{kind}, {what}, llama.cpp / ours"] = round(theirs.median / ours.median, 3)
+            ratios[f"{name}, {what}, llama.cpp / ours"] = round(theirs.median / ours.median, 3)
             cells = (f"{1e3 * one.median:,.1f} ms" for one in (ours, theirs))
             spread = max(ours.spread, theirs.spread)
             rows.append((what, *cells, f"{theirs.median / ours.median:.2f}x", f"{spread:.0%}"))
-        title = f"{kind}, {numbers[f'{kind}, parameters'] / 1e6:,.0f}M parameters, float32"
+        title = f"{name}, {size / 1e6:,.0f}M parameters, float32"
         tables.append(Table(title, ("work", OURS, THEIRS, "llama.cpp / ours", "spread"), tuple(rows)))
+    tables.append(Table("Two ranks", ("model", "work", "1 rank", "2 ranks", "faster"), tuple(over_ranks)))
     curves = {
-        f"{kind}, {who}": {float(n): n / numbers[f"{kind}, {who}, {_step(n)}, seconds"] for n in BATCHES}
-        for kind in shapes
+        f"{name}, {who}": {float(n): n / numbers[f"{name}, {who}, {_step(n)}, seconds"] for n in BATCHES}
+        for name in shapes
         for who in (OURS, THEIRS)
     }
     panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
-    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), NOTES, missing, not smoke)
+    notes = NOTES if len(own_cores()) > 1 else (*NOTES, "This process may use one core only: both ranks shared it.")
+    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), notes, missing, not smoke)
 
 
-def random_model(kind: str, settings: Mapping[str, Any]) -> Any:
+def random_model(name: str, settings: Mapping[str, Any]) -> Any:
     """A model of transformers with random weights that matter: its norms and biases are no constants."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.split()[0], **settings)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and "conv" not in name:
@@ -143,24 +175,51 @@ def _step(batch: int) -> str:
     return f"a step of {batch}"
 
 
-def _works(model: Any, length: int) -> dict[Work, Callable[[], float]]:
+def _prompt(length: int) -> str:
+    return f"a prompt of {length:,}"
+
+
+def _works(model: Any, lengths: Sequence[int]) -> dict[Work, Callable[[], float]]:
     """Each gives its seconds. The file is gone when this returns: what serves it has read it."""
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(model, path, "float32")
-        servers = {n: LlamaCpp(path, slots=n, tokens=max(256, 2 * length // n), threads=threads) for n in BATCHES}
+        rooms = {n: 256 if n > 1 else lengths[-1] + 256 for n in BATCHES}
+        servers = {n: LlamaCpp(path, slots=n, tokens=room, threads=threads) for n, room in rooms.items()}
     ours = adapted(model)
-    prompt_L = torch.randint(ours.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-    prompt = prompt_L.tolist()
     works: dict[Work, Callable[[], float]] = {}
     for batch, server in servers.items():
-        works[_step(batch), OURS] = lambda batch=batch: _seconds_a_step(ours, batch)  # type: ignore[misc]
-        works[_step(batch), THEIRS] = lambda server=server: server.step_s(STEPS + 1)  # type: ignore[misc]
-    what = f"a prompt of {length:,}"
-    works[what, OURS] = lambda: _timed(lambda: prefill(ours, prompt_L))
-    works[what, THEIRS] = lambda: servers[1].prefill_s(prompt)
+        works[_step(batch), OURS] = partial(_seconds_a_step, ours, batch)
+        works[_step(batch), THEIRS] = partial(server.step_s, STEPS + 1)
+    for length in lengths:
+        prompt_L = _random_tokens(ours, length)
+        works[_prompt(length), OURS] = partial(_timed, partial(prefill, ours, prompt_L))
+        works[_prompt(length), THEIRS] = partial(servers[1].prefill_s, prompt_L.tolist())
     return works
+
+
+def _random_tokens(model: AdaptedModel, length: int) -> torch.Tensor:
+    return torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: int) -> tuple[float, float]:
+    """Seconds until the first rank has read a prompt by itself, and until all ranks have read it together."""
+    model = adapted(random_model(name, shape))
+    prompt_L = _random_tokens(model, length)
+
+    def together() -> None:
+        state = model.initial_state(1)
+        for block_L in prompt_L.split(PREFILL_BLOCK * comm.size):
+            layout = SequenceLayout.even(len(block_L), comm.size)
+            own_L = block_L[slice(*layout.range(comm.rank))]
+            _, state = model.hidden(own_L[None], ShardedSequenceOps(comm, layout), state)
+        comm.barrier()
+
+    comm.barrier()
+    alone = _timed(lambda: prefill(model, prompt_L)) if comm.rank == 0 else 0.0
+    comm.barrier()
+    return alone, _timed(together)
 
 
 def _seconds_a_step(model: AdaptedModel, batch: int) -> float:
@@ -175,11 +234,14 @@ def _timed(work: Callable[[], object]) -> float:
         return time.perf_counter() - began
 
 
-def _in_turns(works: Mapping[Work, Callable[[], float]], rounds: int) -> dict[Work, Times]:
-    """Every work once uncounted, then so many times in turns."""
+def _in_turns(works: Mapping[Work, Callable[[], float]], rounds: int, once: Collection[str]) -> dict[Work, Times]:
+    """Every work once uncounted, then so many times in turns; what is named in `once` a single time, which counts."""
     taken: dict[Work, list[float]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
+            if name[0] in once:
+                taken[name] = taken[name] or [work()]
+                continue
             seconds = work()
             if number:
                 taken[name].append(seconds)
