@@ -69,7 +69,7 @@ def step_products_naive(x_NI: torch.Tensor, w: torch.Tensor, chosen_NC: torch.Te
 
 
 @lru_cache(maxsize=1)
-def _kernel() -> "ctypes._NamedFuncPointer | None":  # type: ignore[name-defined]
+def _kernel() -> "ctypes._NamedFuncPointer | None":
     try:
         library = load_library(Path(__file__).parent / "csrc" / "step_products.c")
     except NoLibraryError:
