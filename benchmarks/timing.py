@@ -74,14 +74,14 @@ MATMUL_SIZE = 768
 COPY_BYTES = 64 << 20
 
 
-def matmul_flops(size: int = MATMUL_SIZE) -> float:
+def matmul_flops() -> float:
     """Operations of the work "matmul"."""
-    return 2.0 * size**3
+    return 2.0 * MATMUL_SIZE**3
 
 
-def rate_works(size: int = MATMUL_SIZE, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], object]]:
+def rate_works(dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], object]]:
     """A product of square matrices, and a copy that is larger than caches."""
-    a, b = torch.randn(2, size, size, dtype=dtype)
+    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     return {MATMUL: lambda: a @ b, COPY: lambda: target.copy_(source)}
@@ -95,9 +95,9 @@ class Roofline:
     bytes_per_s: float
 
     @staticmethod
-    def of(times: Mapping[str, Times], size: int = MATMUL_SIZE) -> "Roofline":
+    def of(times: Mapping[str, Times]) -> "Roofline":
         """From the medians of the works above."""
-        return Roofline(matmul_flops(size) / times[MATMUL].median, 2 * COPY_BYTES / times[COPY].median)
+        return Roofline(matmul_flops() / times[MATMUL].median, 2 * COPY_BYTES / times[COPY].median)
 
     def least_seconds(self, flops: float, moved_bytes: float) -> float:
         """What work of this size takes at least."""

@@ -262,11 +262,11 @@ def _handing_seconds(model: ModelCosts, tokens: int, ranks: int, block_tokens: i
     return blocks * handing_seconds(ranks, block_tokens, row_bytes, rates.link)
 
 
-def busiest_rank_tokens(tokens: int, ranks: int, block_tokens: int, grain: int = GRAIN) -> int:
+def busiest_rank_tokens(tokens: int, ranks: int, block_tokens: int) -> int:
     """Tokens of the rank that gets most when every block is cut as evenly as the grain allows."""
     blocks, rest = divmod(tokens, ranks * block_tokens)
-    pieces = -(-rest // grain)
-    share = -(-pieces // ranks) * grain
+    pieces = -(-rest // GRAIN)
+    share = -(-pieces // ranks) * GRAIN
     return blocks * block_tokens + min(rest, share)
 
 

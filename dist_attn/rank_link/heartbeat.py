@@ -9,7 +9,6 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -50,19 +49,12 @@ def leave(reason: str) -> None:
 
 
 class HeartbeatThread:
-    """Beats until `stop`; calls `on_silence` when the controller has not answered for `settings.silence_deadline_s`."""
+    """Beats until `stop`; ends the process when the controller has not answered for `settings.silence_deadline_s`."""
 
-    def __init__(
-        self,
-        settings: RankSettings,
-        pulse: Pulse,
-        keys: ClientKeys | None = None,
-        on_silence: Callable[[str], None] = leave,
-    ) -> None:
+    def __init__(self, settings: RankSettings, pulse: Pulse, keys: ClientKeys | None = None) -> None:
         self._settings = settings
         self._pulse = pulse
         self._keys = keys
-        self._on_silence = on_silence
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -84,8 +76,7 @@ class HeartbeatThread:
             unanswered = 0
             while not self._stopped.is_set():
                 if unanswered * settings.heartbeat_s >= settings.silence_deadline_s:
-                    self._on_silence(f"the controller has been silent for {settings.silence_deadline_s:g} s")
-                    return
+                    leave(f"the controller has been silent for {settings.silence_deadline_s:g} s")
                 unanswered = self._beat(dealer, unanswered)
                 self._stopped.wait(settings.heartbeat_s)
         context.term()

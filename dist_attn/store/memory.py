@@ -5,7 +5,7 @@ from bisect import bisect_right, insort
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import TypeVar, final
 
-from dist_attn.errors import StateDamagedError, StorageError
+from dist_attn.errors import StateDamagedError
 from dist_attn.store.ports import PIECE_BYTES, Blobs, BufferedTransaction, Records, RecordView
 
 T = TypeVar("T")
@@ -69,20 +69,14 @@ def _first(keys: list[str], prefix: str) -> int:
 
 @final
 class MemoryBlobs(Blobs):
-    """Bytes by name; `capacity` stands for the size of the disk."""
+    """Bytes by name."""
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
-        self.capacity = capacity
 
     async def write(self, name: str, pieces: AsyncIterable[bytes]) -> None:
         """Keep the bytes."""
-        data, others = bytearray(), sum(map(len, self._blobs.values()))
-        async for piece in pieces:
-            data += piece
-            if self.capacity is not None and others + len(data) > self.capacity:
-                raise StorageError(f"a snapshot could not be kept: memory for {self.capacity} bytes is full")
-        self._blobs[name] = bytes(data)
+        self._blobs[name] = b"".join([piece async for piece in pieces])
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
         """The bytes."""

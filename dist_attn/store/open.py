@@ -131,9 +131,7 @@ class StateStore:
         await self.close()
 
 
-async def open_store(
-    address: str, limits: StoreLimits | None = None, *, blobs: str = "", clock: Callable[[], float] = time.time
-) -> StateStore:
+async def open_store(address: str, limits: StoreLimits | None = None, *, blobs: str = "") -> StateStore:
     """The store whose records are at an address and whose states are at `blobs`, or there too.
 
     Each is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
@@ -155,7 +153,7 @@ async def open_store(
         opened.push_async_callback(records.close)
         if number := await unknown_beside(records, count):
             raise _without_catalogue(address, blobs, number)
-        store = await StateStore.over(records, states, limits, clock)
+        store = await StateStore.over(records, states, limits)
         opened.pop_all()
     return store
 

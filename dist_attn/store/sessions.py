@@ -72,20 +72,6 @@ class Sessions:
 
         return await self._place.change(read)
 
-    async def touch(self, tenant: str, name: str, *, ttl_s: float | None = None) -> Session:
-        """The session was used: it lives on for as long as it did, or from now on for `ttl_s`.
-
-        Raises: UnknownStateError.
-        """
-        tag = self._place.tenant(tenant)
-
-        async def renew(ledger: StateLedger) -> Session:
-            before = await ledger.owned_session(tag, name)
-            life = before.ttl_s if ttl_s is None else _ttl(ledger, ttl_s)
-            return await _save(ledger, name, changed(before, ttl_s=life), before)
-
-        return await self._place.change(renew)
-
     async def delete(self, tenant: str, name: str) -> None:
         """End a session and let go of its snapshots; forks of it live on.
 

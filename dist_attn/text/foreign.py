@@ -63,11 +63,6 @@ class ForeignTokeniser(TableTokeniser):
         self.digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
     @property
-    def contents(self) -> dict[str, Any]:
-        """The file as it was read."""
-        return self._contents
-
-    @property
     def end_token(self) -> int | None:
         """The id that ends a document, if the folder names one."""
         return self._end_token

@@ -56,7 +56,6 @@ def test_callers_have_nothing_in_common(place):
             lambda: store.snapshots.delete("bob", ann),
             lambda: store.sessions.get("bob", session.id),
             lambda: store.sessions.fork("bob", session.id),
-            lambda: store.sessions.touch("bob", session.id),
             lambda: store.sessions.delete("bob", session.id),
             lambda: store.sessions.begin_append("bob", session.id, "key"),
             lambda: store.prefixes.remember("bob", key, 1, ann),
@@ -83,9 +82,9 @@ def test_a_session_ends_by_itself(place):
         for session in (short, long):
             await written(store, "ann", session, 4)
         place.clock.now += 99
-        await store.sessions.touch("ann", short.id)
+        await written(store, "ann", short, 5)
         place.clock.now += 99
-        assert (await store.sessions.get("ann", short.id)).position == 4
+        assert (await store.sessions.get("ann", short.id)).position == 5
         place.clock.now += 2
         with pytest.raises(UnknownStateError, match="expired"):
             await store.sessions.get("ann", short.id)

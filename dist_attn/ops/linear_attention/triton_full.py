@@ -34,7 +34,7 @@ from dist_attn.ops.linear_attention.triton_forward import (
     sequence_sums,
     tile_dtype,
 )
-from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
+from dist_attn.ops.linear_attention.triton_tiles import tiles_for
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import current_watch
 
@@ -61,7 +61,7 @@ SumTensors = SumInputs[torch.Tensor | None]
 ReadTensors = ReadInputs[torch.Tensor | None]
 
 
-def triton_full_attention(call: LinearCall, *, tiles: Tiles | None = None) -> tuple[torch.Tensor, LinearState]:
+def triton_full_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of a call that is not causal: every query reads the state after the last key.
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], gates [B, H, S] -> o [B, H, L, V] in v's dtype, the float32
@@ -69,19 +69,19 @@ def triton_full_attention(call: LinearCall, *, tiles: Tiles | None = None) -> tu
     """
     state = call.state
     if state is None or call.keys:
-        state = triton_absorb_keys(call, tiles=tiles)
-    out, _ = triton_read(replace(call, state=state), tiles=tiles)
+        state = triton_absorb_keys(call)
+    out, _ = triton_read(replace(call, state=state))
     return out.to(call.v_BHSV.dtype), state
 
 
-def triton_absorb_keys(call: LinearCall, *, tiles: Tiles | None = None) -> LinearState:
+def triton_absorb_keys(call: LinearCall) -> LinearState:
     """`absorb_keys` of one sequence: the float32 state after the last key.
 
     Shapes: as `triton_full_attention`, S at least 1.
     """
     _, k, v, log_gate, key_scale = call.sequence
     size, values, state = k.shape[3], v.shape[3], call.state
-    plan = Plan.of(size, values, call.feature_map, Denominator("one"), tiles or tiles_for(k, v, call.feature_map))
+    plan = Plan.of(size, values, call.feature_map, Denominator("one"), tiles_for(k, v, call.feature_map))
     sizes = *k.shape[:2], plan.features, values
     state = LinearState.identity(*sizes, device=v.device) if state is None else state
     state.check(*sizes)
@@ -99,9 +99,7 @@ def triton_absorb_keys(call: LinearCall, *, tiles: Tiles | None = None) -> Linea
     return LinearState(s + sums, z + zm[..., :-1], mass + zm[..., -1], log_decay, state.reset_BH)
 
 
-def triton_read(
-    call: LinearCall, *, undivided: bool = False, tiles: Tiles | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def triton_read(call: LinearCall, *, undivided: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Outputs [B, H, L, V] in q's dtype of the call's queries, which see exactly its state; no denominators.
 
     With `undivided` float32 numerators [B, H, L, V] and denominators [B, H, L].
@@ -110,7 +108,7 @@ def triton_read(
     assert state is not None  # what is read
     s, zm = sums_of(state)
     policy = Denominator("one") if undivided else call.denominator
-    tiles = tiles or tiles_for(q, s[:, :, :0].to(q.dtype), call.feature_map)
+    tiles = tiles_for(q, s[:, :, :0].to(q.dtype), call.feature_map)
     plan = Plan.of(q.shape[3], s.shape[3], call.feature_map, policy, tiles)
     state.check(*q.shape[:2], plan.features, s.shape[3])
     out, *den = _Read(plan, call.feature_map, undivided)(ReadInputs(q, s, zm, call.map_tensor))

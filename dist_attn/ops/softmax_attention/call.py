@@ -200,11 +200,6 @@ class SoftmaxCall:
         return self.placement is not None or narrow or any(option is not None for option in special)
 
     @property
-    def grouped(self) -> bool:
-        """Whether several query heads share a head of keys."""
-        return self.q_BHLK.shape[1] != self.k_BGSK.shape[1]
-
-    @property
     def output_shape(self) -> tuple[int, int, int, int]:
         """[B, H, L, V]."""
         batch, heads, queries, _ = self.q_BHLK.shape

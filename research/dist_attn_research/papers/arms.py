@@ -1,16 +1,26 @@
 """What was found for arms of an experiment over its seeds: cells and marks of tables, and claims that one is better."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import ClassVar
 
-from benchmarks.measured import Axes
+from benchmarks.measured import Axes, Table
 from dist_attn_research.papers.experiment import Done, Scores
 from dist_attn_research.papers.finding import mean_and_spread
 
-__all__ = ["Claim", "first_scores", "judge", "mark_seeds", "minutes_of", "of_arm", "parameters_of"]
+__all__ = [
+    "Claim",
+    "draw_seeds",
+    "first_scores",
+    "judge",
+    "judged",
+    "mark_seeds",
+    "minutes_of",
+    "of_arm",
+    "parameters_of",
+]
 
 
 def of_arm(done: Sequence[Done], arm: str, score: str) -> list[float]:
@@ -33,6 +43,16 @@ def parameters_of(done: Sequence[Done], arm: str) -> str:
 def minutes_of(done: Sequence[Done], arm: str) -> str:
     """The cell with the minutes that a job of the arm took."""
     return mean_and_spread([one.seconds / 60 for one in done if one.arm == arm], 1)
+
+
+def draw_seeds(done: Sequence[Done], arms: Sequence[str], score: str, words: str) -> Callable[[Axes], None]:
+    """What draws a panel of one score: every seed of each arm, and their mean."""
+
+    def draw(axes: Axes) -> None:
+        mark_seeds(axes, {arm: of_arm(done, arm, score) for arm in arms})
+        axes.set_xlabel(f"{words}; every seed, and their mean")
+
+    return draw
 
 
 def mark_seeds(axes: Axes, found: Mapping[str, Sequence[float]]) -> None:
@@ -72,6 +92,11 @@ def judge(done: Sequence[Done], claim: Claim) -> tuple[str, ...]:
     sign = -1 if claim.more else 1
     gains = [sign * (worse - better) for better, worse in pairs if better is not None and worse is not None]
     return (claim.printed, claim.better, claim.worse, mean_and_spread(gains), _verdict(gains))
+
+
+def judged(title: str, done: Sequence[Done], claims: Sequence[Claim]) -> Table:
+    """A row for each claim."""
+    return Table(title, Claim.COLUMNS, tuple(judge(done, claim) for claim in claims))
 
 
 def _verdict(gains: Sequence[float]) -> str:

@@ -46,9 +46,9 @@ def _model(settings: Mapping[str, Any], precision: str) -> EncoderDecoder | Lang
     return model.to(PRECISIONS[precision]).eval()
 
 
-def random_source(model: EncoderDecoder, batch: int, sources: int, seed: int = 0) -> torch.Tensor:
+def random_source(model: EncoderDecoder, batch: int, sources: int) -> torch.Tensor:
     """A memory as it may come out of an encoder, [B, S, D]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     memory_BSD = torch.randn((batch, sources, model.embedding.weight.shape[1]), generator=generator)
     return memory_BSD.to(model.embedding.weight.dtype)
 

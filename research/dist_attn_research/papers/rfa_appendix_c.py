@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.measured import Axes, Table
-from dist_attn_research.papers.arms import Claim, judge, of_arm
+from dist_attn_research.papers.arms import Claim, judged, of_arm
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.finding import Report, mean_and_spread
 from dist_attn_research.papers.swapped_translators import SmallTranslator, read_job, train_job
@@ -80,7 +80,7 @@ def _size(cross: int, causal: int) -> str:
 
 
 def _report(done: Sequence[Done]) -> Report:
-    claims = Table("Findings, by seed", Claim.COLUMNS, tuple(judge(done, claim) for claim in CLAIMS))
+    claims = judged("Findings, by seed", done, CLAIMS)
     tables = (_sizes_table(done), _pools_table(done), _swaps_table(done), _tuning_table(done), claims)
     return Report(tables, NOTES, (("Fine-tuning on the same pairs (C.4)", _curves(done)), ("C.2", _by_size(done))))
 

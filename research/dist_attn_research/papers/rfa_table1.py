@@ -1,11 +1,10 @@
 """Random Feature Attention, Table 1: perplexity of small language models that differ in their attention alone."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from benchmarks.measured import Axes, Table
-from dist_attn_research.papers.arms import Claim, judge, mark_seeds, minutes_of, of_arm, parameters_of
+from benchmarks.measured import Table
+from dist_attn_research.papers.arms import Claim, draw_seeds, judged, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.books import BookModel
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.finding import Report, mean_and_spread
@@ -79,11 +78,7 @@ def _report(done: Sequence[Done]) -> Report:
     rows = tuple(_row(done, arm) for arm in arms)
     tables = [
         Table("Perplexity per token, mean ± spread (seeds)", columns, rows),
-        Table(
-            "Findings: test perplexity of the second less that of the first, by seed",
-            Claim.COLUMNS,
-            tuple(judge(done, claim) for claim in CLAIMS),
-        ),
+        judged("Findings: test perplexity of the second less that of the first, by seed", done, CLAIMS),
     ]
     carried = tuple(
         (arm, mean_and_spread(of_arm(done, arm, "test_perplexity")), mean_and_spread(resets))
@@ -93,7 +88,11 @@ def _report(done: Sequence[Done]) -> Report:
     if carried:
         title = "Stateful models read with the state carried on and, the same weights, reset every block"
         tables.append(Table(title, ("model", "carried", "reset"), carried))
-    return Report(tuple(tables), NOTES, (("Test perplexity per token", partial(_draw, done, arms)),))
+    return Report(
+        tuple(tables),
+        NOTES,
+        (("Test perplexity per token", draw_seeds(done, arms, "test_perplexity", "War and Peace")),),
+    )
 
 
 NOTES = (
@@ -117,11 +116,6 @@ def _row(done: Sequence[Done], arm: str) -> tuple[str, ...]:
         PRINTED.get(arm, ""),
         minutes_of(done, arm),
     )
-
-
-def _draw(done: Sequence[Done], arms: Sequence[str], axes: Axes) -> None:
-    mark_seeds(axes, {arm: of_arm(done, arm, "test_perplexity") for arm in arms})
-    axes.set_xlabel("War and Peace; every seed, and their mean")
 
 
 RFA_TABLE1 = Experiment(

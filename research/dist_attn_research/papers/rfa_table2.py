@@ -2,17 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.measured import Axes, Table
+from benchmarks.measured import Table
 from benchmarks.timing import interleaved
 from dist_attn.generation import BeamSpec
 from dist_attn.generation.translation import translate
 from dist_attn.models import EncoderDecoder
-from dist_attn_research.papers.arms import Claim, first_scores, judge, mark_seeds, minutes_of, of_arm, parameters_of
+from dist_attn_research.papers.arms import Claim, draw_seeds, first_scores, judge, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report, mean_and_spread
 from dist_attn_research.papers.multi30k import SOURCE, TEST, encoded_sources, end_of, read_lines
@@ -137,7 +136,7 @@ def _report(done: Sequence[Done]) -> Report:
             (*(judge(done, claim) for claim in CLAIMS), *((*judge(done, claim)[:-1], "") for claim in EQUAL)),
         ),
     )
-    panels = (("BLEU", partial(_draw, done, arms)),) if arms else ()
+    panels = (("BLEU", draw_seeds(done, arms, "bleu", "BLEU")),) if arms else ()
     return Report(tables, NOTES, panels)
 
 
@@ -174,11 +173,6 @@ def _speed(speed: Scores, arm: str, name: str) -> str:
         return "not measured"
     own, base = (speed[f"{one}_{name}_tokens_per_second"] for one in (arm, "softmax"))
     return f"{own:,.0f}, {own / base:.2f}"
-
-
-def _draw(done: Sequence[Done], arms: Sequence[str], axes: Axes) -> None:
-    mark_seeds(axes, {arm: of_arm(done, arm, "bleu") for arm in arms})
-    axes.set_xlabel("BLEU; every seed, and their mean")
 
 
 RFA_TABLE2 = Experiment(

@@ -1,10 +1,9 @@
 """Scaleformer's encoder-decoder on translation: linear attention everywhere, with relative positions and without."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from benchmarks.measured import Axes, Table
-from dist_attn_research.papers.arms import Claim, judge, mark_seeds, minutes_of, of_arm, parameters_of
+from benchmarks.measured import Table
+from dist_attn_research.papers.arms import Claim, draw_seeds, judged, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.finding import Report, mean_and_spread
 from dist_attn_research.papers.translators import STEPS, Translator
@@ -63,18 +62,9 @@ def _report(done: Sequence[Done]) -> Report:
     columns = ("attention and positions", "parameters", "BLEU", "validation perplexity", "minutes")
     tables = (
         Table("Test set 2016, mean ± spread (seeds)", columns, rows),
-        Table(
-            "BLEU of the first less that of the second, by seed",
-            Claim.COLUMNS,
-            tuple(judge(done, claim) for claim in CLAIMS),
-        ),
+        judged("BLEU of the first less that of the second, by seed", done, CLAIMS),
     )
-    return Report(tables, NOTES, (("BLEU", partial(_draw, done, arms)),) if arms else ())
-
-
-def _draw(done: Sequence[Done], arms: Sequence[str], axes: Axes) -> None:
-    mark_seeds(axes, {arm: of_arm(done, arm, "bleu") for arm in arms})
-    axes.set_xlabel("BLEU; every seed, and their mean")
+    return Report(tables, NOTES, (("BLEU", draw_seeds(done, arms, "bleu", "BLEU")),) if arms else ())
 
 
 NOTES = (

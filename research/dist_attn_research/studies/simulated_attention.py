@@ -69,14 +69,14 @@ class Simulated:
         return self.exposed_s / self.seconds if self.seconds else 0.0
 
 
-def simulate(form: str, tokens: int, cluster: Cluster, shape: Shape, exchange: str | None = None) -> Simulated:
-    """The forward pass of one layer over `tokens` in even slices; `exchange` is how states are scanned.
+def simulate(form: str, tokens: int, cluster: Cluster, shape: Shape) -> Simulated:
+    """The forward pass of one layer over `tokens` in even slices.
 
     The reshuffle computes even shares and holds its tokens back until all heads have come; the ring is given what the
     project's does not do, that a slice travels while the one before is attended to.
     """
     if form == CARRY:
-        return _carry(tokens, cluster, shape, exchange)
+        return _carry(tokens, cluster, shape)
     if form == RESHUFFLE:
         return _reshuffle(tokens, cluster, shape)
     return _ring(tokens, cluster, shape)
@@ -90,11 +90,11 @@ def break_even(form: str, cluster: Cluster, shape: Shape, lengths: Sequence[int]
     return min(later) if later else None
 
 
-def _carry(tokens: int, cluster: Cluster, shape: Shape, exchange: str | None) -> Simulated:
+def _carry(tokens: int, cluster: Cluster, shape: Shape) -> Simulated:
     ranks, own = cluster.ranks, -(-tokens // cluster.ranks)
     compute_s = own * shape.kernel_flops(ranks) / cluster.flops_per_s
     message = shape.scanned
-    rounds = scan_rounds(exchange or default_exchange(ranks, cluster.hosts), message, cluster)
+    rounds = scan_rounds(default_exchange(ranks, cluster.hosts), message, cluster)
     if not rounds:
         return Simulated(compute_s, compute_s, 0.0)
     overlap_s = compute_s * min(1.0, OVERLAP_TOKENS / own)

@@ -97,9 +97,9 @@ def documents(books: Path) -> Iterator[list[str]]:
     yield lines[: len(lines) // 4]
 
 
-def _grouped(sentences: Sequence[str], size: int = 5) -> list[str]:
-    """The Brown corpus marks no paragraphs."""
-    return [" ".join(sentences[start : start + size]) for start in range(0, len(sentences), size)]
+def _grouped(sentences: Sequence[str]) -> list[str]:
+    """Five at a time: the Brown corpus marks no paragraphs."""
+    return [" ".join(sentences[start : start + 5]) for start in range(0, len(sentences), 5)]
 
 
 def is_heading(paragraph: str) -> bool:
