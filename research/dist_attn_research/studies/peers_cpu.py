@@ -92,7 +92,7 @@ NOTES = (
     "tokens at 1B would take an hour.",
     "1B: layers, heads and experts as wide to each other as in mamba2-1.3b and Qwen3-Next-80B, and fewer of them.",
     "Two ranks: processes over gloo, a thread and a core each, a block of 512 tokens each at a time; the first "
-    "rank reads alone, once, before both do.",
+    "rank reads alone, once, before both do. Processor time is the larger of the two ranks', without waits.",
     "llama.cpp is the wheel xllamacpp from PyPI, built for AVX2; on a processor with more, its own build is faster.",
 )
 
@@ -115,15 +115,18 @@ def measure(smoke: bool) -> Measured:
         with torch.device("meta"):
             size = sum(p.numel() for p in random_model(name, shape).parameters())
         read = [length for length in lengths if size * length < TOO_MANY]
-        alone, both = on_ranks(partial(_on_rank, name=name, shape=shape, length=read[-1]), 2)[0]
+        of_ranks = on_ranks(partial(_on_rank, name=name, shape=shape, length=read[-1]), 2)
+        alone, both, alone_cpu, both_cpu = map(max, zip(*of_ranks, strict=True))
         works = _works(random_model(name, shape), read)
         times = _in_turns(works, rounds, [_prompt(length) for length in read if size * length > MANY])
         del works  # with it a server's copy of the weights
         numbers[f"{name}, parameters"] = size
         numbers |= {f"{name}, {who}, {what}, seconds": one.median for (what, who), one in times.items()}
         numbers |= {f"{name}, 1 rank, seconds": alone, f"{name}, 2 ranks, seconds": both}
+        numbers |= {f"{name}, 1 rank, processor seconds": alone_cpu, f"{name}, 2 ranks, processor seconds": both_cpu}
         ratios[f"{name}, {_prompt(read[-1])}, 1 rank / 2 ranks"] = round(alone / both, 3)
-        over_ranks.append((name, _prompt(read[-1]), f"{alone:.1f} s", f"{both:.1f} s", f"{alone / both:.2f}x"))
+        cells = (f"{alone:.1f} s", f"{both:.1f} s", f"{alone / both:.2f}x", f"{alone_cpu:.1f} s", f"{both_cpu:.1f} s")
+        over_ranks.append((name, _prompt(read[-1]), *cells))
         rows = []
         for what in dict.fromkeys(what for what, _ in times):
             ours, theirs = times[what, OURS], times[what, THEIRS]
@@ -133,7 +136,8 @@ def measure(smoke: bool) -> Measured:
             rows.append((what, *cells, f"{theirs.median / ours.median:.2f}x", f"{spread:.0%}"))
         title = f"{name}, {size / 1e6:,.0f}M parameters, float32"
         tables.append(Table(title, ("work", OURS, THEIRS, "llama.cpp / ours", "spread"), tuple(rows)))
-    tables.append(Table("Two ranks", ("model", "work", "1 rank", "2 ranks", "faster"), tuple(over_ranks)))
+    columns = ("model", "work", "1 rank", "2 ranks", "faster", "processor time of 1", "of each of 2")
+    tables.append(Table("Two ranks", columns, tuple(over_ranks)))
     curves = {
         f"{name}, {who}": {float(n): n / numbers[f"{name}, {who}, {_step(n)}, seconds"] for n in BATCHES}
         for name in shapes
@@ -203,8 +207,8 @@ def _random_tokens(model: AdaptedModel, length: int) -> torch.Tensor:
     return torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
 
 
-def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: int) -> tuple[float, float]:
-    """Seconds until the first rank has read a prompt by itself, and until all ranks have read it together."""
+def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: int) -> tuple[float, ...]:
+    """Seconds until the first rank has read a prompt by itself and all have together, and processor time of this one."""
     model = adapted(random_model(name, shape))
     prompt_L = _random_tokens(model, length)
 
@@ -217,9 +221,12 @@ def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: in
         comm.barrier()
 
     comm.barrier()
+    began = time.process_time()
     alone = _timed(lambda: prefill(model, prompt_L)) if comm.rank == 0 else 0.0
+    alone_cpu = time.process_time() - began
     comm.barrier()
-    return alone, _timed(together)
+    began = time.process_time()
+    return alone, _timed(together), alone_cpu, time.process_time() - began
 
 
 def _seconds_a_step(model: AdaptedModel, batch: int) -> float:
