@@ -49,8 +49,9 @@ def step_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     """`experts` of a decode step: a token's sums have the same bits whatever other tokens there are."""
     inner_RM = module._apply_gate(step_products(hidden_states, module.gate_up_proj, top_k_index).flatten(0, 1))
     y_RD = step_products(inner_RM, module.down_proj, top_k_index.reshape(-1, 1))[:, 0]
-    weighed_NCD: Tensor = y_RD.unflatten(0, top_k_index.shape) * top_k_weights[..., None]
-    return weighed_NCD.sum(1).to(hidden_states.dtype)
+    weighed_NCD = y_RD.unflatten(0, top_k_index.shape) * top_k_weights[..., None]
+    y_ND: Tensor = weighed_NCD.sum(1).to(hidden_states.dtype)
+    return y_ND
 
 
 def _plain(module: Any) -> bool:

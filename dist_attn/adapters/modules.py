@@ -28,10 +28,10 @@ def linear(module: nn.Module) -> None:
 
     def forward(one: Pass, input: Tensor) -> Tensor:
         if not one.step or not takes_step_products(input, own.weight):
-            as_always: Tensor = compute(input)
-            return as_always
+            theirs: Tensor = compute(input)
+            return theirs
         y = step_products(input.reshape(-1, input.shape[-1]), own.weight).view(*input.shape[:-1], -1)
-        return y if own.bias is None else y.add_(own.bias)
+        return y if own.bias is None else y + own.bias
 
     module.forward = either(forward, compute)
 

@@ -44,7 +44,7 @@ def step_products(x_NI: torch.Tensor, w: torch.Tensor, chosen_NC: torch.Tensor |
     chosen_NC = None if chosen_NC is None else chosen_NC.to(torch.int64).contiguous()
     y = x_NI.new_empty((*shape, outputs))
     rows = y.numel() // outputs
-    room = torch.empty((2, rows), dtype=torch.int64)
+    room = torch.empty((2, rows), dtype=torch.int64, device="cpu")  # for pointers
     kernel(
         x_NI.data_ptr(),
         w.data_ptr(),

@@ -208,7 +208,7 @@ def _random_tokens(model: AdaptedModel, length: int) -> torch.Tensor:
 
 
 def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: int) -> tuple[float, ...]:
-    """Seconds until the first rank has read a prompt alone and until all have together, and this one's processor time."""
+    """Seconds until this rank has read a prompt alone and until all have, and its processor time."""
     model = adapted(random_model(name, shape))
     prompt_L = _random_tokens(model, length)
 
