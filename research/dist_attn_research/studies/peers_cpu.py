@@ -131,9 +131,9 @@ def measure(smoke: bool) -> Measured:
         for what in dict.fromkeys(what for what, _ in times):
             ours, theirs = times[what, OURS], times[what, THEIRS]
             ratios[f"{name}, {what}, llama.cpp / ours"] = round(theirs.median / ours.median, 3)
-            cells = (f"{1e3 * one.median:,.1f} ms" for one in (ours, theirs))
+            both_ms = (f"{1e3 * one.median:,.1f} ms" for one in (ours, theirs))
             spread = max(ours.spread, theirs.spread)
-            rows.append((what, *cells, f"{theirs.median / ours.median:.2f}x", f"{spread:.0%}"))
+            rows.append((what, *both_ms, f"{theirs.median / ours.median:.2f}x", f"{spread:.0%}"))
         title = f"{name}, {size / 1e6:,.0f}M parameters, float32"
         tables.append(Table(title, ("work", OURS, THEIRS, "llama.cpp / ours", "spread"), tuple(rows)))
     columns = ("model", "work", "1 rank", "2 ranks", "faster", "processor time of 1", "of each of 2")
