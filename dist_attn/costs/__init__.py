@@ -32,9 +32,10 @@ from dist_attn.costs.models import (
     read_any_costs,
     read_model_costs,
 )
-from dist_attn.model_config.figures import ScanMessage, TokenFlops, takes_turns
+from dist_attn.model_config.figures import MOST_TURNS, ScanMessage, TokenFlops, takes_turns
 
 __all__ = [
+    "MOST_TURNS",
     "Calibration",
     "Estimate",
     "LanguageModelCosts",

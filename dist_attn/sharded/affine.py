@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from dist_attn.comm import Communicator
-from dist_attn.costs import takes_turns
+from dist_attn.costs import MOST_TURNS, takes_turns
 from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
 from dist_attn.ops.affine.call import AffineBuffers, Inputs
 from dist_attn.ops.parts import Parts, Whole, connected
@@ -24,7 +24,6 @@ from dist_attn.sharded.prefix_scan import exclusive_scan
 from dist_attn.sharded.sharding import Sharding
 
 HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
-MOST_TURNS = 8  # of a rank: 24 heads one by one of 512 tokens took 1.7 times as long over two busy ranks
 
 
 def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor, AffineState]:
