@@ -26,7 +26,10 @@ class Parts:
 
     def __init__(self, x: torch.Tensor, edges: Sequence[int], dim: int) -> None:
         self._grad = _Gradient(x, edges, dim)
-        self.tie, *self.parts = _Cut.apply(x, self._grad)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():  # into a graph that holds tensors only, and writes nothing in place
+            self.tie, self.parts = x.reshape(-1, 1)[:0], _places(x, edges, dim)
+        else:
+            self.tie, *self.parts = _Cut.apply(x, self._grad)  # type: ignore[no-untyped-call]
 
     def place(self, number: int) -> Place:
         """Where the gradient of a part may be written."""
@@ -38,11 +41,12 @@ class Parts:
 class Whole:
     """Memory for results laid out as `like` is, in parts between `edges` along a dimension.
 
-    A CPU's memory that is not written to costs nothing; elsewhere no implementation writes in place.
+    A CPU's memory that is not written to costs nothing; elsewhere, and in compiled graphs, nothing writes in place.
     """
 
     def __init__(self, like: torch.Tensor, edges: Sequence[int], dim: int) -> None:
-        self._whole = empty_like(like) if like.device.type == "cpu" else None
+        in_place = like.device.type == "cpu" and not torch.compiler.is_compiling()
+        self._whole = empty_like(like) if in_place else None
         self._edges, self._dim = edges, dim
 
     def place(self, number: int) -> torch.Tensor | None:

@@ -13,7 +13,8 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
 from dist_attn.models.blocks import recompute_layers
-from dist_attn.training import TrainingConfig, language_task, train
+from dist_attn.training import TrainingConfig, train
+from dist_attn.training import task as tasks
 from dist_attn.training.averaging import average_folders
 from dist_attn.training.checkpointing import latest_checkpoint, load_checkpoint_weights, restore, save
 from dist_attn.training.config import read_config
@@ -47,7 +48,7 @@ def _steps(
     config: TrainingConfig, shape: tuple[int, int], first: int, last: int, comm: Communicator
 ) -> tuple[Seen, dict[str, torch.Tensor]]:
     """Losses, norms of gradients and scores of some steps in float64, from a checkpoint if any; the weights."""
-    language_task.first_model = lambda config, _: randomised(build_model(config)).train()
+    tasks.first_model = lambda config, _: randomised(build_model(config)).train()
     with Mesh(comm, *shape) as mesh:
         task = LanguageTask(config, mesh.share())
         recompute_layers(task.model, shape == (1, 2))
@@ -81,10 +82,10 @@ def _steps(
 
 @pytest.fixture
 def first_model():
-    """`language_task.first_model` as it was, after a test of this process has replaced it."""
-    before = language_task.first_model
+    """`tasks.first_model` as it was, after a test of this process has replaced it."""
+    before = tasks.first_model
     yield before
-    language_task.first_model = before
+    tasks.first_model = before
 
 
 def test_sharded_parameters_change_nothing(tmp_path, first_model):
