@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, final
@@ -57,7 +58,7 @@ class DiskRecords(Records):
             make_private(file.parent)
             os.close(private_opener(str(file), os.O_RDWR | os.O_CREAT))  # SQLite gives its log the same rights
             try:
-                connection = await _connect(file)
+                connection = await _connect_in_turn(file)
             except sqlite3.OperationalError as error:
                 # The second: the index of the log, which lies in a file too, cannot be made.
                 if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
@@ -126,6 +127,18 @@ class DiskRecords(Records):
     async def close(self) -> None:
         """Close the file."""
         await self._connection.close()
+
+
+async def _connect_in_turn(file: Path) -> aiosqlite.Connection:
+    """`_connect`, again while another process makes the same file: SQLite does not wait where both turn its log on."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return await _connect(file)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.01)
 
 
 async def _connect(file: Path) -> aiosqlite.Connection:
