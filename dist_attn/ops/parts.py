@@ -63,9 +63,12 @@ class Whole:
         return joined
 
 
-def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Memory of x's type and sizes, laid out as x is where its rows lie in one piece."""
-    return _empty(*_layout(x), dtype=x.dtype, device=x.device)
+def empty_like(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Memory of x's type and sizes, on x's device or another, laid out as x is where its rows lie in one piece."""
+    empty = torch.empty_like(x, device=device)
+    if empty.dim() == 4 and empty.stride(-1) != 1:
+        empty = torch.empty(x.shape, dtype=x.dtype, device=empty.device)
+    return on_large_pages(empty)
 
 
 def connected(x: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
@@ -78,14 +81,14 @@ class _Gradient:
     """Where the gradient of a whole tensor is put together. A graph holds this, so it must hold nothing of a graph."""
 
     def __init__(self, x: torch.Tensor, edges: Sequence[int], dim: int) -> None:
-        self._layout, self._dtype, self._device = _layout(x), x.dtype, x.device
+        self._like, self._device = torch.empty_like(x, device="meta"), x.device
         self.edges, self.dim = edges, dim
         self._whole: torch.Tensor | None = None
 
     def places(self) -> list[torch.Tensor]:
         """The parts of the memory, the same until it is taken."""
         if self._whole is None:
-            self._whole = _empty(*self._layout, dtype=self._dtype, device=self._device)
+            self._whole = empty_like(self._like, self._device)
         return _places(self._whole, self.edges, self.dim)
 
     def take(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -132,14 +135,3 @@ def _lies_in(x: torch.Tensor, place: torch.Tensor) -> bool:
     """Whether x is what stands at that place already."""
     same = x.data_ptr() == place.data_ptr() and x.stride() == place.stride() and x.dtype == place.dtype
     return not x.numel() or same
-
-
-def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of memory like that of x, whose rows lie in one piece."""
-    like = torch.empty_like(x, device="meta")
-    like = like if like.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, device="meta")
-    return tuple(like.shape), like.stride()
-
-
-def _empty(shape: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return on_large_pages(torch.empty_strided(shape, stride, dtype=dtype, device=device))

@@ -11,11 +11,11 @@ from dist_attn.store.prefixes import PrefixHasher
 from dist_attn.store.upkeep import ExpiryGrace
 
 __all__ = [
-    "Reached",
     "Append",
     "Checkpoint",
     "ExpiryGrace",
     "PrefixHasher",
+    "Reached",
     "Session",
     "SnapshotInfo",
     "StateStore",

@@ -50,7 +50,7 @@ class AffineBuffers(NamedTuple):
 class AffineCall:
     """The arguments of `affine_recurrence`, or with `beta_BHL` of `gated_delta_rule`; these explain them.
 
-    `buffers` is memory that outputs and gradients may be written to, or not; see `by_heads`.
+    `buffers` is memory that outputs and gradients may be written to, or not; see `ops.parts`.
     """
 
     q_BHLK: torch.Tensor
