@@ -19,6 +19,7 @@ from tests.support.models import write_small_folder
 from tests.support.served import ROOT, served
 from tests.support.sessions import SessionClient
 from tests.support.tokenisers import PROSE
+from tests.support.waiting import eventually
 
 RANKS, WINDOW, SECONDS = 4, 300, 60.0
 TEXT = (9 * PROSE.encode())[:17_003]  # three blocks of four ranks, and the end is on no grid
@@ -75,7 +76,14 @@ def test_sessions_outlive_a_rank(tmp_path: Path) -> None:
     body = {"prompt": text.decode(), "max_tokens": 12, "temperature": 0, "logit_bias": {"256": -100}}
     with served(tmp_path, ranks=2, model=mixed) as running:
         client = SessionClient(running.url, seconds=SECONDS)
-        whole, again = (client.post("/v1/completions", json=body).json() for _ in range(2))
+        whole, *again = [client.post("/v1/completions", json=body).json()]
+
+        def taken_from_a_state() -> bool:
+            again.append(client.post("/v1/completions", json=body).json())
+            return bool(again[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 4096)
+
+        # It is stored behind the answer, whenever a busy machine gets there.
+        eventually(taken_from_a_state, "the prompt's state to be stored")
         session = client.make()
         assert client.append(session, text[:3000]).position == 3000
         running.parts()["rank 1"].kill()
@@ -84,5 +92,4 @@ def test_sessions_outlive_a_rank(tmp_path: Path) -> None:
         drawn = {key: body[key] for key in ("max_tokens", "temperature", "logit_bias")}
         said = [client.post(f"/v1/sessions/{one}/generate", json=drawn).json() for one in (session, fork)]
     assert (last.recomputed_tokens, last.bit_exact, last.position) == (0, True, len(text))
-    assert [answer["choices"][0]["text"] for answer in (again, *said)] == [whole["choices"][0]["text"]] * 3
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 4096
+    assert {answer["choices"][0]["text"] for answer in (*again, *said)} == {whole["choices"][0]["text"]}
