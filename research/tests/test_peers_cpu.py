@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.peers import absent
-from dist_attn_research.studies import peers_cpu
+from dist_attn_research.studies import peers_cpu, peers_cpu_long
 from dist_attn_research.studies.gguf_models import write_gguf
 from dist_attn_research.studies.llama_cpp import LlamaCpp
 from dist_attn_research.studies.peers_cpu import PEERS, TINY, adapted, random_model
@@ -41,3 +41,10 @@ def test_the_study_runs() -> None:
     """Its smallest sizes give a ratio for every shape and work, and one of two ranks."""
     found = peers_cpu.measure(smoke=True)
     assert len(found.ratios) == 4 * len(TINY) and all(ratio > 0 for ratio in found.ratios.values())
+
+
+@needs_llama_cpp
+def test_the_study_of_long_prompts_runs() -> None:
+    """It gives a ratio for every shape."""
+    found = peers_cpu_long.measure(smoke=True)
+    assert len(found.ratios) == len(TINY) and all(ratio > 0 for ratio in found.ratios.values())

@@ -6,11 +6,19 @@ from dist_attn_research.studies import (
     chapter_retrieval,
     longest_softmax,
     peers_cpu,
+    peers_cpu_long,
     perplexity_by_position,
     scaling,
     weight_precision,
 )
 
 STUDIES = studies_of(
-    chapter_retrieval, longest_softmax, peers_cpu, perplexity_by_position, scaling, fairness, weight_precision
+    chapter_retrieval,
+    longest_softmax,
+    peers_cpu,
+    peers_cpu_long,
+    perplexity_by_position,
+    scaling,
+    fairness,
+    weight_precision,
 )

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,23 @@ from dist_attn.sharded import ShardedSequenceOps
 from dist_attn_research.studies.gguf_models import write_gguf
 from dist_attn_research.studies.llama_cpp import LlamaCpp
 
-__all__ = ["NAME", "PEERS", "QUESTION", "TESTS", "TINY", "adapted", "measure", "random_model"]
+__all__ = [
+    "NAME", "OURS", "PEERS", "QUESTION", "SHAPES", "TESTS", "THEIRS", "TINY", "adapted", "measure", "prompt",
+    "prompt_works", "random_model", "require_peers", "serve", "size_of",
+]  # fmt: skip
 
 NAME = "peers-cpu"
 QUESTION = (
     "How fast are downloaded models of 100M and 1B parameters, mamba2 and qwen3_next, on a processor, against "
-    "llama.cpp with the same random weights, bits and threads? Steps of 1 and 16 sequences, prompts of 2,048 and "
-    "32,768 tokens; and how much faster is the longest prompt on two ranks than on one?"
+    "llama.cpp with the same random weights, bits and threads? Steps of 1 and 16 sequences, a prompt of 2,048 tokens; "
+    "and how much faster is one of 8,192 on two ranks than on one?"
 )
 TESTS = ("research/tests/test_peers_cpu.py",)
 PEERS = ("llama.cpp", "gguf")
 OURS, THEIRS = "ours", "llama.cpp"
-BATCHES, LENGTHS, STEPS, ROUNDS = (1, 16), (2_048, 32_768), 8, 5
-MANY, TOO_MANY = 1e12, 1e13
-"""Parameters times tokens: prompts of more are read once, and those of still more not at all."""
+BATCHES, LENGTH, OVER_RANKS, STEPS, ROUNDS = (1, 16), 2_048, 8_192, 8, 5
+MANY = 1e12
+"""Parameters times tokens: prompts of more are read once."""
 
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False}
 _MAMBA2 = {"conv_kernel": 4, "expand": 2, "n_groups": 1, "use_bias": False, **_TOKENS}
@@ -88,8 +91,7 @@ SHAPES: Shapes = {
 NOTES = (
     "Ours: seconds around prefill and steps, tokens chosen greedily; llama.cpp: seconds that its server counts itself, "
     "greedy too, its cache of keys and values as it comes, in float16. Steps follow a prompt of one token. Medians of "
-    "rounds in turns; prompts of more than 1e12 parameters times tokens once, and of more than 1e13 not at all: 32,768 "
-    "tokens at 1B would take an hour.",
+    "rounds in turns; prompts of more than 1e12 parameters times tokens once. Prompts of 32,768: peers-cpu-long.",
     "1B: layers, heads and experts as wide to each other as in mamba2-1.3b and Qwen3-Next-80B, and fewer of them.",
     "Two ranks: processes over gloo, a thread and a core each, a block of 512 tokens each at a time; the first "
     "rank reads alone, once, before both do. Processor time is the larger of the two ranks', without waits.",
@@ -102,31 +104,27 @@ def measure(smoke: bool) -> Measured:
 
     Raises: ConfigError where llama.cpp is not installed: there is nothing to compare with.
     """
-    missing = absent(*PEERS)
-    if missing:
-        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
+    require_peers()
     setting = look_around()
-    shapes, lengths, rounds = (TINY, (64,), 1) if smoke else (SHAPES, LENGTHS, ROUNDS)
+    shapes, length, longer, rounds = (TINY, 64, 64, 1) if smoke else (SHAPES, LENGTH, OVER_RANKS, ROUNDS)
     ratios: dict[str, float] = {}
     numbers: dict[str, float] = {}
     tables: list[Table] = []
     over_ranks: list[tuple[str, ...]] = []
     for name, shape in shapes.items():
-        with torch.device("meta"):
-            size = sum(p.numel() for p in random_model(name, shape).parameters())
-        read = [length for length in lengths if size * length < TOO_MANY]
-        of_ranks = on_ranks(partial(_on_rank, name=name, shape=shape, length=read[-1]), 2)
+        size = size_of(name, shape)
+        of_ranks = on_ranks(partial(_on_rank, name=name, shape=shape, length=longer), 2)
         alone, both, alone_cpu, both_cpu = map(max, zip(*of_ranks, strict=True))
-        works = _works(random_model(name, shape), read)
-        times = _in_turns(works, rounds, [_prompt(length) for length in read if size * length > MANY])
+        works = _works(random_model(name, shape), length)
+        times = _in_turns(works, rounds, [prompt(length)] if size * length > MANY else [])
         del works  # with it a server's copy of the weights
         numbers[f"{name}, parameters"] = size
         numbers |= {f"{name}, {who}, {what}, seconds": one.median for (what, who), one in times.items()}
         numbers |= {f"{name}, 1 rank, seconds": alone, f"{name}, 2 ranks, seconds": both}
         numbers |= {f"{name}, 1 rank, processor seconds": alone_cpu, f"{name}, 2 ranks, processor seconds": both_cpu}
-        ratios[f"{name}, {_prompt(read[-1])}, 1 rank / 2 ranks"] = round(alone / both, 3)
+        ratios[f"{name}, {prompt(longer)}, 1 rank / 2 ranks"] = round(alone / both, 3)
         cells = (f"{alone:.1f} s", f"{both:.1f} s", f"{alone / both:.2f}x", f"{alone_cpu:.1f} s", f"{both_cpu:.1f} s")
-        over_ranks.append((name, _prompt(read[-1]), *cells))
+        over_ranks.append((name, prompt(longer), *cells))
         rows = []
         for what in dict.fromkeys(what for what, _ in times):
             ours, theirs = times[what, OURS], times[what, THEIRS]
@@ -145,7 +143,20 @@ def measure(smoke: bool) -> Measured:
     }
     panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
     notes = NOTES if len(own_cores()) > 1 else (*NOTES, "This process may use one core only: both ranks shared it.")
-    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), notes, missing, not smoke)
+    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), notes, full=not smoke)
+
+
+def require_peers() -> None:
+    """Raises ConfigError where llama.cpp is not installed."""
+    missing = absent(*PEERS)
+    if missing:
+        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
+
+
+def size_of(name: str, shape: Mapping[str, Any]) -> int:
+    """How many parameters a model of this shape has."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in random_model(name, shape).parameters())
 
 
 def random_model(name: str, settings: Mapping[str, Any]) -> Any:
@@ -179,28 +190,38 @@ def _step(batch: int) -> str:
     return f"a step of {batch}"
 
 
-def _prompt(length: int) -> str:
+def prompt(length: int) -> str:
+    """What reading a prompt is called."""
     return f"a prompt of {length:,}"
 
 
-def _works(model: Any, lengths: Sequence[int]) -> dict[Work, Callable[[], float]]:
-    """Each gives its seconds. The file is gone when this returns: what serves it has read it."""
-    threads = torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        write_gguf(model, path, "float32")
-        rooms = {n: 256 if n > 1 else lengths[-1] + 256 for n in BATCHES}
-        servers = {n: LlamaCpp(path, slots=n, tokens=room, threads=threads) for n, room in rooms.items()}
+def _works(model: Any, length: int) -> dict[Work, Callable[[], float]]:
+    """Each gives its seconds."""
+    servers = serve(model, {n: 256 if n > 1 else length + 256 for n in BATCHES})
     ours = adapted(model)
     works: dict[Work, Callable[[], float]] = {}
     for batch, server in servers.items():
         works[_step(batch), OURS] = partial(_seconds_a_step, ours, batch)
         works[_step(batch), THEIRS] = partial(server.step_s, STEPS + 1)
-    for length in lengths:
-        prompt_L = _random_tokens(ours, length)
-        works[_prompt(length), OURS] = partial(_timed, partial(prefill, ours, prompt_L))
-        works[_prompt(length), THEIRS] = partial(servers[1].prefill_s, prompt_L.tolist())
-    return works
+    return works | prompt_works(ours, servers[1], length)
+
+
+def serve(model: Any, rooms: Mapping[int, int]) -> dict[int, LlamaCpp]:
+    """The same weights served by llama.cpp for so many sequences, each with room for so many tokens."""
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:  # gone when this returns: what serves the file has read it
+        path = Path(folder) / "model.gguf"
+        write_gguf(model, path, "float32")
+        return {n: LlamaCpp(path, slots=n, tokens=room, threads=threads) for n, room in rooms.items()}
+
+
+def prompt_works(ours: AdaptedModel, theirs: LlamaCpp, length: int) -> dict[Work, Callable[[], float]]:
+    """Reading a prompt: each gives its seconds."""
+    prompt_L = _random_tokens(ours, length)
+    return {
+        (prompt(length), OURS): partial(_timed, partial(prefill, ours, prompt_L)),
+        (prompt(length), THEIRS): partial(theirs.prefill_s, prompt_L.tolist()),
+    }
 
 
 def _random_tokens(model: AdaptedModel, length: int) -> torch.Tensor:
