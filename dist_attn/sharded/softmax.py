@@ -14,9 +14,8 @@ import torch
 
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache, softmax_attention_streaming
-from dist_attn.ops.softmax_attention import SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention import SoftmaxCall
 from dist_attn.ops.softmax_attention.attention import attend_documents
-from dist_attn.ops.softmax_attention.call import PLAIN
 from dist_attn.sharded.columns import starts_inside
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.ring_attention import ring_attention
@@ -28,37 +27,30 @@ Attention = Callable[..., torch.Tensor]
 """Exact attention over layouts, however keys and queries meet: of a `Sharding`, q, k and v, and whether `causal`."""
 
 
-def softmax_over_layouts(
-    sharding: Sharding,
-    qkv: Tensors,
-    *,
-    causal: bool,
-    prefix: int = 0,
-    options: SoftmaxOptions = PLAIN,
-) -> torch.Tensor:
+def softmax_over_layouts(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice, with documents where the layouts have some."""
     attention = ring_attention if sharding.softmax == "ring" else sharded_softmax_attention
-    attend = partial(attention, options=options)
-    if prefix:
-        return _with_prefix(attend, sharding, qkv, prefix)
+    attend = partial(attention, options=call.options)
+    if call.prefix:
+        return _with_prefix(attend, sharding, call.qkv, call.prefix)
     if sharding.packed and sharding.memory == sharding.layout:
-        return _packed(partial(attend, causal=causal), SoftmaxCall(*qkv, causal, options), sharding)
-    return attend(sharding, *qkv, causal=causal)
+        return _packed(partial(attend, causal=call.causal), call, sharding)
+    return attend(sharding, *call.qkv, causal=call.causal)
 
 
 def softmax_stream_over_layouts(
-    sharding: Sharding, qkv: Tensors, cache: KeyValueCache, *, options: SoftmaxOptions = PLAIN
+    sharding: Sharding, call: SoftmaxCall, cache: KeyValueCache
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block, and what the cache then holds here."""
-    layout = sharding.layout
+    layout, options = sharding.layout, call.options
     if sharding.comm.size == 1:
-        return softmax_attention_streaming(*qkv, cache, documents=layout.documents or (), options=options)
+        return softmax_attention_streaming(*call.qkv, cache, documents=layout.documents or (), options=options)
     if sharding.cache == "whole":
-        return attend_over_whole_cache(sharding, *qkv, cache, options=options)
+        return attend_over_whole_cache(sharding, *call.qkv, cache, options=options)
     if cache.tokens:
-        return attend_over_spread_cache(sharding, *qkv, cache, options=options)
-    out_BHLV = softmax_over_layouts(sharding, qkv, causal=True, options=options)
-    after = last_document(cache.appended(*qkv[1:], (layout.lengths,)), layout, sharding.comm.rank)
+        return attend_over_spread_cache(sharding, *call.qkv, cache, options=options)
+    out_BHLV = softmax_over_layouts(sharding, call)
+    after = last_document(cache.appended(*call.qkv[1:], (layout.lengths,)), layout, sharding.comm.rank)
     return out_BHLV, after.within(options.window, sharding.comm.rank)
 
 

@@ -23,7 +23,7 @@ from dist_attn.ops.softmax_attention import (
     SoftmaxOptions,
     merge_partials,
 )
-from dist_attn.ops.softmax_attention.attention import attend
+from dist_attn.ops.softmax_attention.attention import attend_exactly
 from dist_attn.ops.softmax_attention.cache import streaming_placement
 from dist_attn.ops.softmax_attention.call import PLAIN
 from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
@@ -109,7 +109,7 @@ def attend_over_whole_cache(
         None if documents_T is None else documents_T[own],
         block.key_documents_S,
     )
-    out_BHLV = attend(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
+    out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
     return out_BHLV, last_document(after, layout, comm.rank).within(options.window)
 
 
