@@ -33,12 +33,12 @@ NAME = "peers-cpu"
 QUESTION = (
     "How fast are downloaded models of 100M and 1B parameters, mamba2 and qwen3_next, on a processor, against "
     "llama.cpp with the same random weights, bits and threads? Steps of 1 and 16 sequences, a prompt of 2,048 tokens; "
-    "and how much faster is one of 8,192 on two ranks than on one?"
+    "and how much faster is one of 4,096 on two ranks than on one?"
 )
 TESTS = ("research/tests/test_peers_cpu.py",)
 PEERS = ("llama.cpp", "gguf")
 OURS, THEIRS = "ours", "llama.cpp"
-BATCHES, LENGTH, OVER_RANKS, STEPS, ROUNDS = (1, 16), 2_048, 8_192, 8, 5
+BATCHES, LENGTH, OVER_RANKS, STEPS, ROUNDS = (1, 16), 2_048, 4_096, 8, 5
 MANY = 1e12
 """Parameters times tokens: prompts of more are read once."""
 
