@@ -60,7 +60,7 @@ class Answers:
         drawing = request.drawing
         again = drawing.take_back()
         self._furthered |= request.losses.progress(request.reading.received, drawing.back)
-        ends = request.work.draw.ends(drawn.token, model.end_tokens)
+        ends = drawn.token in request.work.draw.ended_by(model.end_tokens)
         if again:
             self._compare(request, drawn.token)
         elif not drawing.complete:
