@@ -10,7 +10,7 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
 from dist_attn.wire.messages import Generated, Progress
 from dist_attn.wire.rank_messages import Drawn, RequestFault, RowPieces
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 log = structlog.get_logger("dist_attn.control")
 

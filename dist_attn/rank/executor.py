@@ -46,7 +46,7 @@ from dist_attn.wire.rank_messages import (
     RowPieces,
     SavedState,
 )
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 MIB = 1 << 20
 
