@@ -54,7 +54,6 @@ from dist_attn_service.routers import (
     files,
     jobs,
     search,
-    session_text,
     sessions,
     texts,
     uploads,
@@ -70,7 +69,7 @@ from dist_attn_service.uploads.service import FileService
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, encodings, texts, search, jobs, sessions, session_text, files, uploads, about)
+ROUTERS = (completions, encodings, texts, search, jobs, sessions, files, uploads, about)
 
 
 class LifespanState(TypedDict):

@@ -252,7 +252,7 @@ def content_length(request: Request, limit: int | None = None) -> int | None:
     Raises: TooLarge for a form that could not hold a file of `limit` bytes at most.
     """
     value = request.headers.get("content-length", "")
-    if not (value.isascii() and value.isdecimal() and len(value) < 19):
+    if not (value.isascii() and value.isdecimal() and len(value) <= 20):
         return None
     if limit is not None and int(value) > limit + FORM_BYTES:
         raise TooLarge(f"the body has {value} bytes; what it holds may have {limit}")
@@ -312,8 +312,8 @@ async def read_json_body(request: Request, body: RequestBody, limit: int) -> byt
             f"Content-Type is {kind[:80]!r}; send JSON with -H 'Content-Type: application/json'",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
         )
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
+    length = content_length(request)
+    if length is not None and length > limit:
         raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
     record = record_of(request)
     return await body.read_all(limit, services_of(request).json_memory.hold(record.holder, record.at_end.append))
