@@ -27,9 +27,12 @@ from dist_attn.sharded.columns import (
 )
 from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.linear import attend_over_layouts
-from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
-from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
+from dist_attn.sharded.relative import (
+    sharded_packed_relative_attention,
+    sharded_relative_attention,
+    sharded_relative_attention_streaming,
+)
 from dist_attn.sharded.sharding import CacheKept, Sharding, SoftmaxExchange
 from dist_attn.sharded.softmax import softmax_over_layouts, softmax_stream_over_layouts
 from dist_attn.sharded.state_spaces import (
