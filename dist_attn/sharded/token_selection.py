@@ -14,13 +14,14 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.device import send
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.token_selection import (
+    Interpolation,
     check_selection,
     comparable,
     first_of_highest,
     highest_scores,
     share_of_highest,
+    upsample,
 )
-from dist_attn.ops.upsampling import Interpolation, upsample
 from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.redistribution import realign_tokens, redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
