@@ -40,7 +40,6 @@ from dist_attn_service.uploads.service import FileService
 __all__ = [
     "ModelServices",
     "Services",
-    "caller_of",
     "content_length",
     "form_boundary",
     "media_type",
@@ -239,11 +238,6 @@ def record_of(request: Request) -> RequestRecord:
     """The log record of this request."""
     record: RequestRecord = request.state.record
     return record
-
-
-def caller_of(request: Request) -> str:
-    """Who asks, as far as keys tell: the digest of the key, "" where no keys are asked for."""
-    return record_of(request).caller
 
 
 def content_length(request: Request, limit: int | None = None) -> int | None:
