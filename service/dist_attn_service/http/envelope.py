@@ -12,16 +12,17 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dist_attn_service.base.errors import PROBLEM_JSON, ClientGone, Code, ServiceError, ServiceStopping, UnforeseenError
+from dist_attn_service.base.errors import PROBLEM_JSON, Code, ServiceError, ServiceStopping, UnforeseenError
 from dist_attn_service.base.logs import Log, RequestRecord
 from dist_attn_service.base.tracing import RequestTrace, Tracing
 from dist_attn_service.engine.metrics import UNROUTED, Metrics
 from dist_attn_service.http.pages import PAGE_FILES
 
-__all__ = ["Envelope", "problem_response", "routing_problem", "service_problem"]
+__all__ = ["Envelope", "nobody_to_answer", "problem_response", "routing_problem", "service_problem"]
 
 POLLED = frozenset({"/health", "/livez", "/readyz", "/metrics", "/v1/status", *PAGE_FILES})
 """Asked for every second, by probes and by the page."""
+CLIENT_GONE = 499  # as nginx writes it
 
 
 class Envelope:
@@ -82,8 +83,6 @@ class Envelope:
             refusal = self._refusal(scope)
             inner = app if refusal is None else problem_response(refusal, record)
             await inner(scope, receive, marked)
-        except ClientGone:
-            record.reason = "client_gone"
         except asyncio.CancelledError:
             # the server stops, and this request's task ends here in any case
             record.reason = str(Code.STOPPING)
@@ -119,6 +118,12 @@ def problem_response(error: ServiceError, record: RequestRecord) -> Response:
     return Response(
         error.body(record.request_id), status_code=error.status, headers=error.headers, media_type=PROBLEM_JSON
     )
+
+
+async def nobody_to_answer(request: Request, error: Any) -> Response:
+    """Exception handler: the client left before its answer began. Nobody gets this one; the log has its status."""
+    request.state.record.reason = "client_gone"
+    return Response(status_code=CLIENT_GONE)
 
 
 async def service_problem(request: Request, error: Any) -> Response:

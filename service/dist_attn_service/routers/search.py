@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.search_types import RerankResults, SearchResults
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code
+from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import while_connected
@@ -116,13 +116,9 @@ async def _answered(
 
     Raises: ServiceError (429) where searches under way hold too much.
     """
-    try:
-        with asked.place():
-            hold = asked.services.search_memory.hold(asked.record.holder, asked.record.at_end.append)
-            hold(size)
-            results = await while_connected(asked.body, work(hold))
-    except ClientGone:
-        asked.record.reason = "client_gone"
-        return Response(status_code=499)
+    with asked.place():
+        hold = asked.services.search_memory.hold(asked.record.holder, asked.record.at_end.append)
+        hold(size)
+        results = await while_connected(asked.body, work(hold))
     asked.services.count(asked.record, "embedding", results.usage.total_tokens)
     return await asked.services.beside(json_response, results)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.types import Detokenized, Embedding, EmbeddingList, Estimate, Tokenized, Usage
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code
+from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import parse_tokens, terms_of, utf8
 from dist_attn_service.dependencies import Services, media_type
 from dist_attn_service.encodings.estimates import PIECES, Size
@@ -45,12 +45,8 @@ async def create_embeddings(asked: Asked) -> Response:
     inputs = served.embeddings.prepare(wanted)
     record.note(inputs=len(inputs))
     terms = terms_of(asked.request)
-    try:
-        with asked.place():
-            vectors = await while_connected(asked.body, served.embeddings.embed(inputs, record.request_id, terms))
-    except ClientGone:
-        record.reason = "client_gone"
-        return Response(status_code=499)
+    with asked.place():
+        vectors = await while_connected(asked.body, served.embeddings.embed(inputs, record.request_id, terms))
     services.count(record, "embedding", vectors.tokens)
 
     def written() -> Response:
