@@ -27,7 +27,6 @@ from dist_attn_service.feeding.service import FeedingService
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
-from dist_attn_service.schemas.documents import EncodingOptions
 from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.generate import GenerateService
@@ -91,15 +90,13 @@ class ModelServices(ServiceContext):
     embeddings: EmbeddingService
     estimates: EstimateService
 
-    def rows(self, options: EncodingOptions, granularity: str | None = None) -> RowSpec:
-        """The rows that are asked for; what was left out depends on the model. `granularity` goes before the options'.
+    def rows(self, granularity: str, window: int | None = None, pooling: str | None = None) -> RowSpec:
+        """The rows that are asked for; None was left out, and depends on the model.
 
         Raises: BadRequest for rows that the model does not give.
         """
-        window = options.window if "window" in options.model_fields_set else None
-        pooling = options.pooling if "pooling" in options.model_fields_set else None
         try:
-            return choose_rows(granularity or options.granularity, window, pooling, self.model.reading)
+            return choose_rows(granularity, window, pooling, self.model.reading)
         except RowChoiceError as error:
             raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
 

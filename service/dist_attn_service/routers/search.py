@@ -13,7 +13,6 @@ from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source
 from dist_attn_service.routers.openapi import described
 from dist_attn_service.schemas.documents import (
-    EncodingOptions,
     RerankRequest,
     RerankText,
     SearchDocument,
@@ -34,8 +33,7 @@ async def search(asked: Asked) -> Response:
     """Rows of texts, files and jobs, by their words, by their vectors, or by both."""
     services, wanted = asked.services, await asked.json(SearchRequest)
     served = services.context_for(wanted.model, "search")
-    window = {} if wanted.window is None else {"window": wanted.window}
-    spec = served.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
+    spec = served.rows(wanted.granularity, wanted.window)
     _check_query(wanted.query)
     documents = [await _document(asked, one, str(place)) for place, one in enumerate(wanted.documents)]
     if len({one.id for one in documents}) < len(documents):

@@ -18,7 +18,6 @@ from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.documents import (
     DetokenizeRequest,
     EmbeddingRequest,
-    EncodingOptions,
     EstimateOptions,
     EstimateRequest,
     TokenizeRequest,
@@ -111,8 +110,7 @@ async def create_estimate(asked: Asked) -> Estimate:
     is_text = media_type(asked.request, gzip=True) == TEXT
     wanted = await _with_text(asked) if is_text else await asked.json(EstimateRequest)
     served = asked.services.context_for(wanted.model, "encodings" if wanted.max_tokens is None else "completions")
-    window = {} if wanted.window is None else {"window": wanted.window}
-    rows = served.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
+    rows = served.rows(wanted.granularity, wanted.window)
     return await served.estimates.estimate(await _size(asked, wanted), rows, wanted.max_tokens)
 
 
