@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 
 from dist_attn import __version__
 from dist_attn.errors import DistAttnError, ModelFolderError
@@ -16,7 +15,7 @@ from dist_attn.store import StateStore
 from dist_attn.store.private import make_private
 from dist_attn.text import fitted, load_tokeniser
 from dist_attn.wire.curve import ClientKeys
-from dist_attn_service.base.errors import ClientGone, ServiceError
+from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.logs import Log, make_log
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.settings import Settings
@@ -42,7 +41,7 @@ from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.engine.workload import Workload
 from dist_attn_service.feeding.service import FeedingService
 from dist_attn_service.http.auth import KeyRing
-from dist_attn_service.http.envelope import Envelope, nobody_to_answer, routing_problem, service_problem
+from dist_attn_service.http.envelope import EXCEPTION_HANDLERS, Envelope
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.jobs.catalogue import JobCatalogue
@@ -126,11 +125,7 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        exception_handlers={
-            ServiceError: service_problem,
-            HTTPException: routing_problem,
-            ClientGone: nobody_to_answer,
-        },
+        exception_handlers=EXCEPTION_HANDLERS,
         responses={"default": PROBLEM_RESPONSE},
     )
     envelope = Envelope(
