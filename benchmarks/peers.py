@@ -21,6 +21,7 @@ MODULES: Mapping[str, str] = {
     "flash-linear-attention": "fla.ops.simple_gla.naive",
     "llama.cpp": "xllamacpp",
     "gguf": "gguf.quants",
+    "sentence-transformers": "sentence_transformers",
     "transformers": "transformers.models.qwen3_next.modeling_qwen3_next",
 }
 

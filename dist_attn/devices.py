@@ -13,7 +13,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.launchers import place_on_host
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention import kernels_taken
-from dist_attn.wire.choices import Precision, check_device
+from dist_attn.wire.choices import Precision, WeightPrecision, check_device
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,15 @@ class Compute:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return without_autocast(self.device)
 
-    def sentence(self, comm: Communicator | None = None) -> str:
-        """Device, precision, ranks, their back end and the kernels, with the reason; of rank 0 where there are more."""
+    def sentence(self, comm: Communicator | None = None, weights: WeightPrecision = "float32") -> str:
+        """Device, precision, ranks, their back end and the kernels, with the reason; of rank 0 where there are more.
+
+        `weights` is how those of the model lie in memory, where they are held in fewer bits.
+        """
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
         ranks = "1 rank" if comm is None or comm.size == 1 else f"{comm.size} ranks over {comm.backend}"
-        return f"device {self.device}{name}, {self.precision}, {ranks}, kernels: {kernels_taken(self.device)}"
+        held = "" if weights == "float32" else f", weights in {weights}"
+        return f"device {self.device}{name}, {self.precision}{held}, {ranks}, kernels: {kernels_taken(self.device)}"
 
 
 ON_CPU = Compute(torch.device("cpu"), torch.float32)

@@ -80,3 +80,4 @@ def test_products_are_in_the_precision_and_the_first_line_says_it():
     with compute.autocast():
         assert (a @ a).dtype == torch.bfloat16
     assert compute.sentence(LocalCommunicator()).startswith("device cpu, bfloat16, 1 rank, kernels: ")
+    assert compute.sentence(weights="int8").startswith("device cpu, bfloat16, weights in int8, 1 rank, kernels: ")

@@ -45,7 +45,7 @@ def logits_here(options: LogitsOptions) -> dict[str, Any] | None:
             stack.enter_context(compute.autocast())
         stack.enter_context(torch.inference_mode())
         if comm.rank == 0:
-            print(compute.sentence(comm), file=sys.stderr)
+            print(compute.sentence(comm, options.weights), file=sys.stderr)
         began = time.perf_counter()
         with row_file(options.out, options.tokens) if comm.rank == 0 else nullcontext() as rows:
             write_logits(comm, model, tokens_T, rows, options.block or BLOCK_TOKENS)

@@ -42,7 +42,7 @@ def generate_text(
         raise InputError("the prompt is empty; give at least one byte of text to continue")
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
-    tell(compute.sentence())
+    tell(compute.sentence(weights=weights))
     decoder, pieces = IncrementalDecoder(tokeniser), list[str]()
 
     def show(text: str) -> None:
@@ -89,7 +89,7 @@ def search_text(
         raise InputError("the prompt is empty; give at least one byte of text to continue")
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
-    tell(compute.sentence())
+    tell(compute.sentence(weights=weights))
     started = time.perf_counter()
     prompts = [tokeniser.encode_whole(data, framed=True)]
     ends = end_tokens(tokeniser, folder, model.vocab_size)

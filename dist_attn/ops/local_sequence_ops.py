@@ -1,13 +1,12 @@
 """`SequenceOps` over a sequence that lies whole in this process, in packed documents or not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.affine import AffineState, Read, affine_recurrence, gated_delta_rule
+from dist_attn.ops.affine import AffineCall, AffineState, recur
 from dist_attn.ops.convolution import convolve, convolve_streaming
-from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.dense_space import dense_scan
 from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.documents import (
@@ -18,11 +17,9 @@ from dist_attn.ops.documents import (
     document_starts,
     sums_of_documents,
 )
-from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix
 from dist_attn.ops.legs import LegsState, legs_memory
-from dist_attn.ops.linear_attention import Implementation, check_implementation, linear_attention
-from dist_attn.ops.linear_attention.call import check_prefix
+from dist_attn.ops.linear_attention import Implementation, LinearCall, attend, check_implementation, check_prefix
 from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeCall,
@@ -35,11 +32,9 @@ from dist_attn.ops.selective_scan import gated_scan, selective_scan
 from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
-    RelativePositions,
     SoftmaxCall,
-    SoftmaxOptions,
     attend_documents,
-    softmax_attention,
+    attend_exactly,
     softmax_attention_streaming,
 )
 from dist_attn.ops.state import LinearState
@@ -51,7 +46,7 @@ __all__ = ["LocalSequenceOps"]
 
 
 @dataclass(frozen=True)
-class LocalSequenceOps:
+class LocalSequenceOps(SequenceOps):
     """All operations on a sequence that lies whole in this process.
 
     `documents` are the positions at which packed documents start; None: one unbroken sequence. Documents never see each
@@ -71,83 +66,20 @@ class LocalSequenceOps:
         if self.documents is not None:
             object.__setattr__(self, "documents", document_starts(self.documents))
 
-    def linear_attention(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHSK: torch.Tensor,
-        v_BHSV: torch.Tensor,
-        *,
-        feature_map: FeatureMap | None = None,
-        log_gate_BHS: torch.Tensor | None = None,
-        key_scale_BHS: torch.Tensor | None = None,
-        causal: bool = True,
-        state: LinearState | None = None,
-        denominator: Denominator | None = None,
-        prefix: int = 0,
-    ) -> tuple[torch.Tensor, LinearState]:
-        """See `dist_attn.ops.linear_attention`."""
-        return linear_attention(
-            q_BHLK,
-            k_BHSK,
-            v_BHSV,
-            feature_map=feature_map,
-            log_gate_BHS=log_gate_BHS,
-            key_scale_BHS=key_scale_BHS,
-            causal=causal,
-            state=state,
-            denominator=denominator,
-            documents=self.documents,
-            prefix=prefix,
-            implementation=self.implementation,
-        )
+    def _attend(self, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+        return attend(replace(call, documents=self.documents or (), implementation=self.implementation))
 
-    def affine_recurrence(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        *,
-        log_decay_BHLK: torch.Tensor,
-        erase: tuple[torch.Tensor, torch.Tensor] | None = None,
-        bonus_HK: torch.Tensor | None = None,
-        read: Read = "after",
-        state: AffineState | None = None,
-    ) -> tuple[torch.Tensor, AffineState]:
-        """See `dist_attn.ops.affine_recurrence`."""
-        return affine_recurrence(
-            q_BHLK,
-            k_BHLK,
-            v_BHLV,
-            log_decay_BHLK=log_decay_BHLK,
-            erase=erase,
-            bonus_HK=bonus_HK,
-            read=read,
-            state=state,
-            documents=self.documents,
-            implementation=self.implementation,
-        )
+    def _recur(self, call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+        return recur(replace(call, documents=self.documents or (), implementation=self.implementation))
 
-    def gated_delta_rule(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        *,
-        beta_BHL: torch.Tensor,
-        log_decay_BHLK: torch.Tensor,
-        state: AffineState | None = None,
-    ) -> tuple[torch.Tensor, AffineState]:
-        """See `dist_attn.ops.gated_delta_rule`."""
-        return gated_delta_rule(
-            q_BHLK,
-            k_BHLK,
-            v_BHLV,
-            beta_BHL=beta_BHL,
-            log_decay_BHLK=log_decay_BHLK,
-            state=state,
-            documents=self.documents,
-            implementation=self.implementation,
-        )
+    def _attend_exactly(self, call: SoftmaxCall) -> torch.Tensor:
+        if self.documents:
+            check_prefix(call.prefix, causal=call.causal, documents=True)
+            return attend_documents(call, self.documents)
+        return attend_exactly(call)
+
+    def _attend_onward(self, call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]:
+        return softmax_attention_streaming(*call.qkv, cache, documents=self.documents or (), options=call.options)
 
     def relative_attention(
         self,
@@ -175,43 +107,6 @@ class LocalSequenceOps:
         self._refuse_documents("relative_attention_streaming")
         return relative_attention_streaming(
             phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=self.implementation
-        )
-
-    def softmax_attention(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BGSK: torch.Tensor,
-        v_BGSV: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float | None = None,
-        prefix: int = 0,
-        relative: RelativePositions | None = None,
-    ) -> torch.Tensor:
-        """See `dist_attn.ops.softmax_attention`."""
-        if self.documents:
-            check_prefix(prefix, causal=causal, documents=True)
-            options = SoftmaxOptions(scale, relative=relative)
-            return attend_documents(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options), self.documents)
-        return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative)
-
-    def softmax_attention_streaming(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BGLK: torch.Tensor,
-        v_BGLV: torch.Tensor,
-        cache: KeyValueCache,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: torch.Tensor | None = None,
-        relative: RelativePositions | None = None,
-    ) -> tuple[torch.Tensor, KeyValueCache]:
-        """See `dist_attn.ops.softmax_attention_streaming` and `SoftmaxOptions`."""
-        options = SoftmaxOptions(scale, window, softcap, sinks_H, relative)
-        return softmax_attention_streaming(
-            q_BHLK, k_BGLK, v_BGLV, cache, documents=self.documents or (), options=options
         )
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:

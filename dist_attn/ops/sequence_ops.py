@@ -4,19 +4,22 @@ A mixer or model receives a `SequenceOps` and never asks its rank. Everything el
 the sequence.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 
-from dist_attn.ops.affine import AffineState, Read
+from dist_attn.ops.affine import AffineCall, AffineState, Read
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import DocumentPlaces
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
+from dist_attn.ops.linear_attention import LinearCall
+from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
-from dist_attn.ops.softmax_attention import KeyValueCache, RelativePositions
+from dist_attn.ops.softmax_attention import KeyValueCache, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.ops.token_selection import Interpolation
@@ -62,8 +65,12 @@ class SelectedTokens(Protocol):
         ...
 
 
-class SequenceOps(Protocol):
-    """What mixes along the sequence, on whatever slice of it this process holds."""
+class SequenceOps(ABC):
+    """What mixes along the sequence, on whatever slice of it this process holds.
+
+    Operations are those of `dist_attn.ops` by the same names, which explain them. Attention and affine recurrences make
+    one value of their arguments, the call, which implementations compute.
+    """
 
     def linear_attention(
         self,
@@ -78,7 +85,25 @@ class SequenceOps(Protocol):
         state: LinearState | None = None,
         denominator: Denominator | None = None,
         prefix: int = 0,
-    ) -> tuple[torch.Tensor, LinearState]: ...
+    ) -> tuple[torch.Tensor, LinearState]:
+        """See `dist_attn.ops.linear_attention`."""
+        return self._attend(
+            LinearCall(
+                q_BHLK,
+                k_BHSK,
+                v_BHSV,
+                log_gate_BHS,
+                key_scale_BHS,
+                feature_map=feature_map,
+                causal=causal,
+                state=state,
+                denominator=DEFAULT_DENOMINATOR if denominator is None else denominator,
+                prefix=prefix,
+            )
+        )
+
+    @abstractmethod
+    def _attend(self, call: LinearCall) -> tuple[torch.Tensor, LinearState]: ...
 
     def affine_recurrence(
         self,
@@ -91,7 +116,9 @@ class SequenceOps(Protocol):
         bonus_HK: torch.Tensor | None = None,
         read: Read = "after",
         state: AffineState | None = None,
-    ) -> tuple[torch.Tensor, AffineState]: ...
+    ) -> tuple[torch.Tensor, AffineState]:
+        """See `dist_attn.ops.affine_recurrence`."""
+        return self._recur(AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, erase, None, bonus_HK, read, state))
 
     def gated_delta_rule(
         self,
@@ -102,8 +129,14 @@ class SequenceOps(Protocol):
         beta_BHL: torch.Tensor,
         log_decay_BHLK: torch.Tensor,
         state: AffineState | None = None,
-    ) -> tuple[torch.Tensor, AffineState]: ...
+    ) -> tuple[torch.Tensor, AffineState]:
+        """See `dist_attn.ops.gated_delta_rule`."""
+        return self._recur(AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, beta_BHL=beta_BHL, state=state))
 
+    @abstractmethod
+    def _recur(self, call: AffineCall) -> tuple[torch.Tensor, AffineState]: ...
+
+    @abstractmethod
     def relative_attention(
         self,
         phi_q_BHLK: torch.Tensor,
@@ -114,6 +147,7 @@ class SequenceOps(Protocol):
         causal: bool,
     ) -> torch.Tensor: ...
 
+    @abstractmethod
     def relative_attention_streaming(
         self,
         phi_q_BHLK: torch.Tensor,
@@ -133,7 +167,13 @@ class SequenceOps(Protocol):
         scale: float | None = None,
         prefix: int = 0,
         relative: RelativePositions | None = None,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.softmax_attention`."""
+        options = SoftmaxOptions(scale, relative=relative)
+        return self._attend_exactly(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options, prefix=prefix))
+
+    @abstractmethod
+    def _attend_exactly(self, call: SoftmaxCall) -> torch.Tensor: ...
 
     def softmax_attention_streaming(
         self,
@@ -147,18 +187,28 @@ class SequenceOps(Protocol):
         softcap: float | None = None,
         sinks_H: torch.Tensor | None = None,
         relative: RelativePositions | None = None,
-    ) -> tuple[torch.Tensor, KeyValueCache]: ...
+    ) -> tuple[torch.Tensor, KeyValueCache]:
+        """See `dist_attn.ops.softmax_attention_streaming` and `SoftmaxOptions`."""
+        options = SoftmaxOptions(scale, window, softcap, sinks_H, relative)
+        return self._attend_onward(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options), cache)
 
+    @abstractmethod
+    def _attend_onward(self, call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]: ...
+
+    @abstractmethod
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor: ...
 
+    @abstractmethod
     def convolve_streaming(
         self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @abstractmethod
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
+    @abstractmethod
     def diagonal_scan(
         self,
         u_BLD: torch.Tensor,
@@ -169,10 +219,12 @@ class SequenceOps(Protocol):
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @abstractmethod
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @abstractmethod
     def selective_scan(
         self,
         x_BLD: torch.Tensor,
@@ -185,6 +237,7 @@ class SequenceOps(Protocol):
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @abstractmethod
     def dense_scan(
         self,
         u_BLD: torch.Tensor,
@@ -195,10 +248,12 @@ class SequenceOps(Protocol):
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @abstractmethod
     def legs_memory(
         self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
     ) -> tuple[torch.Tensor, LegsState]: ...
 
+    @abstractmethod
     def mix_tokens(
         self,
         x_BLD: torch.Tensor,
@@ -210,32 +265,43 @@ class SequenceOps(Protocol):
         activation: Activation = "gelu_tanh",
     ) -> torch.Tensor: ...
 
+    @abstractmethod
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...
 
+    @abstractmethod
     def select_tokens(
         self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
     ) -> SelectedTokens: ...
 
+    @abstractmethod
     def route_tokens(
         self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
     ) -> RoutedTokens: ...
 
+    @abstractmethod
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
     ) -> Maxima: ...
 
+    @abstractmethod
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
 
+    @abstractmethod
     def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
 
+    @abstractmethod
     def document_places(self, length: int) -> DocumentPlaces: ...
 
+    @abstractmethod
     def positions(self, length: int | None = None, device: torch.device | str = "cpu") -> torch.Tensor: ...
 
+    @abstractmethod
     def total_length(self, length: int) -> int: ...
 
     @property
+    @abstractmethod
     def cuts(self) -> tuple[int, ...]: ...
 
     @property
+    @abstractmethod
     def whole(self) -> bool: ...

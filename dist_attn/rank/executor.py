@@ -88,13 +88,15 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         encoder = load_text_encoder(folder).to(compute.device)
         for block in encoder.encoder.blocks:
             block.register_forward_hook(lambda *_: pulse.advance())
-        _tell(settings, compute.sentence())
+        _tell(settings, compute.sentence(weights=settings.weights))
         return SequenceExecutor(encoder, settings.rank, name=folder.name, finite=finite)
     backend = settings.backend if settings.ranks > 1 else "local"
     place = settings.rendezvous
     rendezvous = Rendezvous(place, settings.start_deadline_s, settings.listener) if place else None
     comm = open_communicator(backend, settings.exchange_deadline_s, compute.device, rendezvous)
-    _tell(settings, compute.sentence(comm))  # C kernels are compiled for it, and not within the first request
+    _tell(
+        settings, compute.sentence(comm, settings.weights)
+    )  # C kernels are compiled for it, and not within the first request
     model: StreamingModel
     if kind == "stream_encoder":
         model = load_stream_encoder(folder).to(compute.device)

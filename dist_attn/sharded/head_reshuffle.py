@@ -22,7 +22,7 @@ import torch
 
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, SoftmaxOptions
-from dist_attn.ops.softmax_attention.attention import attend
+from dist_attn.ops.softmax_attention.attention import attend_exactly
 from dist_attn.ops.softmax_attention.call import PLAIN
 from dist_attn.sharded.block_table import Block, BlockTable, Range
 from dist_attn.sharded.redistribution import block_views, redistribute
@@ -198,6 +198,6 @@ def _attend(
             q_LBRK = own[0][head] if len(own) == 1 else torch.cat([fragment[head] for fragment in own])
             q, k, v = (t.permute(1, 2, 0, 3) for t in (q_LBRK, k_ASB1K[head], v_ASB1V[head]))
             own_options = options.of_heads(group * repeats, (group + 1) * repeats)
-            out_BRLV = attend(SoftmaxCall(q, k, v, causal, own_options, placement))
+            out_BRLV = attend_exactly(SoftmaxCall(q, k, v, causal, own_options, placement))
             # A part of several fragments is a share of one head, so heads and fragments come in the order of blocks.
             yield out_BRLV.permute(2, 0, 1, 3).flatten(1)

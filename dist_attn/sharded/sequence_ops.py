@@ -8,15 +8,15 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, RelativePositions, SoftmaxOptions
-from dist_attn.ops.affine import AffineCall, AffineState, Read
+from dist_attn.ops import KeyValueCache, LinearState, SequenceOps
+from dist_attn.ops.affine import AffineCall, AffineState
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
 from dist_attn.ops.linear_attention import Implementation, LinearCall, check_prefix
-from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
+from dist_attn.ops.softmax_attention import SoftmaxCall
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.affine import recur_over_ranks, threads_of
 from dist_attn.sharded.columns import (
@@ -48,7 +48,7 @@ from dist_attn.sharded.token_routing import ShardedRoutes, sharded_route_tokens
 from dist_attn.sharded.token_selection import ShardedSelection, sharded_select_tokens
 
 
-class ShardedSequenceOps:
+class ShardedSequenceOps(SequenceOps):
     """The operations of `LocalSequenceOps` on this rank's slice of a sequence laid out by `layout`.
 
     State in is the state before the first global token, equal on all ranks; state out the global final one, on all
@@ -98,84 +98,26 @@ class ShardedSequenceOps:
         self._sharding = replace(sharding, exchange=settle(comm, asked), threads=threads_of(comm))
         self._comm, self._layout = comm, layout
 
-    def linear_attention(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHSK: torch.Tensor,
-        v_BHSV: torch.Tensor,
-        *,
-        feature_map: FeatureMap | None = None,
-        log_gate_BHS: torch.Tensor | None = None,
-        key_scale_BHS: torch.Tensor | None = None,
-        causal: bool = True,
-        state: LinearState | None = None,
-        denominator: Denominator | None = None,
-        prefix: int = 0,
-    ) -> tuple[torch.Tensor, LinearState]:
-        """See `sharded.carry_scan.sharded_linear_attention`; keys lie on `memory_layout` where one is given.
-
-        A `prefix` counts global tokens and takes a second exchange of states. Causal attention over keys on a layout of
-        their own brings queries to them, see `sharded.linear`.
-        """
-        self._sharding.check_queries(q_BHLK.shape[2])
-        self._sharding.check_keys(k_BHSK.shape[2])
-        check_prefix(prefix, causal=causal, documents=self._sharding.packed)
+    def _attend(self, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+        # A `prefix` counts global tokens and takes a second exchange of states. Causal attention over keys on a layout
+        # of their own brings queries to them, see `sharded.linear`.
+        self._sharding.check_queries(call.queries)
+        self._sharding.check_keys(call.keys)
+        check_prefix(call.prefix, causal=call.causal, documents=self._sharding.packed)
         self._sharding.agree(
             "linear_attention",
-            {"q": q_BHLK, "k": k_BHSK, "v": v_BHSV, "log_gate": log_gate_BHS, "key_scale": key_scale_BHS},
+            dict(zip(("q", "k", "v", "log_gate", "key_scale"), call.sequence, strict=True)),
             2,
-            causal=causal,
-            prefix=prefix,
-            denominator=denominator,
-            feature_map=feature_map,
-            state=None if state is None else state.s_BHMV,
+            causal=call.causal,
+            prefix=call.prefix,
+            denominator=call.denominator,
+            feature_map=call.feature_map,
+            state=None if call.state is None else call.state.s_BHMV,
         )
-        call = LinearCall(
-            q_BHLK,
-            k_BHSK,
-            v_BHSV,
-            log_gate_BHS,
-            key_scale_BHS,
-            feature_map=feature_map,
-            causal=causal,
-            state=state,
-            denominator=DEFAULT_DENOMINATOR if denominator is None else denominator,
-            prefix=prefix,
-            implementation=self._sharding.implementation,
-        )
-        return attend_over_layouts(self._sharding, call)
+        return attend_over_layouts(self._sharding, replace(call, implementation=self._sharding.implementation))
 
-    def affine_recurrence(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        *,
-        log_decay_BHLK: torch.Tensor,
-        erase: tuple[torch.Tensor, torch.Tensor] | None = None,
-        bonus_HK: torch.Tensor | None = None,
-        read: Read = "after",
-        state: AffineState | None = None,
-    ) -> tuple[torch.Tensor, AffineState]:
-        """See `sharded.affine.recur_over_ranks`."""
-        call = AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, erase, None, bonus_HK, read, state)
-        return self._recur("affine_recurrence", call)
-
-    def gated_delta_rule(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        *,
-        beta_BHL: torch.Tensor,
-        log_decay_BHLK: torch.Tensor,
-        state: AffineState | None = None,
-    ) -> tuple[torch.Tensor, AffineState]:
-        """See `sharded.affine.recur_over_ranks`."""
-        call = AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, beta_BHL=beta_BHL, state=state)
-        return self._recur("gated_delta_rule", call)
-
-    def _recur(self, operation: str, call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+    def _recur(self, call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+        operation = "affine_recurrence" if call.beta_BHL is None else "gated_delta_rule"
         self._sharding.check_queries(call.tokens, "tokens")
         names = ("q", "k", "v", "log_decay", "erase_a", "erase_b", "beta")
         state = None if call.state is None else call.state.s_BHKV
@@ -230,51 +172,26 @@ class ShardedSequenceOps:
         )
         return sharded_relative_attention_streaming(self._sharding, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
 
-    def softmax_attention(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BGSK: torch.Tensor,
-        v_BGSV: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float | None = None,
-        prefix: int = 0,
-        relative: RelativePositions | None = None,
-    ) -> torch.Tensor:
-        """See `sharded.head_reshuffle` and `sharded.ring_attention`; keys lie on `memory_layout` where one is given."""
+    def _attend_exactly(self, call: SoftmaxCall) -> torch.Tensor:
         self._sharding.refuse_deterministic("softmax attention")
-        self._sharding.check_queries(q_BHLK.shape[2])
-        self._sharding.check_keys(k_BGSK.shape[2])
-        check_prefix(prefix, causal=causal, documents=self._sharding.packed)
-        if relative is not None and self._sharding.packed:
+        self._sharding.check_queries(call.queries)
+        self._sharding.check_keys(call.keys)
+        check_prefix(call.prefix, causal=call.causal, documents=self._sharding.packed)
+        if call.options.relative is not None and self._sharding.packed:
             self._sharding.refuse_memory("softmax_attention with relative positions")
-        along = {"q": q_BHLK, "k": k_BGSK, "v": v_BGSV}
-        options = SoftmaxOptions(scale, relative=relative)
-        self._sharding.agree("softmax_attention", along, 2, causal=causal, prefix=prefix, **options.settings())
-        qkv = (q_BHLK, k_BGSK, v_BGSV)
-        return softmax_over_layouts(self._sharding, qkv, causal=causal, prefix=prefix, options=options)
+        along = dict(zip("qkv", call.qkv, strict=True))
+        settings = {"causal": call.causal, "prefix": call.prefix, **call.options.settings()}
+        self._sharding.agree("softmax_attention", along, 2, **settings)
+        return softmax_over_layouts(self._sharding, call)
 
-    def softmax_attention_streaming(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BGLK: torch.Tensor,
-        v_BGLV: torch.Tensor,
-        cache: KeyValueCache,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: torch.Tensor | None = None,
-        relative: RelativePositions | None = None,
-    ) -> tuple[torch.Tensor, KeyValueCache]:
-        """See `sharded.softmax_streaming`; the first block of a stream goes the way that `softmax` says."""
+    def _attend_onward(self, call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]:
+        # The first block of a stream goes the way that `softmax` says, see `sharded.softmax`.
         self._sharding.refuse_deterministic("softmax attention")
-        self._sharding.check_queries(q_BHLK.shape[2])
-        self._sharding.check_queries(k_BGLK.shape[2], "keys")
-        along = {"q": q_BHLK, "k": k_BGLK, "v": v_BGLV}
-        options = SoftmaxOptions(scale, window, softcap, sinks_H, relative)
-        self._sharding.agree("softmax_attention_streaming", along, 2, **options.settings())
-        return softmax_stream_over_layouts(self._sharding, (q_BHLK, k_BGLK, v_BGLV), cache, options=options)
+        self._sharding.check_queries(call.queries)
+        self._sharding.check_queries(call.keys, "keys")
+        along = dict(zip("qkv", call.qkv, strict=True))
+        self._sharding.agree("softmax_attention_streaming", along, 2, **call.options.settings())
+        return softmax_stream_over_layouts(self._sharding, call, cache)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `sharded.columns.sharded_fourier_mix`."""

@@ -31,8 +31,7 @@ from dist_attn.ops.softmax_attention import (
     SoftmaxOptions,
     merge_partials,
 )
-from dist_attn.ops.softmax_attention.attention import attend as attend_here
-from dist_attn.ops.softmax_attention.attention import attend_documents
+from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly
 from dist_attn.ops.softmax_attention.cache import streaming_placement
 from dist_attn.ops.softmax_attention.call import PLAIN
 from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
@@ -49,37 +48,30 @@ Attention = Callable[..., torch.Tensor]
 """Exact attention over layouts, however keys and queries meet: of a `Sharding`, q, k and v, and whether `causal`."""
 
 
-def softmax_over_layouts(
-    sharding: Sharding,
-    qkv: Tensors,
-    *,
-    causal: bool,
-    prefix: int = 0,
-    options: SoftmaxOptions = PLAIN,
-) -> torch.Tensor:
+def softmax_over_layouts(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice, with documents where the layouts have some."""
     attention = ring_attention if sharding.softmax == "ring" else sharded_softmax_attention
-    attend = partial(attention, options=options)
-    if prefix:
-        return _with_prefix(attend, sharding, qkv, prefix)
+    attend = partial(attention, options=call.options)
+    if call.prefix:
+        return _with_prefix(attend, sharding, call.qkv, call.prefix)
     if sharding.packed and sharding.memory == sharding.layout:
-        return _packed(partial(attend, causal=causal), SoftmaxCall(*qkv, causal, options), sharding)
-    return attend(sharding, *qkv, causal=causal)
+        return _packed(partial(attend, causal=call.causal), call, sharding)
+    return attend(sharding, *call.qkv, causal=call.causal)
 
 
 def softmax_stream_over_layouts(
-    sharding: Sharding, qkv: Tensors, cache: KeyValueCache, *, options: SoftmaxOptions = PLAIN
+    sharding: Sharding, call: SoftmaxCall, cache: KeyValueCache
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block, and what the cache then holds here."""
-    layout = sharding.layout
+    layout, options = sharding.layout, call.options
     if sharding.comm.size == 1:
-        return softmax_attention_streaming(*qkv, cache, documents=layout.documents or (), options=options)
+        return softmax_attention_streaming(*call.qkv, cache, documents=layout.documents or (), options=options)
     if sharding.cache == "whole":
-        return attend_over_whole_cache(sharding, *qkv, cache, options=options)
+        return attend_over_whole_cache(sharding, *call.qkv, cache, options=options)
     if cache.tokens:
-        return attend_over_spread_cache(sharding, *qkv, cache, options=options)
-    out_BHLV = softmax_over_layouts(sharding, qkv, causal=True, options=options)
-    after = last_document(cache.appended(*qkv[1:], (layout.lengths,)), layout, sharding.comm.rank)
+        return attend_over_spread_cache(sharding, *call.qkv, cache, options=options)
+    out_BHLV = softmax_over_layouts(sharding, call)
+    after = last_document(cache.appended(*call.qkv[1:], (layout.lengths,)), layout, sharding.comm.rank)
     return out_BHLV, after.within(options.window, sharding.comm.rank)
 
 
@@ -191,7 +183,7 @@ def attend_over_whole_cache(
         None if documents_T is None else documents_T[own],
         block.key_documents_S,
     )
-    out_BHLV = attend_here(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
+    out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
     return out_BHLV, last_document(after, layout, comm.rank).within(options.window)
 
 

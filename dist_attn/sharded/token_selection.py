@@ -129,7 +129,7 @@ def sharded_upsample(
     position_N: torch.Tensor,
     how: Interpolation,
 ) -> torch.Tensor:
-    """`ops.upsampling.upsample` at this rank's positions of `source`.
+    """`ops.token_selection.upsample` at this rank's positions of `source`.
 
     `found[r]` kept tokens lie at positions of rank r; they are held as `even` says. A rank takes those of its own
     positions and `how.reach` on either side, so that neighbours hold copies, whose gradients add up.

@@ -170,7 +170,7 @@ def evaluate_file(
     _check_context(context)
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
-    tell(compute.sentence())
+    tell(compute.sentence(weights=weights))
     watch = Watch()
     with compute.autocast(), watching(watch):
         share = Whole(compute.device)

@@ -17,7 +17,7 @@ from dist_attn.ops import (
     softmax_attention_streaming,
 )
 from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, softmax_attention_naive, tiled
-from dist_attn.ops.softmax_attention.attention import attend
+from dist_attn.ops.softmax_attention.attention import attend_exactly
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
 from tests.support.sharded_call import random_tensor
@@ -76,7 +76,9 @@ def test_any_placement_equals_the_oracle(queries, keys, causal, place, given, ti
         patch.setattr(tiled, "TILE_KEYS", tile + 2)
         patch.setattr(tiled, "TILE_ELEMENTS", 60)
         got = _run(
-            lambda q, k, v, **o: attend(SoftmaxCall(q, k, v, causal, SoftmaxOptions(**o), placement)), inputs, given
+            lambda q, k, v, **o: attend_exactly(SoftmaxCall(q, k, v, causal, SoftmaxOptions(**o), placement)),
+            inputs,
+            given,
         )
     want = _run(
         lambda q, k, v, **o: softmax_attention_naive(q, k, v, causal=causal, placement=placement, **o), inputs, given

@@ -1,6 +1,6 @@
 """Softmax attention: the oracle, PyTorch's fused kernels, and tiles whose partial results merge."""
 
-from dist_attn.ops.softmax_attention.attention import attend_documents, softmax_attention
+from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly, softmax_attention
 from dist_attn.ops.softmax_attention.cache import KeyValueCache, softmax_attention_streaming
 from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
@@ -13,6 +13,7 @@ __all__ = [
     "SoftmaxCall",
     "SoftmaxOptions",
     "attend_documents",
+    "attend_exactly",
     "attend_partially",
     "merge_partials",
     "softmax_attention",

@@ -51,21 +51,21 @@ def softmax_attention(
         placement.
     Reference: Random Feature Attention, Eq. 1; Shaw et al. 2018, Eq. 3 and 4 (relative positions).
     """
-    return attend(
+    return attend_exactly(
         SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, SoftmaxOptions(scale, relative=relative), placement, prefix)
     )
 
 
-def attend(call: SoftmaxCall) -> torch.Tensor:
+def attend_exactly(call: SoftmaxCall) -> torch.Tensor:
     """`softmax_attention` of a call.
 
     Raises: as `softmax_attention`.
     """
     call.check()
     if call.prefix:
-        first = attend(replace(call.tokens(0, call.prefix), causal=False))
+        first = attend_exactly(replace(call.tokens(0, call.prefix), causal=False))
         # Rows of the prefix are computed in vain; cutting them off before would take the fused kernel's alignment away.
-        rest = attend(replace(call, prefix=0))[:, :, call.prefix :]
+        rest = attend_exactly(replace(call, prefix=0))[:, :, call.prefix :]
         return torch.cat([first, rest], dim=2)
     if call.needs_tiles:
         return with_sinks(attend_partially(call), call.options.sinks_H).to(call.v_BGSV.dtype)
@@ -87,7 +87,7 @@ def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Ten
     check_documents(documents, length, call.keys)
     if call.needs_tiles:
         tokens_L, number_L = torch.arange(length, device="cpu"), document_numbers(documents, length)
-        return attend(replace(call, placement=Placement(tokens_L, tokens_L, number_L, number_L)))
+        return attend_exactly(replace(call, placement=Placement(tokens_L, tokens_L, number_L, number_L)))
     flags_L = start_flags(documents, length, call.q_BHLK.device)
     starts = frozenset(documents)
     outputs = []
@@ -95,7 +95,7 @@ def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Ten
     for (start, stop), (q, k, v) in zip(groups, split_tokens(call.qkv, groups), strict=True):
         assert q is not None and k is not None and v is not None
         if starts.isdisjoint(range(start + 1, stop)):
-            outputs.append(attend(call.with_qkv(q, k, v)))
+            outputs.append(attend_exactly(call.with_qkv(q, k, v)))
             continue
         seen_TT = same_document(flags_L[start:stop])
         seen_TT = seen_TT.tril() if call.causal else seen_TT

@@ -10,7 +10,7 @@ import torch
 
 from dist_attn.errors import InputError
 from dist_attn.ops.documents import check_documents, document_numbers
-from dist_attn.ops.softmax_attention.attention import attend, attend_documents
+from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly
 from dist_attn.ops.softmax_attention.call import PLAIN, Placement, SoftmaxCall, SoftmaxOptions
 
 
@@ -167,11 +167,11 @@ def softmax_attention_streaming(
     past, after = cache.tokens, cache.appended(k_BGLK, v_BGLV)
     if past:
         placement = streaming_placement(past, length, documents, cache.dropped)
-        out_BHLV = attend(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
+        out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
     elif documents:
         out_BHLV = attend_documents(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options), documents)
     else:
-        out_BHLV = attend(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options))
+        out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options))
     after = after.since(past + documents[-1]) if documents else after
     return out_BHLV, after.within(options.window)
 
@@ -184,7 +184,7 @@ def _attend_one_token(
     placement = None
     if options.relative is not None:
         placement = streaming_placement(cache.tokens, 1, (), after.dropped)
-    out_BH1V = attend(SoftmaxCall(q_BH1K, after.k_BGSK, after.v_BGSV, False, options, placement))
+    out_BH1V = attend_exactly(SoftmaxCall(q_BH1K, after.k_BGSK, after.v_BGSV, False, options, placement))
     return out_BH1V, after.within(options.window)
 
 

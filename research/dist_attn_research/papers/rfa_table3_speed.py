@@ -14,8 +14,8 @@ from benchmarks.measured import Axes, Table
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import interleaved
 from dist_attn.models import TextClassifier, TextClassifierConfig
-from dist_attn.ops import LocalSequenceOps, RelativePositions, SequenceOps
-from dist_attn.ops.softmax_attention import softmax_attention_naive
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.softmax_attention import SoftmaxCall, softmax_attention_naive
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report
 
@@ -43,20 +43,10 @@ PRINTED = {1024: 1.1, 4096: 5.3}
 class NaiveSoftmaxOps(LocalSequenceOps):
     """Operations whose softmax attention has all scores in memory, as the paper's transformer has them."""
 
-    def softmax_attention(
-        self,
-        q_BHLK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSV: Tensor,
-        *,
-        causal: bool,
-        scale: float | None = None,
-        prefix: int = 0,
-        relative: RelativePositions | None = None,
-    ) -> Tensor:
-        """See `dist_attn.ops.softmax_attention.softmax_attention_naive`."""
+    def _attend_exactly(self, call: SoftmaxCall) -> Tensor:
+        options = call.options
         return softmax_attention_naive(
-            q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative
+            *call.qkv, causal=call.causal, scale=options.scale, prefix=call.prefix, relative=options.relative
         )
 
 

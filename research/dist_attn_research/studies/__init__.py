@@ -4,6 +4,7 @@ from benchmarks.measured import studies_of
 from dist_attn_research.service import fairness
 from dist_attn_research.studies import (
     chapter_retrieval,
+    encoder_speed,
     longest_softmax,
     peers_cpu,
     peers_cpu_long,
@@ -14,6 +15,7 @@ from dist_attn_research.studies import (
 
 STUDIES = studies_of(
     chapter_retrieval,
+    encoder_speed,
     longest_softmax,
     peers_cpu,
     peers_cpu_long,
