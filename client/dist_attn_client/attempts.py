@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from dist_attn_api.codes import Code
-from dist_attn_api.errors import ClientError
+from dist_attn_api.errors import ClientError, Code
 from dist_attn_client.errors import BrokenOff, Busy, OutOfTime, Overloaded, Refused, Unreachable
 
 _PASSING = {Code.ENGINE_FAILED, Code.ENGINE_TIMEOUT, Code.INTERNAL_ERROR}

@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from dist_attn_api.codes import Code
-from dist_attn_api.errors import ClientError, InputError
+from dist_attn_api.errors import ClientError, Code, InputError
 
 # What to do, where the service's own words cannot know it.
 _ADVICE: dict[str, str] = {

@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dist_attn.commands.options import parse_count
 from dist_attn.commands.tables import Table, byte_size, print_tables
-from dist_attn.costs import LayerCosts, parse_count
+from dist_attn.costs import LayerCosts
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, Paradigm, build_mixer

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dist_attn.commands.options import PlanOptions
+from dist_attn.commands.options import PlanOptions, parse_count
 from dist_attn.commands.rehearsal import measured_rates
 from dist_attn.commands.tables import Table, byte_size, duration, print_tables
 from dist_attn.costs import (
@@ -18,7 +18,6 @@ from dist_attn.costs import (
     calibration_file,
     estimate,
     model_kind,
-    parse_count,
     read_any_costs,
     read_calibration,
     usual_exchange,

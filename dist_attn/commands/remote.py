@@ -14,9 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from dist_attn.commands.encode_output import bytes_progress, row_file
-from dist_attn.commands.options import EncodeOptions
+from dist_attn.commands.options import EncodeOptions, parse_count
 from dist_attn.commands.tables import Table, byte_size, duration, print_tables, rich_table
-from dist_attn.costs import parse_count
 from dist_attn.errors import InputError
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_client import Client, ClientError, EngineStatus, Estimate, KeyRefused, Retry, Status

@@ -10,7 +10,7 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
 from dist_attn.wire.messages import Generated, Progress
 from dist_attn.wire.rank_messages import Drawn, RequestFault, RowPieces
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 log = structlog.get_logger("dist_attn.control")
 
@@ -60,7 +60,7 @@ class Answers:
         drawing = request.drawing
         again = drawing.take_back()
         self._furthered |= request.losses.progress(request.reading.received, drawing.back)
-        ends = request.work.draw.ends(drawn.token, model.end_tokens)
+        ends = drawn.token in request.work.draw.ended_by(model.end_tokens)
         if again:
             self._compare(request, drawn.token)
         elif not drawing.complete:

@@ -36,7 +36,7 @@ from dist_attn.wire.rank_messages import (
     StepDone,
 )
 from dist_attn.wire.sockets import Sent, beat_identity, rank_identity
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 STOPPING = "the engine is stopping; send the request again later"
 TEXTS_AT_ONCE = 64  # requests in a step of an encoder, which reads short texts together

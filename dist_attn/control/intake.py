@@ -25,7 +25,7 @@ from dist_attn.wire.messages import (
 )
 from dist_attn.wire.rank_messages import RankHello
 from dist_attn.wire.specs import MODEL_POOLING
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 PROBE_S = 2.0
 LEAST_WAIT_S, MOST_WAIT_S = 1, 120  # clients do not come back by themselves after longer waits

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self, final
 
 from dist_attn.control.processes import PrivateFolder
@@ -59,9 +58,7 @@ class EngineHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

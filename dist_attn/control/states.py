@@ -20,7 +20,7 @@ from dist_attn.wire.manifest import report_restore, require_same_model
 from dist_attn.wire.messages import BeginState, Checkpoint, FinishDrawing, Restored, StateCredit, StatePiece
 from dist_attn.wire.rank_messages import SavedState
 from dist_attn.wire.snapshot import largest_snapshot
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 PIECE_BYTES = 1 << 20
 FINISH_LAG = 64  # draws that a reader may be behind when it finds that it has had enough

@@ -9,7 +9,6 @@ from dist_attn.costs.calibration import (
     timed_exchanges,
     usual_exchange,
 )
-from dist_attn.costs.counts import parse_count
 from dist_attn.costs.estimate import Estimate, MemoryPerRank, OutputFormat, Rates, estimate, output_bytes
 from dist_attn.costs.exchanges import (
     Link,
@@ -59,7 +58,6 @@ __all__ = [
     "layer_costs",
     "model_kind",
     "output_bytes",
-    "parse_count",
     "read_any_costs",
     "read_calibration",
     "read_model_costs",

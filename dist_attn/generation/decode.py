@@ -42,7 +42,7 @@ def generate(
     prompt_L = torch.from_numpy(np.array(prompt_tokens, dtype=np.int64))
     if not len(prompt_L):
         raise InputError("the prompt has no tokens; give at least one, for example the tokeniser's end token")
-    generator = generator_for(spec, request=0)
+    generator, ends = generator_for(spec, request=0), spec.ended_by(end_tokens)
     drawn: list[int] = []
     counts = Counter[int]()
     with torch.inference_mode():
@@ -56,8 +56,9 @@ def generate(
                 logits_BV = captured.step(token_B)
             else:
                 logits_BV, state = model.step(token_B, state)
-            (token,) = sample(logits_BV, [spec], [generator], [counts], [spec.barred(end_tokens, len(drawn))])
-            if spec.ends(token, end_tokens):
+            barred = ends if len(drawn) < spec.min_tokens else ()
+            (token,) = sample(logits_BV, [spec], [generator], [counts], [barred])
+            if token in ends:
                 break
             drawn.append(token)
             counts[token] += 1

@@ -40,8 +40,7 @@ from dist_attn.ops.softmax_attention import (
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, mix_tokens
 from dist_attn.ops.token_routing import route_tokens
-from dist_attn.ops.token_selection import select_tokens
-from dist_attn.ops.upsampling import Interpolation, upsample
+from dist_attn.ops.token_selection import Interpolation, select_tokens, upsample
 
 __all__ = ["LocalSequenceOps"]
 
@@ -279,5 +278,5 @@ class _LocallySelected:
         return len(self.position_N)
 
     def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
-        """See `dist_attn.ops.upsampling.upsample`."""
+        """See `dist_attn.ops.token_selection.upsample`."""
         return upsample(z_ND, self.position_N, torch.arange(self.length, device=z_ND.device), how)

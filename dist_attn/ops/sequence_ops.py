@@ -22,7 +22,7 @@ from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.softmax_attention import KeyValueCache, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation
-from dist_attn.ops.upsampling import Interpolation
+from dist_attn.ops.token_selection import Interpolation
 
 __all__ = ["RoutedTokens", "SelectedTokens", "SequenceOps"]
 

@@ -1,4 +1,10 @@
-"""Selection of tokens by their scores, in the order of the sequence; at least one token where there are any."""
+"""Selection of tokens by their scores, in the order of the sequence, and what lies between those that were kept.
+
+At least one token is kept where there are any. Up-sampling is linear in the position, or from the nearest by distance.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -80,3 +86,109 @@ def select_tokens_naive(
     kept = sorted(passing if at_most is None else passing[:at_most])
     position_N = send(torch.tensor(kept, dtype=torch.int64, device="cpu"), x_LC.device)
     return x_LC[position_N], position_N
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """How a position between kept tokens is filled: on the line between the two beside it, or from the k nearest.
+
+    Raises: InputError for fewer than one neighbour.
+    """
+
+    kind: Literal["linear", "knn"] = "linear"
+    neighbours: int = 3
+
+    def __post_init__(self) -> None:
+        if self.neighbours < 1:
+            raise InputError(f"{self.neighbours} neighbours were given; needed is 1 or more")
+
+    @property
+    def reach(self) -> int:
+        """How many kept tokens on each side of a position may have a part in it."""
+        return 1 if self.kind == "linear" else self.neighbours
+
+
+def upsample(
+    z_ND: torch.Tensor, position_N: torch.Tensor, wanted_T: torch.Tensor, how: Interpolation | None = None
+) -> torch.Tensor:
+    """Values at the positions `wanted_T`, interpolated between those at `position_N`, which rise.
+
+    Where a token was kept its value is copied. Before the first and behind the last one `linear` copies that one. `knn`
+    weighs the nearest tokens by 1 / distance^2, of equal distances the smaller position first, and takes all tokens
+    where there are fewer. Gradients pass to z.
+
+    Shapes: z [N, D], position int64 [N], wanted int64 [T] -> [T, D].
+    Cost: O(T k) index arithmetic and k T D multiplications; k = 2 for linear.
+    Raises: ShapeError where they do not fit together; InputError without any token to take values from.
+    Reference: A Unified View of Long-Sequence Models, Sec. 10, Fig. 4 (kNN or linear).
+    """
+    how = Interpolation() if how is None else how
+    if z_ND.dim() != 2 or position_N.shape != z_ND.shape[:1] or wanted_T.dim() != 1:
+        raise ShapeError(
+            f"z of shape {tuple(z_ND.shape)}, positions {tuple(position_N.shape)} and wanted {tuple(wanted_T.shape)} "
+            "were given; needed are [N, D], [N] and [T]"
+        )
+    if not len(wanted_T):
+        return z_ND[:0]
+    if not len(position_N):
+        raise InputError("there is no token to take values from; keep at least one")
+    index_TK, weight_TK = (_line if how.kind == "linear" else _nearest)(position_N, wanted_T, how.reach)
+    weight_TK = weight_TK.to(z_ND.dtype)
+    out_TD = weight_TK[:, :1] * z_ND.index_select(0, index_TK[:, 0])
+    for k in range(1, index_TK.shape[1]):
+        out_TD = out_TD + weight_TK[:, k : k + 1] * z_ND.index_select(0, index_TK[:, k])
+    return out_TD
+
+
+def _line(position_N: torch.Tensor, wanted_T: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens at both sides of each position and what share each has, [T, 2]."""
+    at_T = torch.searchsorted(position_N, wanted_T)
+    right_T = at_T.clamp(max=len(position_N) - 1)
+    exact_T = position_N[right_T] == wanted_T
+    left_T = torch.where(exact_T | (at_T == len(position_N)), right_T, (at_T - 1).clamp(min=0))
+    gap_T = position_N[right_T] - position_N[left_T]
+    share_T = (wanted_T - position_N[left_T]).clamp(min=0).double() / gap_T.clamp(min=1)
+    share_T = torch.where(gap_T > 0, share_T, torch.zeros_like(share_T))
+    return torch.stack([left_T, right_T], dim=1), torch.stack([1 - share_T, share_T], dim=1)
+
+
+def _nearest(position_N: torch.Tensor, wanted_T: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest tokens of each position and what share each has, [T, K]."""
+    # Positions rise: the K nearest are among K on either side.
+    around_J = torch.arange(-reach, reach, device=position_N.device)
+    candidate_TJ = torch.searchsorted(position_N, wanted_T)[:, None] + around_J
+    inside_TJ = (candidate_TJ >= 0) & (candidate_TJ < len(position_N))
+    candidate_TJ = candidate_TJ.clamp(0, len(position_N) - 1)
+    far = torch.iinfo(torch.int64).max
+    distance_TJ = (position_N[candidate_TJ] - wanted_T[:, None]).abs().masked_fill(~inside_TJ, far)
+    # Stable, and candidates rise: of two at one distance the smaller position comes first.
+    distance_TK, order_TK = (t[:, :reach] for t in torch.sort(distance_TJ, dim=1, stable=True))
+    weight_TK = torch.where(distance_TK < far, 1.0 / distance_TK.clamp(min=1).double().square(), 0.0)
+    exact_T1 = distance_TK[:, :1] == 0
+    first_K = torch.arange(weight_TK.shape[1], device=position_N.device) == 0
+    weight_TK = torch.where(exact_T1, first_K.to(weight_TK.dtype), weight_TK)
+    return candidate_TJ.gather(1, order_TK), weight_TK / weight_TK.sum(dim=1, keepdim=True)
+
+
+def upsample_naive(
+    z_ND: torch.Tensor, position_N: torch.Tensor, wanted_T: torch.Tensor, *, neighbours: int | None = None
+) -> torch.Tensor:
+    """See `upsample`; O(T N)."""
+    kept = position_N.tolist()
+    rows = []
+    for t in wanted_T.tolist():
+        if t in kept:
+            rows.append(z_ND[kept.index(t)])
+        elif neighbours is None:
+            left = max((n for n, p in enumerate(kept) if p < t), default=None)
+            right = min((n for n, p in enumerate(kept) if p > t), default=None)
+            if left is None or right is None:
+                rows.append(z_ND[-1 if right is None else 0])
+            else:
+                share = (t - kept[left]) / (kept[right] - kept[left])
+                rows.append((1 - share) * z_ND[left] + share * z_ND[right])
+        else:
+            nearest = sorted(range(len(kept)), key=lambda n: (abs(kept[n] - t), kept[n]))[:neighbours]
+            weights = [1.0 / (kept[n] - t) ** 2 for n in nearest]
+            rows.append(sum(w * z_ND[n] for w, n in zip(weights, nearest, strict=True)) / sum(weights))
+    return torch.stack(rows) if rows else z_ND.new_zeros((0, z_ND.shape[1]))

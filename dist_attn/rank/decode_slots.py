@@ -40,6 +40,7 @@ class _Seat:
     """One request that decodes here."""
 
     spec: SamplingSpec
+    ends: Collection[int]  # the tokens that end its text
     generator: torch.Generator
     token: int = 0  # the one to feed next
     draws: int = 0
@@ -110,8 +111,9 @@ class DecodeSlots:
         `counts` are those of the drawn tokens that are in the state: all but the last one. With `logits_V`, those after
         the state's last token, the request draws from them and then feeds what it has drawn: all drawn ones are in it.
         """
-        generator = generator_for(spec, request, draws)
-        self._seats[request] = _Seat(spec, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
+        ends, generator = spec.ended_by(self._end_tokens), generator_for(spec, request, draws)
+        seat = _Seat(spec, ends, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
+        self._seats[request] = seat
         self._apart[request] = state if self._ranks is None else self._ranks.own(state)
 
     def state_of(self, request: int) -> tuple[ModelState, int, torch.Tensor | None]:
@@ -166,7 +168,7 @@ class DecodeSlots:
         (result,) = self._drawn([(entry.request, seat, logits_V)])
         if isinstance(result, Drawn):
             seat.token = result.token if entry.token is None else entry.token
-            seat.ended = seat.spec.ends(seat.token, self._end_tokens)
+            seat.ended = seat.token in seat.ends
             if seat.ended:
                 seat.draws -= 1
             elif seat.spec.penalises:
@@ -207,9 +209,9 @@ class DecodeSlots:
     def _drawn(self, due: list[tuple[int, _Seat, torch.Tensor]]) -> list[Drawn | RequestFault]:
         """A token for each of them, here or on the rank that has their logits."""
         if self._ranks is None or not due:
-            return [_draw(*each, self._end_tokens) for each in due]
+            return [_draw(*each) for each in due]
         if self._ranks.draws:
-            results = [_draw(*each, self._end_tokens) for each in due]
+            results = [_draw(*each) for each in due]
             self._ranks.tell([result.token if isinstance(result, Drawn) else FAULT for result in results])
             return results
         tokens = self._ranks.tell([FAULT] * len(due))
@@ -262,8 +264,8 @@ class DecodeSlots:
             self._free = [batch.captured, *self._free[: KEPT_STEPS - 1]]
 
 
-def _draw(request: int, seat: _Seat, logits_V: torch.Tensor, end_tokens: Collection[int]) -> Drawn | RequestFault:
-    barred = seat.spec.barred(end_tokens, seat.draws)
+def _draw(request: int, seat: _Seat, logits_V: torch.Tensor) -> Drawn | RequestFault:
+    barred = seat.ends if seat.draws < seat.spec.min_tokens else ()
     try:
         (token,) = sample(logits_V[None], [seat.spec], [seat.generator], [seat.counts], [barred])
     except EngineError as error:

@@ -24,8 +24,8 @@ from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.layers_apart import LayersApart
-from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
-from dist_attn.rank.sequence_executor import SequenceExecutor, batches_of, take_counts, tokens_of
+from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces, tokens_of
+from dist_attn.rank.sequence_executor import SequenceExecutor, batches_of, take_counts
 from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, write_state
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -46,7 +46,7 @@ from dist_attn.wire.rank_messages import (
     RowPieces,
     SavedState,
 )
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 MIB = 1 << 20
 

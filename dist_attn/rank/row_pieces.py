@@ -1,16 +1,23 @@
-"""From a rank's hidden states to the pieces of rows that lie in its slice."""
+"""The tokens of a rank's slice, and from its hidden states the pieces of rows that lie in it."""
 
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from dist_attn.generation import sequence_scores
 from dist_attn.rank_link.rows import piece_edges
+from dist_attn.text.cuts import unmarked
 from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.rank_messages import RowPieces
+from dist_attn.wire.rank_messages import PrefillOp, RowPieces
 
 SCORED_AT_ONCE = 64  # tokens whose logits are there at the same time; it divides the grid on which ranks are cut
+
+
+def tokens_of(op: PrefillOp) -> torch.Tensor:
+    """The tokens of this rank's slice without the marks of rows' ends, on the CPU."""
+    return torch.from_numpy(unmarked(np.frombuffer(op.tokens, dtype="<i4")).astype(np.int64))
 
 
 def reduce_to_pieces(

@@ -14,8 +14,9 @@ from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
+from dist_attn.rank.row_pieces import tokens_of
 from dist_attn.rank_link.rows import piece_edges, sequence_length
-from dist_attn.text.cuts import marked_ends, unmarked
+from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, SavedState
@@ -198,11 +199,6 @@ def read_sequences(
 def _row_pieces(vectors_ND: torch.Tensor, starts: range, stop: int, request: int) -> RowPieces:
     data = vectors_ND.to(device="cpu", dtype=torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
     return RowPieces(request, list(starts), [*starts[1:], stop], data)
-
-
-def tokens_of(op: PrefillOp) -> torch.Tensor:
-    """The tokens of this rank's slice without the marks of rows' ends, on the CPU."""
-    return torch.from_numpy(unmarked(np.frombuffer(op.tokens, dtype="<i4")).astype(np.int64))
 
 
 def batches_of(ops: list[PrefillOp]) -> Iterator[list[PrefillOp]]:

@@ -2,9 +2,9 @@
 
 `sequence_ops` has the interface, `sharding` what all operations of one communicator and layout share. A carry is
 exchanged by `prefix_scan`: `scan` begins it, `exchanges` has a function for each exchange, `monoid` what is combined.
-Linear attention is `linear`, which prepares a call, `carry_scan`, which attends before and behind the scan, and
-`packed_linear` for packed documents. In deterministic mode `linear` passes the state from rank to rank in turn; packed
-documents that begin on an earlier rank, and relative attention, gather it (`document_exchange`, `relative`).
+Linear attention is `linear`, which prepares a call and attends within packed documents, and `carry_scan`, which attends
+before and behind the scan. In deterministic mode `linear` passes the state from rank to rank in turn; packed documents
+that begin on an earlier rank, and relative attention, gather it (`document_exchange`, `relative`).
 """
 
 from dist_attn.sharded.carry_scan import sharded_linear_attention

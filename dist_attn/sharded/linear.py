@@ -6,8 +6,13 @@ come back; queries behind the last key read the state after all keys, which ever
 A fold over the totals of ranks differs from one rank's fold over chunks by roundings; strong gates hide that, weak ones
 do not. For the bits of one rank the state itself goes from rank to rank, every chunk is computed from it, and cuts lie
 between chunks: the arithmetic is the same for any number of ranks, one included.
+
+Inside packed documents states go where a document goes on: a rank hears only from ranks that hold parts of its first or
+last document. Where each document lies on one rank, no rank sends anything. What documents start where is known to all
+ranks from the layout and does not travel.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,11 +21,11 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
-from dist_attn.ops.linear_attention import Attend, LinearCall, absorb, check_choice, prefix_then_causal
+from dist_attn.ops.linear_attention import Attend, LinearCall, absorb, attend, check_choice, prefix_then_causal
 from dist_attn.ops.linear_attention.attention import absorb_by_chunks, attend_by_chunks, read_by_chunks
-from dist_attn.sharded.carry_scan import sharded_linear_attention
+from dist_attn.sharded.carry_scan import sharded_linear_attention, widened_for_grad_accumulation
+from dist_attn.sharded.document_exchange import Heard, hear_from_start, ranks_heard
 from dist_attn.sharded.in_turn import in_turn
-from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
 from dist_attn.sharded.prefix_scan.exchanges import tied
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding
@@ -120,3 +125,129 @@ def attention_in_order(comm: Communicator, call: LinearCall) -> tuple[torch.Tens
         return attend_by_chunks(call, first.unpack(before_BHX))[0], after
     out_BHLV = read_by_chunks(call, after)
     return tied(out_BHLV, after.s_BHMV), after  # without queries nothing else leads back to the exchanges
+
+
+def sharded_packed_linear_attention(
+    comm: Communicator, layout: SequenceLayout, call: LinearCall
+) -> tuple[torch.Tensor, LinearState]:
+    """`ops.linear_attention` of the layout's documents on this rank's slice; queries and keys lie on the same layout.
+
+    The call's state is the one before the first global token. If there is one, the state after the last global token
+    is returned on every rank. Otherwise the one after this rank's last token is: the global one would have to travel to
+    ranks that hold nothing of the last document, also where no document crosses a cut. Kernels by name take causal
+    attention only, whatever documents a rank has.
+
+    Shapes: as `ops.linear_attention`, L local; may be 0.
+    Cost: per rank that hears from this one a message of 4 B H (M (V + 1) + 2) bytes (8 in place of 4 for float64; two
+        when not causal); backward the same the other way. No document over a cut and no state: nothing.
+    """
+    state, dtype, out_dtype = call.state, call.sums_dtype(), call.v_BHSV.dtype
+    k, v = (widened_for_grad_accumulation(t, dtype) for t in (call.k_BHSK, call.v_BHSV))
+    call = replace(call, k_BHSK=k, v_BHSV=v, documents=layout.documents_on(comm.rank))
+    call.check()
+    # Ranks without a document start refuse what those with one do.
+    check_choice(replace(call, documents=layout.documents or ()), sums=dtype)
+    part = _Part(layout, comm.rank, replace(call, state=None), dtype)
+    tail = part.absorb(0, call.keys)
+    message, first = tail.pack(), tail
+    if not call.causal:
+        first = part.absorb(0, part.first) if call.documents else tail
+        message = torch.cat([message, first.pack()], dim=-1)
+    sources = ranks_heard(layout, causal=call.causal, final=state is not None)
+    running = hear_from_start(comm, sources, message, label="carry")
+    rest = [] if not call.documents else part.attend_rest()
+    elements = _Elements(layout, running(), tail, first, comm.rank)
+    before = elements.before(state)
+    if call.causal:
+        out = part.attend(0, part.first, before)
+    else:
+        out = part.read(0, part.first, elements.whole_first(before))
+        if call.documents and layout.ranks_after(comm.rank):
+            rest.append(part.read(call.documents[-1], call.keys, elements.whole_last()))
+    out = torch.cat([out, *rest], dim=2).to(out_dtype)
+    return out, before.combine(tail) if state is None else elements.final(state)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's slice: the tokens before its first document start, and the documents from there on."""
+
+    layout: SequenceLayout
+    rank: int
+    call: LinearCall  # from nothing
+    dtype: torch.dtype
+
+    @property
+    def first(self) -> int:
+        """How many tokens lie before the first start."""
+        return self.call.documents[0] if self.call.documents else self.call.keys
+
+    def absorb(self, start: int, stop: int) -> LinearState:
+        """What the keys of some tokens leave behind, of the last document among them."""
+        return absorb(self.call.tokens(start, stop).streaming_if_empty(), self.dtype)
+
+    def attend_rest(self) -> list[torch.Tensor]:
+        """Outputs of the documents that start here, but for the last one where it takes keys of later ranks."""
+        waits = not self.call.causal and bool(self.layout.ranks_after(self.rank))
+        return [self.attend(self.first, self.call.documents[-1] if waits else self.call.keys, None)]
+
+    def attend(self, start: int, stop: int, state: LinearState | None) -> torch.Tensor:
+        """Outputs of some tokens; `state` is that before the first of them."""
+        return attend(replace(self.call.tokens(start, stop).streaming_if_empty(), state=state))[0]
+
+    def read(self, start: int, stop: int, state: LinearState) -> torch.Tensor:
+        """Outputs of queries that all read the same state."""
+        return attend(self.call.tokens(start, stop).reading(state).streaming_if_empty())[0]
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """What each rank that was heard of has left behind: after its last token, and after its first document."""
+
+    layout: SequenceLayout
+    heard: Heard
+    tail: LinearState
+    first: LinearState
+    rank: int
+
+    def before(self, state: LinearState | None) -> LinearState:
+        """The state before this rank's first token: of that token's document alone."""
+        start, _ = self.layout.range(self.rank)
+        continued = self.layout.document_of(start) == 0
+        given = state if state is not None and continued else self._nothing()
+        folded = LinearState.fold([given, *(self._tail_of(rank) for rank in self.layout.ranks_before(self.rank))])
+        return replace(folded, s_BHMV=self.heard.connect(folded.s_BHMV))
+
+    def whole_first(self, before: LinearState) -> LinearState:
+        """The state after the whole document of this rank's first token."""
+        later = () if self.layout.documents_on(self.rank) else self.layout.ranks_after(self.rank)
+        return LinearState.fold([before, self.first, *(self._first_of(rank) for rank in later)])
+
+    def whole_last(self) -> LinearState:
+        """The state after the whole document of this rank's last token, which starts here."""
+        return LinearState.fold([self.tail, *(self._first_of(rank) for rank in self.layout.ranks_after(self.rank))])
+
+    def final(self, state: LinearState) -> LinearState:
+        """The state after the last global token."""
+        given = state if self.layout.document_of(self.layout.total - 1) == 0 else self._nothing()
+        last: Iterable[int] = self.layout.ranks_of_last_document()
+        folded = LinearState.fold([given, *(self._tail_of(r) if r != self.rank else self.tail for r in last)])
+        return replace(folded, s_BHMV=self.heard.connect(folded.s_BHMV))
+
+    def _tail_of(self, rank: int) -> LinearState:
+        row = self.heard.messages[rank][..., : self._columns]
+        tail = self.tail.unpack(row)
+        starts = bool(self.layout.documents_on(rank))
+        return replace(tail, reset_BH=torch.full_like(tail.reset_BH, starts))
+
+    def _first_of(self, rank: int) -> LinearState:
+        first = self.tail.unpack(self.heard.messages[rank][..., self._columns :])
+        return replace(first, reset_BH=torch.zeros_like(first.reset_BH))
+
+    @property
+    def _columns(self) -> int:
+        features, values = self.tail.s_BHMV.shape[2:]
+        return features * (values + 1) + 2
+
+    def _nothing(self) -> LinearState:
+        return LinearState(*(torch.zeros_like(t) for t in self.tail.tensors()))

@@ -27,9 +27,12 @@ from dist_attn.sharded.columns import (
 )
 from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.linear import attend_over_layouts
-from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
-from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
+from dist_attn.sharded.relative import (
+    sharded_packed_relative_attention,
+    sharded_relative_attention,
+    sharded_relative_attention_streaming,
+)
 from dist_attn.sharded.sharding import CacheKept, Sharding, SoftmaxExchange
 from dist_attn.sharded.softmax import softmax_over_layouts, softmax_stream_over_layouts
 from dist_attn.sharded.state_spaces import (
@@ -182,7 +185,7 @@ class ShardedSequenceOps(SequenceOps):
         return softmax_over_layouts(self._sharding, call)
 
     def _attend_onward(self, call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]:
-        # The first block of a stream goes the way that `softmax` says, see `sharded.softmax_streaming`.
+        # The first block of a stream goes the way that `softmax` says, see `sharded.softmax`.
         self._sharding.refuse_deterministic("softmax attention")
         self._sharding.check_queries(call.queries)
         self._sharding.check_queries(call.keys, "keys")

@@ -3,24 +3,45 @@
 Of packed documents those that lie whole on a rank are the local operation's. The tokens of documents that lie on
 several ranks are a sequence with a layout of its own, which attends as any other.
 
-Shape letters: B batch, H heads of queries, G of keys, L queries and S keys here, K key size, V value size.
+The keys of a stream of blocks stay spread or become whole. Spread: every rank keeps the keys of its own slices. The
+queries of a block go to all ranks, each attends with all of them to the keys that it keeps, and the partial results are
+merged where the queries came from. What travels depends on the block alone, never on how much has been read, and the
+work is even, since every block was cut over all ranks. Whole: the keys of a block go to all ranks, so that any of them
+can go on alone, as decoding does.
+
+Shape letters: B batch, H heads of queries, G of keys, L queries (of a stream, tokens of the block) and S keys here, T
+tokens of the block on all ranks, K key size, V value size, P ranks, N numbers at each token.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 
+from dist_attn.comm import Communicator
+from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import KeyValueCache, softmax_attention_streaming
-from dist_attn.ops.softmax_attention import SoftmaxCall
-from dist_attn.ops.softmax_attention.attention import attend_documents
+from dist_attn.ops import softmax_attention_streaming
+from dist_attn.ops.softmax_attention import (
+    KeyValueCache,
+    Placement,
+    SoftmaxCall,
+    SoftmaxOptions,
+    merge_partials,
+)
+from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly
+from dist_attn.ops.softmax_attention.cache import streaming_placement
+from dist_attn.ops.softmax_attention.call import PLAIN
+from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
+from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.columns import starts_inside
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
+from dist_attn.sharded.redistribution import redistribute
+from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
 from dist_attn.sharded.ring_attention import ring_attention
 from dist_attn.sharded.sharding import Sharding
-from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Attention = Callable[..., torch.Tensor]
@@ -86,3 +107,128 @@ def _packed(attend: Attention, call: SoftmaxCall, sharding: Sharding) -> torch.T
     inside_BHLV = attend_documents(inside, starts_inside(layout, rank))
     first, last = across_BHLV.split((parts[0], parts[2]), dim=2)
     return torch.cat([first, inside_BHLV, last], dim=2)
+
+
+def attend_over_spread_cache(
+    sharding: Sharding,
+    q_BHLK: torch.Tensor,
+    k_BGLK: torch.Tensor,
+    v_BGLV: torch.Tensor,
+    cache: KeyValueCache,
+    *,
+    options: SoftmaxOptions = PLAIN,
+) -> tuple[torch.Tensor, KeyValueCache]:
+    """`ops.softmax_attention_streaming` on this rank's slice of a block, over a cache with tokens in it.
+
+    Cost: per rank P - 1 messages of B H L K elements and P - 1 of B H (V + 1) times the slice of the receiver,
+        whatever the length of the cache. Memory: the share of the cache and a copy while it grows; queries and
+        partial results of the whole block.
+    Raises: InputError for a cache that is whole, or spread over another number of ranks.
+    """
+    comm, layout = sharding.comm, sharding.layout
+    if cache.blocks is None:
+        raise InputError(
+            "a state that holds all keys was given to ranks that keep a share each; make these operations with "
+            "cache='whole', or begin with an empty state"
+        )
+    if any(len(lengths) != comm.size for lengths in cache.blocks):
+        raise InputError(
+            f"a state that is spread over {len(cache.blocks[0])} ranks was given to {comm.size}; go on over the same "
+            "ranks"
+        )
+    batch, heads, length, _ = q_BHLK.shape
+    values, total, past = v_BGLV.shape[3], layout.total, cache.tokens
+    after = cache.appended(k_BGLK, v_BGLV, (*cache.blocks, layout.lengths))
+    block = streaming_placement(past, total, layout.documents or (), cache.dropped)
+    placement = _of_own_keys(block, cache.dropped, _positions(after, comm.rank))
+    q_BHTK = _to_every_rank(comm, layout, q_BHLK, "queries")
+    call = SoftmaxCall(q_BHTK, after.k_BGSK, after.v_BGSV, True, options, placement)
+    call.check()
+    out_BHTV, lse_BHT = attend_partially(call)
+    part_TBHN = torch.cat([out_BHTV, lse_BHT[..., None]], dim=3).permute(2, 0, 1, 3)
+    part_TN = part_TBHN.reshape(total, batch * heads * (values + 1))
+    mine_PLN = _to_the_owners(comm, layout, part_TN).view(comm.size, length, batch, heads, values + 1)
+    out_PBHLN = mine_PLN.permute(0, 2, 3, 1, 4)
+    merged = merge_partials(out_PBHLN[..., :values].unbind(), out_PBHLN[..., values].unbind())
+    out_BHLV = with_sinks(merged, options.sinks_H).to(v_BGLV.dtype)
+    return out_BHLV, last_document(after, layout, comm.rank).within(options.window, comm.rank)
+
+
+def attend_over_whole_cache(
+    sharding: Sharding,
+    q_BHLK: torch.Tensor,
+    k_BGLK: torch.Tensor,
+    v_BGLV: torch.Tensor,
+    cache: KeyValueCache,
+    *,
+    options: SoftmaxOptions = PLAIN,
+) -> tuple[torch.Tensor, KeyValueCache]:
+    """`ops.softmax_attention_streaming` on this rank's slice of a block; all ranks then hold all keys.
+
+    Cost: per rank P - 1 messages of B G L (K + V) elements. Memory: the whole cache on every rank.
+    Raises: InputError for a cache that is spread over ranks.
+    """
+    comm, layout = sharding.comm, sharding.layout
+    cache.require_whole()
+    start, stop = layout.range(comm.rank)
+    size, past = k_BGLK.shape[3], cache.tokens
+    kv_BGTN = _to_every_rank(comm, layout, torch.cat([k_BGLK, v_BGLV], dim=3), "keys")
+    after = cache.appended(kv_BGTN[..., :size], kv_BGTN[..., size:])
+    block = streaming_placement(past, layout.total, layout.documents or (), cache.dropped)
+    documents_T = block.query_documents_L
+    own = slice(start, stop)
+    placement = Placement(
+        block.queries_L[own],
+        block.keys_S,
+        None if documents_T is None else documents_T[own],
+        block.key_documents_S,
+    )
+    out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
+    return out_BHLV, last_document(after, layout, comm.rank).within(options.window)
+
+
+def last_document(cache: KeyValueCache, layout: SequenceLayout, rank: int) -> KeyValueCache:
+    """What later blocks still see of a cache that ends with this block: its last document, which goes on."""
+    if not layout.documents:
+        return cache
+    return cache.since(cache.tokens - layout.total + layout.documents[-1], rank)
+
+
+def _of_own_keys(placement: Placement, first: int, positions_S: torch.Tensor) -> Placement:
+    """The same queries over the keys at some of the positions, the keys of a placement that has all since `first`."""
+    documents = placement.key_documents_S
+    own = None if documents is None else documents[positions_S - first]
+    return Placement(placement.queries_L, positions_S, placement.query_documents_L, own)
+
+
+def _to_every_rank(comm: Communicator, layout: SequenceLayout, x_BHLN: torch.Tensor, label: str) -> torch.Tensor:
+    """All slices of a block, on every rank: [B, H, L local, N] -> [B, H, T, N]."""
+    batch, heads, length, size = x_BHLN.shape
+    source = BlockTable.grid([layout.cuts], range(comm.size), comm.size)
+    copies = tuple(Block(rank, ((0, layout.total),)) for rank in range(comm.size))
+    change = Change(source, BlockTable((layout.total,), comm.size, copies), batch * heads * size)
+    plan = plan_redistribution((change,), relabel=False)
+    (x_TN,) = redistribute(comm, plan, x_BHLN.permute(2, 0, 1, 3).reshape(length, change.numbers), label=label)
+    return x_TN.view(layout.total, batch, heads, size).permute(1, 2, 0, 3)
+
+
+def _to_the_owners(comm: Communicator, layout: SequenceLayout, x_TN: torch.Tensor) -> torch.Tensor:
+    """What every rank has for the tokens of a block, each token's with the rank that holds it: [P L local, N]."""
+    ranks = comm.size
+    source = BlockTable.grid([range(ranks + 1), [0, layout.total]], range(ranks), ranks)
+    target = BlockTable.grid([[0, ranks], layout.cuts], range(ranks), ranks)
+    plan = plan_redistribution((Change(source, target, x_TN.shape[1]),), relabel=False)
+    (x_EN,) = redistribute(comm, plan, x_TN, label="partial outputs")
+    return x_EN
+
+
+def _positions(cache: KeyValueCache, rank: int) -> torch.Tensor:
+    """Where the keys that `rank` keeps stand in the sequence."""
+    blocks = cache.blocks or ()
+    starts = accumulate((sum(lengths) for lengths in blocks), initial=cache.dropped)
+    return torch.cat(
+        [
+            torch.arange(start + sum(lengths[:rank]), start + sum(lengths[: rank + 1]), device="cpu")
+            for start, lengths in zip(starts, blocks, strict=False)
+        ]
+    )

@@ -14,13 +14,14 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.device import send
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.token_selection import (
+    Interpolation,
     check_selection,
     comparable,
     first_of_highest,
     highest_scores,
     share_of_highest,
+    upsample,
 )
-from dist_attn.ops.upsampling import Interpolation, upsample
 from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.redistribution import realign_tokens, redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
@@ -128,7 +129,7 @@ def sharded_upsample(
     position_N: torch.Tensor,
     how: Interpolation,
 ) -> torch.Tensor:
-    """`ops.upsampling.upsample` at this rank's positions of `source`.
+    """`ops.token_selection.upsample` at this rank's positions of `source`.
 
     `found[r]` kept tokens lie at positions of rank r; they are held as `even` says. A rank takes those of its own
     positions and `how.reach` on either side, so that neighbours hold copies, whose gradients add up.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, final
 
 from dist_attn.errors import MissingExtraError, extra_hint
@@ -72,9 +71,7 @@ class RunLog:
             self._closing.callback(sink.close)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.close()
 
 

@@ -203,7 +203,7 @@ class Done(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The request ended without its result.
 
-    `code` is one of dist_attn_api/codes.py; with overloaded there may be room in `retry_after_s` seconds.
+    `code` is one of dist_attn_api/errors.py; with overloaded there may be room in `retry_after_s` seconds.
     """
 
     request_id: Name

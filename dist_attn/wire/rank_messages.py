@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.specs import MOST_END_TOKENS, Count, Message, RowSpec, SamplingSpec, TokenLogprobs
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 # ---- controller -> rank ------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ The names of ranks hold the controller's own name and the epoch, which keeps apa
 """
 
 from enum import Enum
-from types import TracebackType
 from typing import Self, final
 
 import zmq
@@ -102,9 +101,7 @@ class Router:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -169,9 +166,7 @@ class Dealer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

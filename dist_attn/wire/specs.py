@@ -69,13 +69,9 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
-    def ends(self, token: int, end_tokens: Collection[int]) -> bool:
-        """Whether this drawn token ends the text."""
-        return token in end_tokens and not self.ignore_eos
-
-    def barred(self, end_tokens: Collection[int], drawn: int) -> Collection[int]:
-        """The tokens that must not follow so many drawn ones."""
-        return end_tokens if drawn < self.min_tokens and not self.ignore_eos else ()
+    def ended_by(self, end_tokens: Collection[int]) -> Collection[int]:
+        """Those of a model's end tokens that end this text."""
+        return () if self.ignore_eos else end_tokens
 
     @property
     def penalises(self) -> bool:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 
 from dist_attn import __version__
 from dist_attn.errors import DistAttnError, ModelFolderError
@@ -42,7 +41,7 @@ from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.engine.workload import Workload
 from dist_attn_service.feeding.service import FeedingService
 from dist_attn_service.http.auth import KeyRing
-from dist_attn_service.http.envelope import Envelope, routing_problem, service_problem
+from dist_attn_service.http.envelope import EXCEPTION_HANDLERS, Envelope
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.jobs.catalogue import JobCatalogue
@@ -54,7 +53,6 @@ from dist_attn_service.routers import (
     files,
     jobs,
     search,
-    session_text,
     sessions,
     texts,
     uploads,
@@ -70,7 +68,7 @@ from dist_attn_service.uploads.service import FileService
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, encodings, texts, search, jobs, sessions, session_text, files, uploads, about)
+ROUTERS = (completions, encodings, texts, search, jobs, sessions, files, uploads, about)
 
 
 class LifespanState(TypedDict):
@@ -127,7 +125,7 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        exception_handlers={ServiceError: service_problem, HTTPException: routing_problem},
+        exception_handlers=EXCEPTION_HANDLERS,
         responses={"default": PROBLEM_RESPONSE},
     )
     envelope = Envelope(

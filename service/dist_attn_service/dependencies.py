@@ -27,7 +27,6 @@ from dist_attn_service.feeding.service import FeedingService
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
-from dist_attn_service.schemas.documents import EncodingOptions
 from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.generate import GenerateService
@@ -40,7 +39,6 @@ from dist_attn_service.uploads.service import FileService
 __all__ = [
     "ModelServices",
     "Services",
-    "caller_of",
     "content_length",
     "form_boundary",
     "media_type",
@@ -92,15 +90,13 @@ class ModelServices(ServiceContext):
     embeddings: EmbeddingService
     estimates: EstimateService
 
-    def rows(self, options: EncodingOptions, granularity: str | None = None) -> RowSpec:
-        """The rows that are asked for; what was left out depends on the model. `granularity` goes before the options'.
+    def rows(self, granularity: str, window: int | None = None, pooling: str | None = None) -> RowSpec:
+        """The rows that are asked for; None was left out, and depends on the model.
 
         Raises: BadRequest for rows that the model does not give.
         """
-        window = options.window if "window" in options.model_fields_set else None
-        pooling = options.pooling if "pooling" in options.model_fields_set else None
         try:
-            return choose_rows(granularity or options.granularity, window, pooling, self.model.reading)
+            return choose_rows(granularity, window, pooling, self.model.reading)
         except RowChoiceError as error:
             raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
 
@@ -241,18 +237,13 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
-def caller_of(request: Request) -> str:
-    """Who asks, as far as keys tell: the digest of the key, "" where no keys are asked for."""
-    return record_of(request).caller
-
-
 def content_length(request: Request, limit: int | None = None) -> int | None:
     """How many bytes the body says to have, None where it does not say.
 
     Raises: TooLarge for a form that could not hold a file of `limit` bytes at most.
     """
     value = request.headers.get("content-length", "")
-    if not (value.isascii() and value.isdecimal() and len(value) < 19):
+    if not (value.isascii() and value.isdecimal() and len(value) <= 20):
         return None
     if limit is not None and int(value) > limit + FORM_BYTES:
         raise TooLarge(f"the body has {value} bytes; what it holds may have {limit}")
@@ -312,8 +303,8 @@ async def read_json_body(request: Request, body: RequestBody, limit: int) -> byt
             f"Content-Type is {kind[:80]!r}; send JSON with -H 'Content-Type: application/json'",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
         )
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
+    length = content_length(request)
+    if length is not None and length > limit:
         raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
     record = record_of(request)
     return await body.read_all(limit, services_of(request).json_memory.hold(record.holder, record.at_end.append))

@@ -9,7 +9,7 @@ from torch import Tensor
 from dist_attn import feature_maps
 from dist_attn.ops import AffineState, Denominator, LegsState, LinearState, RelativeState, SequenceOps
 from dist_attn.ops.relative_attention import WindowState
-from dist_attn.ops.upsampling import Interpolation
+from dist_attn.ops.token_selection import Interpolation
 
 __all__ = ["AFFINE_CASES", "CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax"]
 

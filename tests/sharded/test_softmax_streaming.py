@@ -13,7 +13,7 @@ from dist_attn.ops import KeyValueCache, LocalSequenceOps
 from dist_attn.ops.softmax_attention import Placement, softmax_attention_naive
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.sharding import Sharding
-from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
+from dist_attn.sharded.softmax import attend_over_spread_cache, attend_over_whole_cache, last_document
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
 

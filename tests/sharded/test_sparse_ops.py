@@ -6,7 +6,7 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.upsampling import Interpolation
+from dist_attn.ops.token_selection import Interpolation
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks

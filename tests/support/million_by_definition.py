@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_attn.models import MillionConfig
-from dist_attn.ops.upsampling import upsample_naive
+from dist_attn.ops.token_selection import upsample_naive
 
 __all__ = ["ByDefinition", "million_by_definition"]
 

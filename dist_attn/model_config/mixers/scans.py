@@ -180,6 +180,6 @@ def _block_tokens(state_numbers: int, tokens: int) -> int:
     return min(max(CHUNK_TOKENS, min(most, BLOCK_TOKENS)), tokens)
 
 
-register_mixer(MambaConfig, "dist_attn.mixers.mamba:Mamba")
-register_mixer(RgLruConfig, "dist_attn.mixers.rg_lru:RecurrentBlock")
+register_mixer(MambaConfig, "dist_attn.mixers.scans:Mamba")
+register_mixer(RgLruConfig, "dist_attn.mixers.scans:RecurrentBlock")
 register_mixer(MLstmConfig, "dist_attn.mixers.mlstm:MatrixMemory")

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from dist_attn_api.codes import Code
+from dist_attn_api.errors import Code
 
 __all__ = [
     "DRAINING",

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,10 +18,11 @@ from dist_attn_service.base.tracing import RequestTrace, Tracing
 from dist_attn_service.engine.metrics import UNROUTED, Metrics
 from dist_attn_service.http.pages import PAGE_FILES
 
-__all__ = ["Envelope", "problem_response", "routing_problem", "service_problem"]
+__all__ = ["EXCEPTION_HANDLERS", "Envelope"]
 
 POLLED = frozenset({"/health", "/livez", "/readyz", "/metrics", "/v1/status", *PAGE_FILES})
 """Asked for every second, by probes and by the page."""
+CLIENT_GONE = 499  # as nginx writes it
 
 
 class Envelope:
@@ -80,19 +81,17 @@ class Envelope:
 
         try:
             refusal = self._refusal(scope)
-            inner = app if refusal is None else problem_response(refusal, record)
+            inner = app if refusal is None else _problem_response(refusal, record)
             await inner(scope, receive, marked)
-        except ClientGone:
-            record.reason = "client_gone"
         except asyncio.CancelledError:
             # the server stops, and this request's task ends here in any case
             record.reason = str(Code.STOPPING)
             if not record.status:
-                await problem_response(ServiceStopping(), record)(scope, receive, marked)
+                await _problem_response(ServiceStopping(), record)(scope, receive, marked)
         except Exception as error:
             record.unexpected(error)
             if not record.status:
-                await problem_response(UnforeseenError(), record)(scope, receive, marked)
+                await _problem_response(UnforeseenError(), record)(scope, receive, marked)
         finally:
             for give_back in record.at_end:
                 give_back()
@@ -113,7 +112,7 @@ class Envelope:
         self._metrics.ended(route, record.reason, record.seconds, received=record.received(), sent=record.sent)
 
 
-def problem_response(error: ServiceError, record: RequestRecord) -> Response:
+def _problem_response(error: ServiceError, record: RequestRecord) -> Response:
     """The answer for an error before the head."""
     record.reason = str(error.code)
     return Response(
@@ -121,15 +120,21 @@ def problem_response(error: ServiceError, record: RequestRecord) -> Response:
     )
 
 
-async def service_problem(request: Request, error: Any) -> Response:
-    """Exception handler: anything of our own tree."""
-    return problem_response(error, request.state.record)
+async def _nobody_to_answer(request: Request, error: Any) -> Response:
+    """The client left before its answer began. Nobody gets this one; the log has its status."""
+    request.state.record.reason = "client_gone"
+    return Response(status_code=CLIENT_GONE)
 
 
-async def routing_problem(request: Request, error: Any) -> Response:
-    """Exception handler: what the router refuses (unknown path, wrong method)."""
+async def _service_problem(request: Request, error: Any) -> Response:
+    """Anything of our own tree."""
+    return _problem_response(error, request.state.record)
+
+
+async def _routing_problem(request: Request, error: Any) -> Response:
+    """What the router refuses (unknown path, wrong method)."""
     failure = _from_router(request, error)
-    return problem_response(failure, request.state.record)
+    return _problem_response(failure, request.state.record)
 
 
 def _from_router(request: Request, error: HTTPException) -> ServiceError:
@@ -156,3 +161,11 @@ def _methods_here(request: Request) -> list[str]:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             methods |= route.methods or set()
     return sorted(methods)
+
+
+EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    ServiceError: _service_problem,
+    HTTPException: _routing_problem,
+    ClientGone: _nobody_to_answer,
+}
+"""What routes and the router raise before an answer has begun, and the answer to it."""

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.types import Choice, Completion, CompletionUsage
-from dist_attn_service.base.errors import ClientGone, ServiceError
+from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.completions.run import Delta
@@ -141,9 +141,6 @@ async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
     try:
         with asked.place():
             choices, usage = await while_connected(asked.body, work)
-    except ClientGone:
-        record.reason = "client_gone"
-        return Response(status_code=499)
     finally:
         work.close()  # where it was not begun
     return json_response(form.whole(choices, usage))

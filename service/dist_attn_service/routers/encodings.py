@@ -57,7 +57,7 @@ async def create_encoding(asked: Asked) -> Response:
     served = services.context_for(options.model, "encodings")
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, asked.headers.get("accept", ""))
-    spec = served.rows(options, "boundaries" if boundaries else None)
+    spec = served.rows("boundaries" if boundaries else options.granularity, *options.sizes)
     wanted = RowRequest(spec, form, options.from_row, boundaries, terms_of(asked.request))
     _check_length(form, source)
     if await becomes_job(served, asked.headers, source):

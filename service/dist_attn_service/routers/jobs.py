@@ -55,7 +55,7 @@ async def create_job(asked: Asked) -> Response:
         served = services.context_for(options.model, "encodings")
         source = document_source(asked)
         with asked.place():
-            rows = served.rows(options)
+            rows = served.rows(options.granularity, *options.sizes)
             made = await services.jobs.api.encoding(served, asked.caller, rows, source.chunks(), source.size)
         return await job_response(services, *made)
     wanted = await asked.json(JobRequest)
@@ -69,11 +69,12 @@ async def _encoding(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord
     served = asked.services.context_for(wanted.model, "encodings")
     if wanted.input is None and wanted.file_id is None:
         raise BadRequest("send input, file_id or completion", code=Code.MISSING_PARAMETER, param="input")
-    named = wanted.model_dump(include={"granularity", "window", "pooling"}, exclude_none=True)
-    spec = served.rows(EncodingOptions.model_validate(named), None if wanted.boundaries is None else "boundaries")
+    granularity = wanted.granularity or "window" if wanted.boundaries is None else "boundaries"
+    spec = served.rows(granularity, wanted.window, wanted.pooling)
     source, boundaries = await named_source(asked, wanted.input, wanted.file_id), wanted.boundaries or []
     if boundaries:
-        check_boundaries(boundaries, named.keys(), source)
+        named = {name for name in ("granularity", "window") if getattr(wanted, name) is not None}
+        check_boundaries(boundaries, named, source)
     jobs = asked.services.jobs.api
     return await jobs.encoding(served, asked.caller, spec, source.chunks(), source.size, boundaries)
 

@@ -6,14 +6,13 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.search_types import RerankResults, SearchResults
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code
+from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source
 from dist_attn_service.routers.openapi import described
 from dist_attn_service.schemas.documents import (
-    EncodingOptions,
     RerankRequest,
     RerankText,
     SearchDocument,
@@ -34,8 +33,7 @@ async def search(asked: Asked) -> Response:
     """Rows of texts, files and jobs, by their words, by their vectors, or by both."""
     services, wanted = asked.services, await asked.json(SearchRequest)
     served = services.context_for(wanted.model, "search")
-    window = {} if wanted.window is None else {"window": wanted.window}
-    spec = served.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
+    spec = served.rows(wanted.granularity, wanted.window)
     _check_query(wanted.query)
     documents = [await _document(asked, one, str(place)) for place, one in enumerate(wanted.documents)]
     if len({one.id for one in documents}) < len(documents):
@@ -116,13 +114,9 @@ async def _answered(
 
     Raises: ServiceError (429) where searches under way hold too much.
     """
-    try:
-        with asked.place():
-            hold = asked.services.search_memory.hold(asked.record.holder, asked.record.at_end.append)
-            hold(size)
-            results = await while_connected(asked.body, work(hold))
-    except ClientGone:
-        asked.record.reason = "client_gone"
-        return Response(status_code=499)
+    with asked.place():
+        hold = asked.services.search_memory.hold(asked.record.holder, asked.record.at_end.append)
+        hold(size)
+        results = await while_connected(asked.body, work(hold))
     asked.services.count(asked.record, "embedding", results.usage.total_tokens)
     return await asked.services.beside(json_response, results)

@@ -1,20 +1,53 @@
-"""/v1/sessions: what the model knows of a text, kept between requests; made, listed, forked, read, put, ended."""
+"""/v1/sessions: what the model knows of a text, kept between requests; made, listed, forked, read, put, ended.
+
+/append puts text into a session, /generate draws text out of it; both become a part of it.
+"""
+
+import asyncio
+import hashlib
+import json
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from dist_attn_api.types import CheckpointList, Deleted, Session, SessionList
-from dist_attn_service.base.errors import Code, ServiceError, TooLarge
-from dist_attn_service.dependencies import media_type
-from dist_attn_service.http.exchange import ResponseWriter
-from dist_attn_service.routers.incoming import Asked, json_response, no_error_trailer
-from dist_attn_service.routers.openapi import ANY_BYTES, BYTES, described, query_parameters
+from dist_attn_api.types import CheckpointList, Choice, Deleted, Generation, Session, SessionList, TextEvent
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
+from dist_attn_service.base.parsing import parse_drawing, terms_of, utf8
+from dist_attn_service.base.tasks import task_group
+from dist_attn_service.dependencies import content_length, media_type
+from dist_attn_service.http.exchange import EventWriter, ResponseWriter
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source, no_error_trailer
+from dist_attn_service.routers.openapi import (
+    ANY_BYTES,
+    ANY_TEXT,
+    BYTES,
+    JSON,
+    TEXT,
+    answered,
+    described,
+    events,
+    header,
+    query_parameters,
+)
 from dist_attn_service.schemas.base import ListOptions
-from dist_attn_service.schemas.stored import CreateSession, ForkSession, StateOptions
-from dist_attn_service.sessions.answers import content_digest, names_tag
+from dist_attn_service.schemas.stored import (
+    AppendOptions,
+    AppendRequest,
+    CreateSession,
+    ForkSession,
+    GenerateRequest,
+    StateOptions,
+)
+from dist_attn_service.sessions.answers import Outlet, content_digest, idempotency_key, names_tag
+from dist_attn_service.sessions.append import AppendSource
+from dist_attn_service.sessions.generate import GenerateWork, TextPiece
+from dist_attn_service.text.choice_text import choice_logprobs
 
 router = APIRouter(tags=["sessions"])
 _FILE = {BYTES: ANY_BYTES}
+IDEMPOTENCY_KEY = header("Idempotency-Key", {"type": "string", "pattern": "^[!#-~]{1,256}$"})
+NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
+"""What may differ in a request that is sent again under the same key."""
 
 
 @router.post(
@@ -111,8 +144,8 @@ async def put_state(asked: Asked, session_id: str) -> Response:
             f"Content-Type is {kind[:80]!r}; send the snapshot file with -H 'Content-Type: {BYTES}'",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
         )
-    limit, length = services.settings.store.snapshot_bytes, asked.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
+    limit, length = services.settings.store.snapshot_bytes, content_length(asked.request)
+    if length is not None and length > limit:
         raise TooLarge(f"the body has {length} bytes; a state may have {limit}")
     with asked.place():
         watch = services.context_for(None, "sessions").watch
@@ -126,3 +159,140 @@ async def put_state(asked: Asked, session_id: str) -> Response:
 
 def _created(session: Session) -> Response:
     return json_response(session, status=201, headers={"location": f"/v1/sessions/{session.id}"})
+
+
+@router.post(
+    "/v1/sessions/{session_id}/append",
+    summary="Append a text to a session",
+    response_class=Response,
+    openapi_extra=described(
+        AppendRequest,
+        content={TEXT: ANY_TEXT, BYTES: ANY_BYTES},
+        parameters=[*query_parameters(AppendOptions), IDEMPOTENCY_KEY],
+        answers=answered("One JSON object per line: progress, then a summary or an error.", "application/x-ndjson"),
+    ),
+)
+async def append_text(asked: Asked, session_id: str) -> Response:
+    """Read a text of any length into a session while it is still being sent, each part of it once."""
+    asked.services.context_for(None, "sessions")
+    source = await _appended(asked)
+    appends = asked.services.sessions.appends
+    return asked.streamed(lambda writer: appends.answer(session_id, source, writer, asked.record), ServiceError.line)
+
+
+@router.post(
+    "/v1/sessions/{session_id}/generate",
+    response_model=Generation,
+    summary="Go on with the text of a session",
+    openapi_extra=described(
+        GenerateRequest,
+        required=False,
+        parameters=[IDEMPOTENCY_KEY],
+        answers=events("The whole text; with `stream`, its pieces as server-sent events."),
+    ),
+)
+async def generate(asked: Asked, session_id: str) -> Response:
+    """Draw tokens after the text of a session; they become a part of it, whether or not the client stays."""
+    services = asked.services
+    wanted = await asked.options(GenerateRequest)
+    served = services.context_for(wanted.model, "sessions")
+    spec, stops = parse_drawing(
+        wanted,
+        services.settings,
+        served.tokeniser.vocab_size,
+        max_tokens=wanted.max_tokens,
+        logprobs=wanted.logprobs,
+        defaults=served.model.drawing,
+    )
+    key, terms = idempotency_key(asked.headers), terms_of(asked.request, wanted)
+    work = GenerateWork(key, wanted.expected_position, spec, stops, _digest(wanted), terms)
+    asked.record.note(completion_id=work.id, stream=bool(wanted.stream))
+    if wanted.stream:
+        return asked.streamed(lambda writer: _stream(asked, session_id, work, writer), ServiceError.events)
+    with asked.place():
+        return json_response(await _whole(asked, session_id, work))
+
+
+def _digest(wanted: GenerateRequest) -> str:
+    """What tells requests under one key apart; neither the order of options nor those that nobody has named count."""
+    options = wanted.model_dump(exclude=NO_PART_OF_IT, exclude_none=True)
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+
+async def _stream(asked: Incoming, session_id: str, work: GenerateWork, writer: ResponseWriter) -> None:
+    services, outlet = asked.services, Outlet(writer)
+    # Bounded by what may be drawn: a client that does not read does not hold the drawing up.
+    pieces: asyncio.Queue[TextPiece | None] = asyncio.Queue()
+    sse = EventWriter(outlet, ping_seconds=services.settings.ping_seconds)
+    head: TextEvent = {
+        "id": work.id,
+        "object": "session.completion.chunk",
+        "created": work.created,
+        "model": services.writer.model.id,
+    }
+    async with task_group() as group:
+        watching = group.create_task(outlet.watch(asked.body))
+        generation = services.sessions.generations
+        task = group.create_task(generation.answer(session_id, work, asked.record, outlet.gone, pieces.put_nowait))
+        task.add_done_callback(lambda _: pieces.put_nowait(None))
+        if await pieces.get() is not None:
+            await sse.start()
+            while (piece := await sse.alive(pieces.get())) is not None:
+                if piece.text or piece.reason:
+                    logprobs = choice_logprobs(piece.scored, work.sampling.logprobs) if piece.scored else None
+                    choice = Choice(text=piece.text, logprobs=logprobs, finish_reason=piece.reason)
+                    await sse.send({**head, "choices": [choice]})
+        answer = await task
+        watching.cancel()
+    end: TextEvent = {"choices": [], "usage": answer.usage, "session": answer.session}
+    await sse.send({**head, "id": answer.id, "created": answer.created, "model": answer.model, **end})
+    await sse.done()
+
+
+async def _whole(asked: Incoming, session_id: str, work: GenerateWork) -> Generation:
+    """The whole answer; a client that leaves does not end the work at once."""
+    gone = asyncio.Event()
+
+    async def watch() -> None:
+        try:
+            await asked.body.until_gone()
+        except ClientGone:
+            asked.record.reason = "client_gone"
+            gone.set()
+
+    async with task_group() as group:
+        watching = group.create_task(watch())
+        generations = asked.services.sessions.generations
+        answer = await generations.answer(session_id, work, asked.record, gone, lambda _: None)
+        watching.cancel()
+    return answer
+
+
+async def _appended(asked: Incoming) -> AppendSource:
+    """What is appended, and where: query and JSON together."""
+    at, body = asked.query(AppendOptions).expected_position, asked.body
+    key, kind = idempotency_key(asked.headers), media_type(asked.request)
+    if kind == JSON:
+        wanted = await asked.json(AppendRequest)
+        expected = wanted.expected_position
+        if expected is not None and at not in (None, expected):
+            raise BadRequest(
+                f"expected_position is {at} in the query and {expected} in the body", param="expected_position"
+            )
+        at, terms = at if expected is None else expected, terms_of(asked.request, wanted)
+        if wanted.input is None or wanted.file_id is not None:
+            stored = (await named_source(asked, wanted.input, wanted.file_id)).pieces
+            return AppendSource(body, key, at, stored=stored, terms=terms)
+        text = utf8(wanted.input, "input", "input")
+        if not text:
+            raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
+        return AppendSource(body, key, at, text, terms=terms)
+    if kind not in (TEXT, BYTES, ""):
+        raise ServiceError(
+            f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}",
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+        )
+    limit, length = asked.services.settings.body_bytes, content_length(asked.request)
+    if length is not None and length > limit:
+        raise TooLarge(f"the body has {length} bytes; a text may have {limit}")
+    return AppendSource(body, key, at, check_utf8=kind == TEXT, terms=terms_of(asked.request))

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.types import Detokenized, Embedding, EmbeddingList, Estimate, Tokenized, Usage
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code
+from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import parse_tokens, terms_of, utf8
 from dist_attn_service.dependencies import Services, media_type
 from dist_attn_service.encodings.estimates import PIECES, Size
@@ -18,7 +18,6 @@ from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.documents import (
     DetokenizeRequest,
     EmbeddingRequest,
-    EncodingOptions,
     EstimateOptions,
     EstimateRequest,
     TokenizeRequest,
@@ -45,12 +44,8 @@ async def create_embeddings(asked: Asked) -> Response:
     inputs = served.embeddings.prepare(wanted)
     record.note(inputs=len(inputs))
     terms = terms_of(asked.request)
-    try:
-        with asked.place():
-            vectors = await while_connected(asked.body, served.embeddings.embed(inputs, record.request_id, terms))
-    except ClientGone:
-        record.reason = "client_gone"
-        return Response(status_code=499)
+    with asked.place():
+        vectors = await while_connected(asked.body, served.embeddings.embed(inputs, record.request_id, terms))
     services.count(record, "embedding", vectors.tokens)
 
     def written() -> Response:
@@ -115,8 +110,7 @@ async def create_estimate(asked: Asked) -> Estimate:
     is_text = media_type(asked.request, gzip=True) == TEXT
     wanted = await _with_text(asked) if is_text else await asked.json(EstimateRequest)
     served = asked.services.context_for(wanted.model, "encodings" if wanted.max_tokens is None else "completions")
-    window = {} if wanted.window is None else {"window": wanted.window}
-    rows = served.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
+    rows = served.rows(wanted.granularity, wanted.window)
     return await served.estimates.estimate(await _size(asked, wanted), rows, wanted.max_tokens)
 
 

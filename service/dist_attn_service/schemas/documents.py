@@ -74,6 +74,12 @@ class EncodingOptions(Query):
         default=0, description="leave out the rows before this one, which are computed all the same"
     )
 
+    @property
+    def sizes(self) -> tuple[int | None, Pooling | None]:
+        """Window and pooling, None where they were left out."""
+        named = self.model_fields_set
+        return self.window if "window" in named else None, self.pooling if "pooling" in named else None
+
 
 class EncodingRequest(EncodingOptions):
     """The JSON form of an encoding: a text, or a file that was uploaded; a long text is better sent as the body."""

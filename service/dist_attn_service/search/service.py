@@ -34,8 +34,7 @@ from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.encoding_run import ByteOffsets, EncodingRun, RowBlock, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobServices
-from dist_attn_service.search.passages import Passages, Pool, directions, fused, ranks
-from dist_attn_service.search.words import Floats, places_of
+from dist_attn_service.search.passages import Floats, Passages, Pool, directions, fused, places_of, ranks
 from dist_attn_service.text.tokenising import Piece, TextMark
 
 __all__ = ["Query", "SearchService", "Searched", "check_size"]

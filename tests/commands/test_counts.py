@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_attn.costs import parse_count
+from dist_attn.commands.options import parse_count
 from dist_attn.errors import InputError
 
 
