@@ -58,8 +58,8 @@ PIECES = {
     "ranks": Piece("tests.gpu.rank_cases", "rank_cases", 50),
     "served": Piece("tests.gpu.service_cases", "served_cases", 40),
     "killed": Piece("tests.gpu.service_cases", "killed_cases", 40),
-    "captured": Piece("benchmarks.gpu.models", "captured_cases", 40),
-    "training": Piece("benchmarks.gpu.models", "training_cases", 70),
+    "captured": Piece("tests.gpu.model_cases", "captured_cases", 40),
+    "training": Piece("tests.gpu.model_cases", "training_cases", 70),
     "ratios": Piece("benchmarks.gpu.speed", "ratio_cases", 110),
     "tiles": Piece("benchmarks.gpu.speed", "tile_cases", 60, processes=8),
 }
