@@ -18,11 +18,11 @@ STUDIES = studies_of(busy_ranks, decoding, delta, flat_memory, gradient_cost, pr
 
 
 def main(
-    arguments: Sequence[str], more: Mapping[str, Study] | None = None, others: Mapping[str, str] | None = None
+    arguments: Sequence[str], more: Mapping[str, Case | Study] | None = None, others: Mapping[str, str] | None = None
 ) -> int:
     """The exit code: 0 measured, 1 the tests are red, 2 no such case or folder, or texts that are missing.
 
-    `more` are studies beside those of this folder; `others` are questions by name, listed with the cases.
+    `more` are cases and studies beside those of this folder; `others` are questions by name, listed with the cases.
     """
     known: dict[str, Case | Study] = {**CASES, **STUDIES, **(more or {})}
     given = _parser(known).parse_args(arguments)
