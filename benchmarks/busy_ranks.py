@@ -11,9 +11,8 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.service_process import ServiceProcess
-from benchmarks.setting import look_around
 
 __all__ = ["NAME", "QUESTION", "TESTS", "Stretch", "measure"]
 
@@ -43,9 +42,8 @@ class Stretch:
         return 1.0 - min(self.busy_s) / self.seconds
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """A stretch after the other, with one rank and with two."""
-    setting = look_around()
     ranks, stretch_s = (RANKS[:1], SMOKE_STRETCH_S) if smoke else (RANKS, STRETCH_S)
     found = {number: _stretches(number, 1 if smoke else STRETCHES, stretch_s) for number in ranks}
     ratios = {f"idle share, {_ranks(number)}": round(_whole(one).idle_share, 4) for number, one in found.items()}
@@ -62,16 +60,12 @@ def measure(smoke: bool) -> Measured:
         "Stretches follow each other; the last line of each engine is all of them together, which counts. A stretch "
         "begins and ends where a step of the first rank has just been reported.",
     )
-    return Measured(
-        NAME,
-        QUESTION,
-        setting,
+    return Found(
         (Table("Stretches", ("ranks", "time", "in steps", "idle"), rows),),
         ratios,
         {},
         (Panel("idle share", "stretch", "of its time", curves),),
         notes,
-        full=not smoke,
     )
 
 

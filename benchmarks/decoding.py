@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from benchmarks.decoding_forms import RANDOM_FEATURES, CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.setting import look_around
 from benchmarks.timing import RATES, Roofline, Times, interleaved, rate_works
 from dist_attn.costs import LanguageModelCosts
 from dist_attn.models import LanguageModelConfig
@@ -42,9 +41,8 @@ OURS = {
 }
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Steps of all forms in turns for each batch; then a state of a thousand tokens against one of a million."""
-    setting = look_around()
     sizes, length = (SMOKE_SIZES, SMOKE_LENGTH) if smoke else (Sizes(), LENGTH)
     steps, rounds = (2, 1) if smoke else (STEPS, ROUNDS)
     missing = dict(absent("transformers"))
@@ -85,7 +83,7 @@ def measure(smoke: bool) -> Measured:
         "has kept on disk what it compiled before.",
     ]
     panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
-    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), tuple(notes), missing, not smoke)
+    return Found(tuple(tables), ratios, numbers, (panel,), tuple(notes), missing)
 
 
 def forms(

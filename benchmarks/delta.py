@@ -8,10 +8,9 @@ import torch
 from benchmarks.cases import delta_inputs
 from benchmarks.flat_memory import MIB, backward_above, forward_above
 from benchmarks.gradient_cost import backward_over_forward
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent, delta_rule
 from benchmarks.rank_passes import Pass, run_passes
-from benchmarks.setting import look_around
 from benchmarks.timing import Roofline, Times, interleaved, rate_works
 from benchmarks.two_ranks import speedup
 from dist_attn.comm import Communicator, run_simulated
@@ -52,7 +51,7 @@ def delta_flops(length: int) -> float:
     return 2.0 * length * HEADS * products
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """All of it; torch has one thread meanwhile, and the longest backward pass needs about 6 GB."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,8 +61,7 @@ def measure(smoke: bool) -> Measured:
         torch.set_num_threads(threads)
 
 
-def _measure(smoke: bool) -> Measured:
-    setting = look_around()
+def _measure(smoke: bool) -> Found:
     length, ranks_length = (128, 256) if smoke else (LENGTH, RANKS_LENGTH)
     lengths, carry_lengths = ((1_024, 2_048), (8, 32)) if smoke else (LENGTHS, CARRY_LENGTHS)
     times = _times(length, 1 if smoke else ROUNDS)
@@ -101,17 +99,13 @@ def _measure(smoke: bool) -> Measured:
             tuple((kind, *(f"{value:g}x" for value in of)) for kind, of in carried.items()),
         ),
     )
-    return Measured(
-        NAME,
-        QUESTION,
-        setting,
+    return Found(
         tables,
         {name: round(value, 4) for name, value in ratios.items()},
         {f"{name}, seconds": one.median for name, one in times.items()},
         (Panel("held above inputs, outputs, gradients", "tokens", "MiB", held),),
         (roof.line(f"forward, {length:,} tokens", *least, ours), *NOTES),
         absent(PEER),
-        full=not smoke,
     )
 
 

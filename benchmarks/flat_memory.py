@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.memory import TrackedMemory
-from benchmarks.setting import look_around
 from dist_attn.feature_maps import Gaussian
 from dist_attn.ops import linear_attention
 
@@ -33,9 +32,8 @@ LENGTHS, SMOKE_LENGTHS = (8_192, 32_768, 131_072, 524_288, 1_048_576), (1_024, 2
 MIB = 1 << 20
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Count at every length; the longest needs about 13 GB for gradients."""
-    setting = look_around()
     lengths = SMOKE_LENGTHS if smoke else LENGTHS
     found: dict[str, dict[float, float]] = {}
     for name, count in (("forward", forward_bytes), ("backward", backward_bytes)):
@@ -44,10 +42,7 @@ def measure(smoke: bool) -> Measured:
     for name, of_length in found.items():
         ratios[f"{name}, longest / shortest"] = of_length[lengths[-1]] / of_length[lengths[0]]
     rows = tuple((f"{length:,}", *(f"{found[name][length]:.2f} MiB" for name in found)) for length in lengths)
-    return Measured(
-        NAME,
-        QUESTION,
-        setting,
+    return Found(
         (Table("Bytes above inputs, outputs and gradients", ("tokens", *found), rows),),
         {name: round(value, 4) for name, value in ratios.items()},
         {f"{name} bytes at {length}": mib * MIB for name, of in found.items() for length, mib in of.items()},
@@ -60,7 +55,6 @@ def measure(smoke: bool) -> Measured:
             "each block, which is kept for the backward pass, included.",
             "That many states are about twice the root of the number of blocks of 512 tokens, 260 KiB each.",
         ),
-        full=not smoke,
     )
 
 

@@ -269,7 +269,7 @@ def _keep(results: Results, around: Mapping[str, Any]) -> None:
     keep_record(results.setting["device"], record_from(results))
     ratios = _of_ratios(results, "ratios")
     if "H200" in results.setting["device"] and ratios:
-        file_finding(Measured("h200", QUESTION, Setting(**around), (), ratios, {}, ()))
+        file_finding(Measured((), ratios, {}, (), case="h200", question=QUESTION, setting=Setting(**around)))
         refresh_page()
 
 

@@ -3,8 +3,7 @@
 import torch
 
 from benchmarks.cases import attention_flops, attention_inputs
-from benchmarks.measured import Measured, Panel, Table
-from benchmarks.setting import look_around
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.timing import Roofline, Times, interleaved, rate_works
 from dist_attn.ops import linear_attention
 
@@ -27,9 +26,8 @@ def backward_over_forward(without: float, both: float) -> float:
     return (both - without) / without
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Time the passes in turns at every length."""
-    setting = look_around()
     lengths = SMOKE_LENGTHS if smoke else LENGTHS
     taken = {length: _times(length, 1 if smoke else ROUNDS) for length in lengths}
     ratios: dict[str, float] = {}
@@ -56,16 +54,12 @@ def measure(smoke: bool) -> Measured:
     )
     columns = ("length", WITHOUT, KEEPING, BOTH, "backward / forward", "spread")
     curves = {name: {float(n): times[name].median for n, times in taken.items()} for name in (WITHOUT, KEEPING, BOTH)}
-    return Measured(
-        NAME,
-        QUESTION,
-        setting,
+    return Found(
         (Table("Medians of rounds taken in turns", columns, tuple(rows)),),
         ratios,
         numbers,
         (Panel("time of a pass", "tokens", "seconds", curves),),
         notes,
-        full=not smoke,
     )
 
 

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.decoding_forms import RANDOM_FEATURES, Sizes, gpt2, language_model
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.setting import look_around
 from benchmarks.timing import RATES, Roofline, interleaved, rate_works
 from dist_attn.costs import LanguageModelCosts
 from dist_attn.models import LanguageModel, LanguageModelConfig
@@ -25,9 +24,8 @@ LENGTHS, BLOCKS, ROUNDS = (2_048, 8_192), (512, 2_048), 5
 SMOKE_SIZES, SMOKE_LENGTHS, SMOKE_BLOCKS = Sizes(32, 2, 2, 64, 64), (32,), (8, 16)
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Read in blocks of two sizes; GPT-2 of the same size reads all at once, into its cache."""
-    setting = look_around()
     sizes, lengths, blocks = (SMOKE_SIZES, SMOKE_LENGTHS, SMOKE_BLOCKS) if smoke else (Sizes(), LENGTHS, BLOCKS)
     model, rows, notes = language_model(sizes), [], []
     ratios: dict[str, float] = {}
@@ -55,9 +53,7 @@ def measure(smoke: bool) -> Measured:
     columns = ("tokens", "form", "time", "tokens/s", "of the matmul rate")
     table = Table("Reading a prompt, medians of rounds taken in turns", columns, tuple(rows))
     panel = Panel("tokens a second", "tokens", "tokens/s", curves)
-    return Measured(
-        NAME, QUESTION, setting, (table,), ratios, numbers, (panel,), tuple(notes), absent("transformers"), not smoke
-    )
+    return Found((table,), ratios, numbers, (panel,), tuple(notes), absent("transformers"))
 
 
 def prefill_costs(sizes: Sizes, length: int) -> tuple[float, float]:

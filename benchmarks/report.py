@@ -8,7 +8,7 @@ import msgspec
 
 from benchmarks.cases import OURS, Case
 from benchmarks.filed import RESULTS, write_page
-from benchmarks.measured import Finding, Measured, Panel, Table
+from benchmarks.measured import Finding, Found, Measured, Panel, Table
 from benchmarks.setting import ROOT, Setting, look_around
 from benchmarks.timing import MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
 
@@ -45,7 +45,8 @@ def finding_of(case: Case, setting: Setting, rounds: int, found: Mapping[int, Ma
     }
     panel = Panel("time", "sequence length", "seconds", curves)
     table = _table(case, rounds, found, seconds, ratios)
-    return Measured(case.name, case.question, setting, (table,), ratios, numbers, (panel,), tuple(notes), case.absent())
+    result = Found((table,), ratios, numbers, (panel,), tuple(notes), case.absent())
+    return Measured(**vars(result), case=case.name, question=case.question, setting=setting)
 
 
 def _table(

@@ -95,7 +95,7 @@ def _carry_out(case: Case | Study, *, smoke: bool) -> str:
     """Measure, print and, unless it is only asked whether it runs, file; the result as JSON."""
     finding: Finding
     if isinstance(case, Study):
-        finding = case.measure(smoke)
+        finding = case.carry_out(smoke=smoke)
     else:
         finding = measure(case, case.sizes[:1], 1) if smoke else measure(case, case.sizes, case.rounds)
     print(finding.as_markdown(), flush=True)

@@ -2,9 +2,9 @@
 
 import statistics
 
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.rank_passes import COSTS, Pass, Passed, run_passes
-from benchmarks.setting import look_around, own_cores
+from benchmarks.setting import own_cores
 
 __all__ = ["NAME", "QUESTION", "TESTS", "measure", "speedup"]
 
@@ -18,9 +18,8 @@ LENGTH, STEP_LENGTH, SHORT_LENGTH, ROUNDS = 65_536, 32_768, 4_096, 15
 SMOKE_LENGTH, SMOKE_STEP, SMOKE_SHORT = 256, 192, 128
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Run the passes; the length of a step is that of 16,384 tokens a rank."""
-    setting = look_around()
     length, step, short = (SMOKE_LENGTH, SMOKE_STEP, SMOKE_SHORT) if smoke else (LENGTH, STEP_LENGTH, SHORT_LENGTH)
     passes = [
         *(Pass(length, gated, gradients) for gradients in (False, True) for gated in (False, True)),
@@ -55,16 +54,12 @@ def measure(smoke: bool) -> Measured:
         for rank, passed in enumerate(ranks)
         for what, value in _numbers(passed).items()
     }
-    return Measured(
-        NAME,
-        QUESTION,
-        setting,
+    return Found(
         (Table("Passes", columns, rows),),
         ratios,
         numbers,
         (Panel("time of the passes, in the order of the table", "pass", "seconds", curves),),
         tuple(notes),
-        full=not smoke,
     )
 
 

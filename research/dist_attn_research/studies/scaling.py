@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.rank_passes import Pass, Passed, on_ranks, run_passes
-from benchmarks.setting import look_around, own_cores
+from benchmarks.setting import own_cores
 from dist_attn.comm import Communicator
 from dist_attn.costs import Link, default_exchange
 from dist_attn_research.studies.cluster import Cluster, play, scan_rounds
@@ -63,9 +63,8 @@ def gpus(ranks: int) -> Cluster:
     return Cluster(ranks, GPUS_PER_HOST, NVLINK, NETWORK, GPU_FLOPS, GPU_EXACT_FLOPS)
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Measure, hold the simulation against it, and simulate what there is no machine for."""
-    setting = look_around()
     length, rounds = (SMOKE_LENGTH, 1) if smoke else (LENGTH, ROUNDS)
     passed = {ranks: run_passes([Pass(length, alone=False)], ranks, rounds)[0] for ranks in RANKS}
     link = measured_link()
@@ -106,7 +105,7 @@ def measure(smoke: bool) -> Measured:
         _even_table(evens, counts),
         _scan_table(counts),
     )
-    return Measured(NAME, QUESTION, setting, tables, ratios, numbers, panels, _notes(link, length), full=not smoke)
+    return Found(tables, ratios, numbers, panels, _notes(link, length))
 
 
 def measured_link() -> Link:
