@@ -58,6 +58,18 @@ class ServiceProcess:
         """The process that has started all others."""
         return self._process.pid
 
+    def wait_until_ready(self, seconds: float) -> None:
+        """Until its engine is.
+
+        Raises: TimeoutError.
+        """
+
+        async def ready() -> None:
+            async with httpx.AsyncClient(base_url=self.url) as http:
+                await until_ready(http, 0, seconds)
+
+        asyncio.run(ready())
+
     def stop(self) -> None:
         """End it, by force if need be."""
         self._process.terminate()
