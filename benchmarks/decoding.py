@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.decoding_forms import RANDOM_FEATURES, CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
+from benchmarks.decoding_forms import CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
 from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.timing import RATES, Roofline, Times, interleaved, rate_works
-from dist_attn.costs import LanguageModelCosts
-from dist_attn.models import LanguageModelConfig
 
 __all__ = ["NAME", "QUESTION", "TESTS", "forms", "measure", "ratios_of", "step_costs"]
 
@@ -30,15 +28,6 @@ SMOKE_SIZES, SMOKE_LENGTH, SMOKE_NEAR, SMOKE_FAR = Sizes(32, 2, 2, 64, 64), 8, 8
 EAGER = "ours, float32"
 CACHED = "cached, float32"
 GPT2 = "gpt2, float32"
-# Every form of ours, and what of torch it takes: the precision of the weights, and whether it is compiled.
-OURS = {
-    EAGER: ("float32", False),
-    "ours, bfloat16": ("bfloat16", False),
-    "ours, int8": ("int8", False),
-    "ours, float32, compiled": ("float32", True),
-    "ours, bfloat16, compiled": ("bfloat16", True),
-    "ours, int8, compiled": ("int8", True),
-}
 
 
 def measure(smoke: bool) -> Found:
@@ -92,16 +81,14 @@ def forms(
     """Every form that can run here, having read `length` tokens, with room for more; why the others cannot."""
     found: dict[str, Form] = {}
     reasons = {}
-    for name, (precision, through_compiler) in OURS.items():
-        if through_compiler and not compiled:
-            continue
+    ours = ("float32", "bfloat16", "int8")
+    for precision in ours:
+        found[f"ours, {precision}"] = StateForm(language_model(sizes, precision), batch, length)
+    for precision in ours if compiled else ():
+        name = f"ours, {precision}, compiled"
         try:
-            model = language_model(sizes, precision)
-            found[name] = StateForm(model, batch, length, compiled=through_compiler)
-        except Exception as error:
-            if not through_compiler:
-                raise
-            # A compiler that is missing or refuses is a reason, not a failure of the others.
+            found[name] = StateForm(language_model(sizes, precision), batch, length, compiled=True)
+        except Exception as error:  # a compiler that is missing or refuses is a reason, not a failure of the others
             reasons[name] = f"it could not be compiled: {type(error).__name__}: {error}"[:300]
     for precision in ("float32", "bfloat16"):
         found[f"cached, {precision}"] = CachedForm(sizes, batch, length, room, precision)
@@ -127,8 +114,8 @@ def ratios_of(batch: int, seconds: Mapping[str, float], held: Mapping[str, int])
 
 def step_costs(sizes: Sizes, batch: int) -> tuple[float, float]:
     """Operations, and bytes at the least: all weights once, every state read and written, all in float32."""
-    model = LanguageModelCosts(LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES)))
-    return batch * model.decode_flops().total, model.weights_bytes + 2.0 * model.state_bytes(batch=batch)
+    costs = sizes.costs
+    return batch * costs.decode_flops().total, costs.weights_bytes + 2.0 * costs.state_bytes(batch=batch)
 
 
 def _by_position(sizes: Sizes, near: int, far: int, rounds: int, steps: int) -> dict[int, float]:

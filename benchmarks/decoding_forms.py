@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.cached_decoder import CachedDecoder
+from dist_attn.costs import LanguageModelCosts
 from dist_attn.generation.decode import prefill
 from dist_attn.models import CausalModel, LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
 from dist_attn.ops.state import steps_in_place
@@ -31,22 +32,21 @@ class Sizes:
     vocabulary: int = 32_768
 
     def settings(self, mixer: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of a language model with this mixer."""
-        return language_model_settings(vars(self), mixer)
+        """The config.json of a language model with this mixer and sinusoids."""
+        return {
+            "kind": "language_model",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "num_layers": self.layers,
+            "mlp_size": self.mlp,
+            "positions": "sinusoidal",
+            "mixer": {"hidden_size": self.width, "num_heads": self.heads, "short_convolution": 0, **mixer},
+        }
 
-
-def language_model_settings(sizes: Mapping[str, int], mixer: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a language model with this mixer and sinusoids; `sizes` has the names of `Sizes`."""
-    width = sizes["width"]
-    return {
-        "kind": "language_model",
-        "vocab_size": sizes["vocabulary"],
-        "hidden_size": width,
-        "num_layers": sizes["layers"],
-        "mlp_size": sizes["mlp"],
-        "positions": "sinusoidal",
-        "mixer": {"hidden_size": width, "num_heads": sizes["heads"], "short_convolution": 0, **mixer},
-    }
+    @property
+    def costs(self) -> LanguageModelCosts:
+        """Of the one with random features."""
+        return LanguageModelCosts(LanguageModelConfig.model_validate(self.settings(RANDOM_FEATURES)))
 
 
 def language_model(sizes: Sizes, precision: str = "float32") -> LanguageModel:

@@ -54,13 +54,8 @@ def measure(smoke: bool) -> Found:
     )
     columns = ("length", WITHOUT, KEEPING, BOTH, "backward / forward", "spread")
     curves = {name: {float(n): times[name].median for n, times in taken.items()} for name in (WITHOUT, KEEPING, BOTH)}
-    return Found(
-        (Table("Medians of rounds taken in turns", columns, tuple(rows)),),
-        ratios,
-        numbers,
-        (Panel("time of a pass", "tokens", "seconds", curves),),
-        notes,
-    )
+    table = Table("Medians of rounds taken in turns", columns, tuple(rows))
+    return Found((table,), ratios, numbers, (Panel("time of a pass", "tokens", "seconds", curves),), notes)
 
 
 def _times(length: int, rounds: int) -> dict[str, Times]:

@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.decoding_forms import RANDOM_FEATURES, Sizes, gpt2, language_model
+from benchmarks.decoding_forms import Sizes, gpt2, language_model
 from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.timing import RATES, Roofline, interleaved, rate_works
-from dist_attn.costs import LanguageModelCosts
-from dist_attn.models import LanguageModel, LanguageModelConfig
+from dist_attn.models import LanguageModel
 from dist_attn.ops import LocalSequenceOps
 
 __all__ = ["NAME", "QUESTION", "TESTS", "measure", "prefill_costs"]
@@ -58,9 +57,9 @@ def measure(smoke: bool) -> Found:
 
 def prefill_costs(sizes: Sizes, length: int) -> tuple[float, float]:
     """Operations, and bytes at the least: all weights but the embedding's other rows once, hidden states written."""
-    model = LanguageModelCosts(LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES)))
-    weights = model.weights_bytes - 4.0 * sizes.vocabulary * sizes.width
-    return length * model.prefill_flops(length).total, weights + 4.0 * 2 * length * sizes.width
+    costs = sizes.costs
+    weights = costs.weights_bytes - 4.0 * sizes.vocabulary * sizes.width
+    return length * costs.prefill_flops(length).total, weights + 4.0 * 2 * length * sizes.width
 
 
 def _works(model: LanguageModel, sizes: Sizes, length: int, blocks: tuple[int, ...]) -> dict[str, Callable[[], object]]:

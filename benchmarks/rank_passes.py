@@ -79,6 +79,13 @@ class Passed:
         """The middle of the rounds' shares."""
         return statistics.median(e / t for e, t in zip(self.exposed_s, self.together_s, strict=True))
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Medians of the rounds, and bytes."""
+        seconds = {"seconds": self.together_s, "processor seconds": self.cpu_s, "exposed seconds": self.exposed_s}
+        seconds |= {"seconds alone": self.alone_s} if self.alone_s else {}
+        return {what: statistics.median(of) for what, of in seconds.items()} | {"bytes sent": self.bytes_sent}
+
 
 def run_passes(passes: Sequence[Pass], ranks: int, rounds: int) -> list[list[Passed]]:
     """Every pass on every rank, in order of passes and of ranks; ranks live for all passes, rank r on core r."""

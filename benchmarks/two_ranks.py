@@ -52,15 +52,10 @@ def measure(smoke: bool) -> Found:
         f"{one.name} of {one.length}, rank {rank}, {what}": value
         for one, ranks in zip(passes, found, strict=True)
         for rank, passed in enumerate(ranks)
-        for what, value in _numbers(passed).items()
+        for what, value in passed.numbers.items()
     }
-    return Found(
-        (Table("Passes", columns, rows),),
-        ratios,
-        numbers,
-        (Panel("time of the passes, in the order of the table", "pass", "seconds", curves),),
-        tuple(notes),
-    )
+    panel = Panel("time of the passes, in the order of the table", "pass", "seconds", curves)
+    return Found((Table("Passes", columns, rows),), ratios, numbers, (panel,), tuple(notes))
 
 
 def speedup(ranks: list[Passed]) -> float:
@@ -86,13 +81,3 @@ def _row(one: Pass, ranks: list[Passed]) -> tuple[str, ...]:
     sent = max(rank.bytes_sent for rank in ranks)
     cells = (alone, f"{_together(ranks):.3f} s", faster, f"{cpu:.3f} s", f"{sent:,}", f"{exposed:.1%}")
     return (one.name, f"{one.length:,}", *cells)
-
-
-def _numbers(passed: Passed) -> dict[str, float]:
-    numbers = {
-        "seconds": statistics.median(passed.together_s),
-        "processor seconds": statistics.median(passed.cpu_s),
-        "exposed seconds": statistics.median(passed.exposed_s),
-        "bytes sent": passed.bytes_sent,
-    }
-    return numbers | ({"seconds alone": statistics.median(passed.alone_s)} if passed.alone_s else {})
