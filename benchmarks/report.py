@@ -24,55 +24,35 @@ def measure(case: Case, sizes: Sequence[int], rounds: int) -> Measured:
     return finding_of(case, setting, rounds, found)
 
 
-def finding_of(case: Case, setting: Setting, rounds: int, found: Mapping[int, Mapping[str, Times]]) -> Measured:
+def finding_of(case: Case, setting: Setting, rounds: int, times: Mapping[int, Mapping[str, Times]]) -> Measured:
     """Peers over ours, ours over the arithmetic limit, and how far ours stays from what the machine can do."""
-    seconds = {
-        size: {name: float(getattr(one, case.statistic)) for name, one in times.items()}
-        for size, times in found.items()
-    }
+    peers = list(dict.fromkeys(name for of in times.values() for name in of if name not in (OURS, *RATES)))
+    compared = (*(f"{peer} / ours" for peer in peers), "ours / limit")
     ratios: dict[str, float] = {}
     numbers: dict[str, float] = {}
+    curves: dict[str, dict[float, float]] = {name: {} for name in (OURS, *peers)}
+    rows = []
     notes = ["Rounds are taken in turns; the limit is the operations of the form used at the rate of a matrix product."]
-    for size, of in seconds.items():
-        ratios |= {f"{name} / ours at {size}": round(of[name] / of[OURS], 3) for name in _peers({size: of})}
-        limit_s = case.flops(size) * of[MATMUL] / matmul_flops()
-        ratios[f"ours / limit at {size}"] = round(of[OURS] / limit_s, 3)
-        numbers |= {f"{name}, seconds at {size}": value for name, value in of.items()}
-        work = case.flops(size), case.moved_bytes(size), of[OURS]
-        notes.append(Roofline.of(found[size]).line(f"{size:,}", *work))
-    curves = {
-        name: {float(size): of[name] for size, of in seconds.items() if name in of} for name in (OURS, *_peers(seconds))
-    }
+    for size, of_size in times.items():
+        seconds = {name: float(getattr(one, case.statistic)) for name, one in of_size.items()}
+        found = {f"{peer} / ours": seconds[peer] / seconds[OURS] for peer in peers if peer in seconds}
+        found["ours / limit"] = seconds[OURS] / (case.flops(size) * seconds[MATMUL] / matmul_flops())
+        ratios |= {f"{name} at {size}": round(value, 3) for name, value in found.items()}
+        numbers |= {f"{name}, seconds at {size}": value for name, value in seconds.items()}
+        for name in curves.keys() & seconds.keys():
+            curves[name][float(size)] = seconds[name]
+        work = case.flops(size), case.moved_bytes(size), seconds[OURS]
+        notes.append(Roofline.of(of_size).line(f"{size:,}", *work))
+        of_forms = (f"{1e3 * seconds[name]:,.2f} ms" if name in seconds else "–" for name in curves)
+        of_ratios = (f"{found[name]:.2f}" if name in found else "–" for name in compared)
+        spread = max(one.spread for one in of_size.values())
+        rows.append((f"{size:,}", *of_forms, *of_ratios, f"{spread:.0%}"))
+    least = min((len(of_size[OURS].seconds) for of_size in times.values()), default=rounds)
+    title = f"{_STATISTICS[case.statistic]} of {rounds if least == rounds else f'{least} to {rounds}'} rounds"
+    table = Table(title, ("size", *curves, *compared, "spread"), tuple(rows))
     panel = Panel("time", "sequence length", "seconds", curves)
-    table = _table(case, rounds, found, seconds, ratios)
     result = Found((table,), ratios, numbers, (panel,), tuple(notes), case.absent())
     return Measured(**vars(result), case=case.name, question=case.question, setting=setting)
-
-
-def _table(
-    case: Case,
-    rounds: int,
-    found: Mapping[int, Mapping[str, Times]],
-    seconds: Mapping[int, Mapping[str, float]],
-    ratios: Mapping[str, float],
-) -> Table:
-    forms = (OURS, *_peers(seconds))
-    compared = (*(f"{peer} / ours" for peer in forms[1:]), "ours / limit")
-    rows = []
-    for size, times in found.items():
-        of_forms = (f"{1e3 * seconds[size][name]:,.2f} ms" if name in times else "–" for name in forms)
-        below = (ratios.get(f"{name} at {size}") for name in compared)
-        spread = max(one.spread for one in times.values())
-        of_ratios = ("–" if ratio is None else f"{ratio:.2f}" for ratio in below)
-        rows.append((f"{size:,}", *of_forms, *of_ratios, f"{spread:.0%}"))
-    least = min((len(times[OURS].seconds) for times in found.values()), default=rounds)
-    title = f"{_STATISTICS[case.statistic]} of {rounds if least == rounds else f'{least} to {rounds}'} rounds"
-    return Table(title, ("size", *forms, *compared, "spread"), tuple(rows))
-
-
-def _peers(values: Mapping[int, Mapping[str, float]]) -> list[str]:
-    """What is measured beside ours, the machine's rates apart."""
-    return list(dict.fromkeys(name for of in values.values() for name in of if name not in (OURS, *RATES)))
 
 
 def read_finding(filed: Mapping[str, Any]) -> Measured:
