@@ -57,7 +57,6 @@ class Comparison:
     watched: Watched
     filed: float | None
     now: float | None
-    source: str = ""
 
     @property
     def loss(self) -> float | None:
@@ -82,10 +81,8 @@ def compare(
     """Every watched ratio beside the newest filed one of this machine and number of threads; `now` is by case."""
     found = []
     for one in watched:
-        source = latest(filed, one.case, setting)
-        before = None if source is None else ratios_of(source).get(one.ratio)
-        name = "" if source is None else str(source["file"])
-        found.append(Comparison(one, before, now.get(one.case, {}).get(one.ratio), name))
+        before = ratios_of(latest(filed, one.case, setting) or {}).get(one.ratio)
+        found.append(Comparison(one, before, now.get(one.case, {}).get(one.ratio)))
     return found
 
 
