@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from benchmarks import targets
 from benchmarks.setting import Setting, look_around
 from benchmarks.targets import Verdict, judge
 
-__all__ = ["Axes", "Drawn", "Finding", "Found", "Measured", "Panel", "Study", "Table", "studies_of"]
+__all__ = ["Axes", "Finding", "Found", "Measured", "Panel", "Study", "Table", "studies_of"]
 
 Axes = Any
 """matplotlib's, which is optional."""
@@ -28,15 +28,6 @@ class Finding(Protocol):
     def as_json(self) -> str: ...
 
     def as_markdown(self) -> str: ...
-
-
-@runtime_checkable
-class Drawn(Finding, Protocol):
-    """A finding that has a figure too."""
-
-    def draw(self, path: Path) -> None:
-        """Write the figure, a PNG."""
-        ...
 
 
 @dataclass(frozen=True)
