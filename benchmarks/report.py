@@ -12,7 +12,7 @@ from benchmarks.measured import Finding, Found, Measured, Panel, Table
 from benchmarks.setting import ROOT, Setting, look_around
 from benchmarks.timing import MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
 
-__all__ = ["file_finding", "finding_of", "measure", "read_finding", "refresh_page"]
+__all__ = ["file_finding", "finding_of", "measure", "read_finding"]
 
 _STATISTICS = {"median": "Medians", "fastest": "The fastest"}
 
@@ -61,14 +61,14 @@ def read_finding(filed: Mapping[str, Any]) -> Measured:
 
 
 def file_finding(finding: Finding, folder: Path | None = None) -> Path:
-    """Write the finding's JSON into the folder of results, in place of the one before; its path."""
-    folder = ROOT / RESULTS if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{finding.case}.json"
+    """Write the finding's JSON into a folder, in place of the one before; its path.
+
+    Without a `folder` it is that of results, and the page of targets is brought up to it.
+    """
+    into = ROOT / RESULTS if folder is None else folder
+    into.mkdir(parents=True, exist_ok=True)
+    path = into / f"{finding.case}.json"
     path.write_text(finding.as_json())
+    if folder is None:
+        write_page(ROOT)
     return path
-
-
-def refresh_page() -> None:
-    """Bring the page of targets up to what is filed."""
-    write_page(ROOT)

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import busy_ranks, decoding, delta, flat_memory, gradient_cost, prefill, two_ranks
 from benchmarks.cases import CASES, Case
 from benchmarks.measured import Finding, Study, studies_of
-from benchmarks.report import file_finding, measure, refresh_page
+from benchmarks.report import file_finding, measure
 from benchmarks.setting import own_cores, pin_to, why_red
 from dist_attn.errors import ConfigError
 
@@ -60,8 +60,6 @@ def main(
         except ConfigError as error:  # a study whose texts are not there; the others go on
             print(f"benchmarks: {case.name} was left out: {error}", file=sys.stderr)
             missing = True
-    if not given.smoke:
-        refresh_page()
     if given.json is not None:
         given.json.write_text(f"[{','.join(results)}]\n")
     return 2 if missing else 0
