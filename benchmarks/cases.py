@@ -110,7 +110,7 @@ def _scaleformer(figure: int, *, causal: bool) -> Case:
         f"Scaleformer, Figure {figure}: {what}, {masked}, B10 H1 d64 k16, float32, without gradients: the quadratic "
         "form and ours. A form is left out from where it would hold more than 4 GB.",
         _SCALEFORMER_TESTS,
-        _SCALEFORMER_SIZES,
+        tuple(2**power for power in range(4, 17)),
         lambda length: {**works_of(length, causal=causal), **rate_works()},
         lambda length: flops_of(length, causal=causal),
         # Queries, values, keys where there are any, and the outputs.
@@ -121,7 +121,6 @@ def _scaleformer(figure: int, *, causal: bool) -> Case:
     )
 
 
-_SCALEFORMER_SIZES = tuple(2**power for power in range(4, 17))
 _SCALEFORMER_TESTS = (
     "tests/ops/test_relative_attention.py",
     "tests/ops/test_linear_attention.py",

@@ -49,18 +49,16 @@ class Sizes:
         return LanguageModelCosts(LanguageModelConfig.model_validate(self.settings(RANDOM_FEATURES)))
 
 
-def language_model(sizes: Sizes, precision: str = "float32") -> LanguageModel:
-    """Random features of the paper's number, random weights; int8 ones as the engine's option holds them."""
-    model = _random_model(sizes, RANDOM_FEATURES)
+def language_model(
+    sizes: Sizes, precision: str = "float32", mixer: Mapping[str, Any] = RANDOM_FEATURES
+) -> LanguageModel:
+    """With random weights; int8 ones as the engine's option holds them."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig.model_validate(sizes.settings(mixer))).eval()
     if precision == "int8":
         hold_weights_as(model, "int8")
         return model
     return model.to(PRECISIONS[precision])
-
-
-def _random_model(sizes: Sizes, mixer: Mapping[str, Any]) -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(LanguageModelConfig.model_validate(sizes.settings(mixer))).eval()
 
 
 class Form(ABC):
@@ -125,7 +123,7 @@ class CachedForm(Form):
 
     def __init__(self, sizes: Sizes, batch: int, read: int, room: int, precision: str = "float32") -> None:
         super().__init__(batch)
-        model = _random_model(sizes, {"kind": "softmax"}).to(PRECISIONS[precision])
+        model = language_model(sizes, precision, {"kind": "softmax"})
         with torch.inference_mode():
             self._decoder = CachedDecoder(model, batch, read + room)
             self._decoder.fill(seed=0)

@@ -40,15 +40,10 @@ def ratios_of(filed: Mapping[str, Any]) -> dict[str, float]:
 
 def latest(filed: Sequence[Mapping[str, Any]], case: str, setting: Setting | None = None) -> Mapping[str, Any] | None:
     """The newest result of a case; with a `setting` only of the same machine and number of threads."""
-    fitting = [
-        one
-        for one in filed
-        if one["case"] == case
-        and (
-            setting is None
-            or (one["setting"]["machine"], one["setting"]["threads"]) == (setting.machine, setting.threads)
-        )
-    ]
+    fitting = [one for one in filed if one["case"] == case]
+    if setting is not None:
+        here = (setting.machine, setting.threads)
+        fitting = [one for one in fitting if (one["setting"]["machine"], one["setting"]["threads"]) == here]
     return max(fitting, key=lambda one: str(one["setting"]["date"]), default=None)
 
 

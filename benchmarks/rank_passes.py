@@ -122,7 +122,7 @@ def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
     exchange = "auto" if one.delta else cast(Algorithm, default_exchange(comm.size))
     ops = ShardedSequenceOps(comm, layout, exchange=exchange) if comm.size > 1 else LocalSequenceOps()
     share = _work(one, ops, *layout.range(comm.rank))
-    alone, together, cpu, exposed = [], [], [], []
+    taken = []
     for number in range(rounds + 1):
         comm.barrier()
         began = time.perf_counter()
@@ -135,11 +135,9 @@ def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
         share()
         together_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         if number:
-            alone += [alone_s] if whole is not None else []
-            together.append(together_s)
-            cpu.append(cpu_s)
-            exposed.append(comm.traffic.exposed_s)
-    return Passed(tuple(alone), tuple(together), tuple(cpu), tuple(exposed), comm.traffic.bytes_sent)
+            taken.append((alone_s, together_s, cpu_s, comm.traffic.exposed_s))
+    alone, together, cpu, exposed = zip(*taken, strict=True)
+    return Passed(() if whole is None else alone, together, cpu, exposed, comm.traffic.bytes_sent)
 
 
 def _work(one: Pass, ops: SequenceOps, start: int, stop: int) -> Callable[[], object]:

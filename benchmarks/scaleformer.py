@@ -5,7 +5,7 @@ is S_rel V alone, Figure 5 phi(Q) phi(K)^T V alone. The paper ends at L = 1,024.
 is left out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -29,8 +29,6 @@ BATCH, SIZE, REACH = 10, 64, 16
 MOST_BYTES = 4e9
 FLOAT_BYTES, INDEX_BYTES = 4, 8
 
-Works = Mapping[str, Callable[[], object]]
-
 
 def position_inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, values and the embeddings of relative positions."""
@@ -39,10 +37,10 @@ def position_inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return q, v, torch.rand((1, 2 * REACH + 1, SIZE), generator=generator)
 
 
-def position_works(length: int, *, causal: bool) -> Works:
+def position_works(length: int, *, causal: bool) -> dict[str, Callable[[], object]]:
     """Figure 4: the position scores times the values, by both."""
     q, v, rp = position_inputs(length)
-    works = {"ours": lambda: ours_positions(q, v, rp, causal)}
+    works: dict[str, Callable[[], object]] = {"ours": lambda: ours_positions(q, v, rp, causal)}
     if (FLOAT_BYTES * BATCH + INDEX_BYTES) * length**2 <= MOST_BYTES:
         works["naive"] = lambda: naive_positions(q, v, rp, causal)
     return works
@@ -54,7 +52,7 @@ def kernel_inputs(length: int) -> list[torch.Tensor]:
     return [torch.rand((BATCH, 1, length, SIZE), generator=generator) for _ in range(3)]
 
 
-def kernel_works(length: int, *, causal: bool) -> Works:
+def kernel_works(length: int, *, causal: bool) -> dict[str, Callable[[], object]]:
     """Figure 5: the kernel scores times the values; ours divides by the row sums as well."""
     q, k, v = kernel_inputs(length)
     works: dict[str, Callable[[], object]] = {

@@ -68,11 +68,8 @@ def as_markdown(verdicts: tuple[Verdict, ...]) -> str:
     """A table of targets; empty where there are none."""
     if not verdicts:
         return ""
-    lines = ["| target | needed | reached | met |", "|---|---|---|---|"]
-    for verdict in verdicts:
-        reached, met = verdict.said
-        lines.append(f"| {verdict.target.words} | {verdict.target.needed} | {reached} | {met} |")
-    return "\n".join(lines) + "\n"
+    rows = [f"| {one.target.words} | {one.target.needed} | {' | '.join(one.said)} |" for one in verdicts]
+    return "\n".join(["| target | needed | reached | met |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def as_json(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:
