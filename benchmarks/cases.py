@@ -20,6 +20,10 @@ __all__ = ["CASES", "OURS", "Case", "Statistic", "Works", "attention_flops", "at
 OURS = "ours"
 
 HEADS, HEAD_SIZE, NUM_RANDOM = 8, 64, 64
+_HEADS = {"hidden_size": HEADS * HEAD_SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
+COSTS = RandomFeatureConfig(kind="rfa", short_convolution=0, **_HEADS)
+"""Formulas of the reference shape, without a short convolution."""
+
 SIZES = (512, 2_048, 8_192, 32_768)
 Works = Mapping[str, Callable[[], object]]
 Statistic = Literal["median", "fastest"]
@@ -50,8 +54,7 @@ class Case:
 
 def attention_flops(length: int) -> float:
     """Of the blocked form without gradients at the reference shape, features included."""
-    sizes = {"hidden_size": HEADS * HEAD_SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
-    flops = RandomFeatureConfig(kind="rfa", short_convolution=0, **sizes).prefill_flops(length)
+    flops = COSTS.prefill_flops(length)
     return length * (flops.total - flops.projections)
 
 

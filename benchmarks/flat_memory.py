@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.cases import attention_inputs
 from benchmarks.measured import Found, Panel, Table
 from benchmarks.memory import TrackedMemory
-from dist_attn.feature_maps import Gaussian
 from dist_attn.ops import linear_attention
 
 __all__ = ["NAME", "QUESTION", "TESTS", "held", "measure"]
@@ -17,7 +17,6 @@ QUESTION = (
     "tokens? B1 H8 d64, 64 random vectors, float32, causal, feature map included."
 )
 TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "tests/benchmarks/test_flat_memory.py")
-HEADS, SIZE, NUM_RANDOM = 8, 64, 64
 LENGTHS, SMOKE_LENGTHS = (8_192, 32_768, 131_072, 524_288, 1_048_576), (1_024, 2_048)
 MIB = 1 << 20
 NOTES = (
@@ -79,7 +78,7 @@ def _backward_bytes(attend: Attend, inputs: Sequence[torch.Tensor], weight: torc
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return linear_attention(q, k, v, feature_map=_feature_map())[0]
+    return linear_attention(q, k, v, feature_map=attention_inputs(1)[1])[0]
 
 
 def _bytes(*tensors: torch.Tensor) -> int:
@@ -87,9 +86,4 @@ def _bytes(*tensors: torch.Tensor) -> int:
 
 
 def _inputs(length: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [one[None].expand(1, HEADS, length, SIZE) for one in torch.randn((3, HEADS, 1, SIZE), generator=generator)]
-
-
-def _feature_map() -> Gaussian:
-    return Gaussian(torch.randn(HEADS, NUM_RANDOM, SIZE, generator=torch.Generator().manual_seed(0)), unit_norm=True)
+    return [t.expand(-1, -1, length, -1) for t in attention_inputs(1)[0]]

@@ -17,26 +17,19 @@ from typing import TypeVar, cast
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cases import delta_inputs
+from benchmarks.cases import HEADS, attention_inputs, delta_inputs
 from benchmarks.setting import own_cores, pin_to
 from dist_attn.comm import Communicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.costs import default_exchange
-from dist_attn.feature_maps import Gaussian
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 
-__all__ = ["COSTS", "Pass", "Passed", "on_ranks", "pass_on_rank", "run_passes"]
+__all__ = ["Pass", "Passed", "on_ranks", "pass_on_rank", "run_passes"]
 
 Result = TypeVar("Result")
 Attend = Callable[..., torch.Tensor]
-
-HEADS, SIZE, NUM_RANDOM = 8, 64, 64
-_SIZES = {"hidden_size": HEADS * SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
-COSTS = RandomFeatureConfig(kind="rfa", short_convolution=0, **_SIZES)
-"""Formulas of the reference shape, without a short convolution."""
 
 TIMEOUT_S = 900.0
 
@@ -155,13 +148,12 @@ def _delta(ops: SequenceOps) -> Attend:
 
 
 def _attention(one: Pass, ops: SequenceOps, start: int, stop: int) -> tuple[list[torch.Tensor], Attend]:
-    generator = torch.Generator().manual_seed(one.length)
-    qkv = torch.randn((3, 1, HEADS, one.length, SIZE), generator=generator)
-    feature_map = Gaussian(torch.randn(HEADS, NUM_RANDOM, SIZE, generator=generator), unit_norm=True)
+    qkv, feature_map = attention_inputs(one.length)
     gate = scale = None
     if one.gated:
         # Gates of a trained model: most of them near 1, the state of some hundred tokens before is forgotten.
+        generator = torch.Generator().manual_seed(one.length + 1)
         logits = torch.randn((1, HEADS, one.length), generator=generator)[:, :, start:stop] + 3
         gate, scale = F.logsigmoid(logits), torch.sigmoid(-logits)
     attend = partial(ops.linear_attention, feature_map=feature_map, log_gate_BHS=gate, key_scale_BHS=scale)
-    return list(qkv), lambda q, k, v: attend(q, k, v)[0]
+    return qkv, lambda q, k, v: attend(q, k, v)[0]

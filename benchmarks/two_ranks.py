@@ -2,8 +2,9 @@
 
 import statistics
 
+from benchmarks.cases import COSTS
 from benchmarks.measured import Found, Panel, Table
-from benchmarks.rank_passes import COSTS, Pass, Passed, run_passes
+from benchmarks.rank_passes import Pass, Passed, run_passes
 from benchmarks.setting import own_cores
 
 __all__ = ["NAME", "QUESTION", "TESTS", "measure", "speedup"]

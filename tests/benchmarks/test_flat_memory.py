@@ -3,6 +3,7 @@
 import torch
 
 from benchmarks import flat_memory
+from benchmarks.cases import HEAD_SIZE, HEADS, NUM_RANDOM, attention_inputs
 from benchmarks.flat_memory import held
 from benchmarks.memory import peak_bytes
 from dist_attn.ops import linear_attention
@@ -13,7 +14,7 @@ def _bytes(way: str, *lengths: int) -> list[float]:
     return [found.numbers[f"{way} bytes at {length}"] for length in lengths]
 
 
-OF_OUTPUTS = 4 * flat_memory.HEADS * flat_memory.SIZE
+OF_OUTPUTS = 4 * HEADS * HEAD_SIZE
 
 
 def test_forward_is_flat_and_agrees_with_the_allocator() -> None:
@@ -22,12 +23,12 @@ def test_forward_is_flat_and_agrees_with_the_allocator() -> None:
     assert short == long > 0
     q, k, v = flat_memory._inputs(1024)
     with torch.no_grad():
-        seen = peak_bytes(lambda: linear_attention(q, k, v, feature_map=flat_memory._feature_map()))
+        seen = peak_bytes(lambda: linear_attention(q, k, v, feature_map=attention_inputs(1)[1]))
     assert abs(seen - 1024 * OF_OUTPUTS - short) < 0.1 * short
 
 
 def test_backward_keeps_some_states_but_no_features() -> None:
     """Gradients of four times the tokens hold a few states more: less than a byte per token and head of features."""
     short, long = _bytes("backward", 512, 2048)
-    features = 4 * 2 * flat_memory.NUM_RANDOM * flat_memory.HEADS
+    features = 4 * 2 * NUM_RANDOM * HEADS
     assert 0 < short <= long < short + 1536 * features

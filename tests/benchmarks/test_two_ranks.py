@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from benchmarks.rank_passes import COSTS, Pass, Passed, pass_on_rank
+from benchmarks.cases import COSTS
+from benchmarks.rank_passes import Pass, Passed, pass_on_rank
 from benchmarks.two_ranks import speedup
 from tests.support.ranks import run_ranks
 
