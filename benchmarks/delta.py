@@ -73,7 +73,9 @@ def _measure(smoke: bool) -> Found:
     ratios["backward / forward"] = backward_over_forward(ours, times[BOTH].median)
     # A gradient without strides that kernels would have to copy away.
     memory = held(_ours, partial(delta_inputs, heads=1, size=SIZE), torch.ones_like, lengths)
-    together = _second_rank(ranks_length, 1 if smoke else RANKS_ROUNDS)
+    passes = [Pass(ranks_length, gradients=gradients, delta=True) for gradients in (False, True)]
+    forward, both = map(speedup, run_passes(passes, 2, 1 if smoke else RANKS_ROUNDS))
+    together = {"2 ranks, forward": forward, "2 ranks, forward and backward": both}
     carried = {kind: [carry_over_formula(kind, n) for n in carry_lengths] for kind in WEIGHTS}
     ratios |= {**memory.ratios, **together}
     # Of carries whichever is farthest from 1.
@@ -119,13 +121,6 @@ def _times(length: int, rounds: int) -> dict[str, Times]:
 
 def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     return gated_delta_rule(q, k, v, beta_BHL=beta, log_decay_BHLK=decay)[0]
-
-
-def _second_rank(length: int, rounds: int) -> dict[str, float]:
-    """How much faster two ranks are than one."""
-    passes = [Pass(length, gradients=gradients, delta=True) for gradients in (False, True)]
-    ways = ("2 ranks, forward", "2 ranks, forward and backward")
-    return dict(zip(ways, map(speedup, run_passes(passes, 2, rounds)), strict=True))
 
 
 def carry_over_formula(kind: str, length: int) -> float:

@@ -49,9 +49,8 @@ def latest(filed: Sequence[Mapping[str, Any]], case: str, setting: Setting | Non
 
 def target_table(filed: Sequence[Mapping[str, Any]]) -> str:
     """Every target with what the newest filed result reached, where and when."""
-    lines = ["| what | target | measured | met | filed | command |", "|---|---|---|---|---|---|"]
-    lines += [_row(target, filed) for target in TARGETS]
-    return "\n".join(lines) + "\n"
+    head = ("| what | target | measured | met | filed | command |", "|---|---|---|---|---|---|")
+    return "\n".join([*head, *(_row(target, filed) for target in TARGETS)]) + "\n"
 
 
 def _row(target: Target, filed: Sequence[Mapping[str, Any]]) -> str:

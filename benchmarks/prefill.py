@@ -46,9 +46,7 @@ def measure(smoke: bool) -> Found:
         if "gpt2" in seconds:
             ratios[f"gpt2 / ours at {length}"] = round(seconds["gpt2"] / seconds[best], 3)
         notes.append(roof.line(f"{length:,} tokens", flops, moved, seconds[best]))
-    notes.append(
-        "The share is that of the operations that our form needs; GPT-2 needs others, so its time is compared."
-    )
+    notes.append("The share is of the operations that our form needs; GPT-2 needs others, so its time is compared.")
     columns = ("tokens", "form", "time", "tokens/s", "of the matmul rate")
     table = Table("Reading a prompt, medians of rounds taken in turns", columns, tuple(rows))
     panel = Panel("tokens a second", "tokens", "tokens/s", curves)

@@ -75,8 +75,9 @@ def _together(ranks: list[Passed]) -> float:
 
 
 def _row(one: Pass, ranks: list[Passed]) -> tuple[str, ...]:
-    alone = f"{_alone(ranks):.3f} s" if ranks[0].alone_s else "–"
-    faster = f"{speedup(ranks):.2f}x" if ranks[0].alone_s else "–"
+    alone = faster = "–"
+    if ranks[0].alone_s:
+        alone, faster = f"{_alone(ranks):.3f} s", f"{speedup(ranks):.2f}x"
     cpu = sum(statistics.median(rank.cpu_s) for rank in ranks)
     exposed = max(rank.exposed_share for rank in ranks)
     sent = max(rank.bytes_sent for rank in ranks)
