@@ -122,7 +122,7 @@ class Measured(Found):
 
     def as_json(self) -> str:
         """The result for machines."""
-        head = {"object": "benchmark", "case": self.case, "question": self.question}
+        head = {"object": "benchmark", "case": self.case, "question": self.question, "setting": asdict(self.setting)}
         values = {**head, **asdict(self), "targets": targets.as_json(self._verdicts)}
         return json.dumps(values, indent=1) + "\n"
 
