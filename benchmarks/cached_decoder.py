@@ -5,7 +5,6 @@ take that for what softmax costs. Here a step writes one row per layer, and each
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -17,88 +16,57 @@ from dist_attn.models.blocks import Block
 from dist_attn.models.encoder import sinusoidal
 from dist_attn.models.encoder_decoder import DecoderBlock
 
-__all__ = ["Cache", "CachedDecoder"]
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of one attention, room for all tokens: [B, H, T, K] each, a head's tokens one after the other."""
-
-    k_BHTK: torch.Tensor
-    v_BHTK: torch.Tensor
-
-    @staticmethod
-    def empty(like: torch.Tensor, batch: int, heads: int, length: int, size: int) -> "Cache":
-        """Not yet written; type and device are those of `like`."""
-        return Cache(*(like.new_empty((batch, heads, length, size)) for _ in range(2)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Of keys and values."""
-        return sum(t.numel() * t.element_size() for t in (self.k_BHTK, self.v_BHTK))
-
-    def fill(self, generator: torch.Generator) -> None:
-        """Random keys and values everywhere, those of every batch element alike."""
-        for t in (self.k_BHTK, self.v_BHTK):
-            t[0].normal_(std=0.5, generator=generator)
-            t[1:] = t[:1]
-
-    def read(self, q_BH1K: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Attention over the first `tokens`, [B, H K]."""
-        k_BHTK, v_BHTK = self.k_BHTK[:, :, :tokens], self.v_BHTK[:, :, :tokens]
-        return F.scaled_dot_product_attention(q_BH1K, k_BHTK, v_BHTK).flatten(1)
+__all__ = ["CachedDecoder"]
 
 
 class CachedDecoder:
     """Steps of a softmax model (self and cross attention, sinusoids) in caches that are allocated once.
 
-    `sources` is the length of the memory of an encoder-decoder, 0 of a language model.
+    `sources` is the length of the memory of an encoder-decoder, 0 of a language model. `own` and `memory` have keys and
+    values of all layers, [layer, 2, B, H, T, K]: a head's tokens one after the other.
     """
 
     def __init__(self, model: EncoderDecoder | LanguageModel, batch: int, length: int, sources: int = 0) -> None:
         self.model = model
-        weight = model.embedding.weight
         config = cast(SoftmaxAttention, self._blocks()[0][0].mixer).config
         self.heads = config.num_heads
-        sizes = (weight, batch, self.heads)
-        layers = range(len(self._blocks()))
-        self.own = [Cache.empty(*sizes, length, config.head_size) for _ in layers]
-        self.memory = [Cache.empty(*sizes, sources, config.head_size) for _ in layers] if sources else []
+        self.own, self.memory = (
+            model.embedding.weight.new_empty((len(self._blocks()), 2, batch, self.heads, tokens, config.head_size))
+            for tokens in (length, sources)
+        )
 
     @property
     def num_bytes(self) -> int:
         """Of all caches."""
-        return sum(cache.num_bytes for cache in (*self.own, *self.memory))
+        return self.own.nbytes + self.memory.nbytes
 
     def fill(self, seed: int) -> None:
-        """As if all tokens and the memory had been seen."""
+        """As if all tokens and the memory had been seen: random numbers, those of every batch element alike."""
         generator = torch.Generator().manual_seed(seed)
-        for cache in (*self.own, *self.memory):
-            cache.fill(generator)
+        for cache in (self.own, self.memory):
+            cache[:, :, 0].normal_(std=0.5, generator=generator)
+            cache[:, :, 1:] = cache[:, :, :1]
 
+    @torch.no_grad()
     def absorb(self, memory_BSD: torch.Tensor) -> None:
         """Keys and values of the memory, projected once for all steps."""
-        for (_, decoder), cache in zip(self._blocks(), self.memory, strict=True):
+        for (_, decoder), cache_2BHSK in zip(self._blocks(), self.memory, strict=True):
             assert decoder is not None  # only an encoder-decoder has a memory
-            k, v = decoder.cross.kv(memory_BSD).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            cache.k_BHTK.copy_(k)
-            cache.v_BHTK.copy_(v)
+            kv_BSD = decoder.cross.kv(memory_BSD)
+            cache_2BHSK.copy_(kv_BSD.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4))
 
     def step(self, token_B: torch.Tensor, position: int) -> torch.Tensor:
         """Feed the token that stands at `position` to each sequence: the logits of the next one, [B, vocabulary]."""
         x_BD = self.model.embedding(token_B)
         x_BD = x_BD + sinusoidal(torch.tensor([position]), x_BD.shape[1]).to(x_BD.dtype)
-        for layer, (block, decoder) in enumerate(self._blocks()):
-            mixer, own = cast(SoftmaxAttention, block.mixer), self.own[layer]
-            qkv_BD = mixer.qkv(block.mixer_norm(x_BD))
-            q_BH1K, k_BH1K, v_BH1K = qkv_BD.unflatten(-1, (3, self.heads, 1, -1)).unbind(1)
-            own.k_BHTK[:, :, position : position + 1] = k_BH1K
-            own.v_BHTK[:, :, position : position + 1] = v_BH1K
-            x_BD = x_BD + mixer.out(own.read(q_BH1K, position + 1))
+        for (block, decoder), own_2BHTK, memory_2BHSK in zip(self._blocks(), self.own, self.memory, strict=True):
+            mixer = cast(SoftmaxAttention, block.mixer)
+            qkv_3BHK = mixer.qkv(block.mixer_norm(x_BD)).unflatten(-1, (3, self.heads, -1)).transpose(0, 1)
+            own_2BHTK[..., position, :] = qkv_3BHK[1:]
+            x_BD = x_BD + mixer.out(_read(qkv_3BHK[0], own_2BHTK[..., : position + 1, :]))
             if decoder is not None:
-                memory = self.memory[layer]
-                q_BH1K = decoder.cross.q(decoder.cross_norm(x_BD)).unflatten(-1, (self.heads, 1, -1))
-                x_BD = x_BD + decoder.cross.out(memory.read(q_BH1K, memory.k_BHTK.shape[2]))
+                q_BHK = decoder.cross.q(decoder.cross_norm(x_BD)).unflatten(-1, (self.heads, -1))
+                x_BD = x_BD + decoder.cross.out(_read(q_BHK, memory_2BHSK))
             x_BD = block.feed_forward(x_BD)
         return F.linear(self.model.norm(x_BD), self.model.embedding.weight)
 
@@ -107,3 +75,8 @@ class CachedDecoder:
         if isinstance(self.model, LanguageModel):
             return [(block, None) for block in cast(list[Block], list(self.model.blocks))]
         return [(block.block, block) for block in cast(list[DecoderBlock], list(self.model.blocks))]
+
+
+def _read(q_BHK: torch.Tensor, kv_2BHTK: torch.Tensor) -> torch.Tensor:
+    """Attention over all of these, [B, H K]."""
+    return F.scaled_dot_product_attention(q_BHK[:, :, None], kv_2BHTK[0], kv_2BHTK[1]).flatten(1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import scaleformer
-from benchmarks.peers import absent, cumulative_sums, performer, sdpa
+from benchmarks.peers import sdpa
 from benchmarks.timing import rate_works
 from dist_attn.feature_maps import Gaussian
 from dist_attn.mixers import RandomFeatureConfig
@@ -20,10 +20,11 @@ __all__ = ["CASES", "OURS", "Case", "Statistic", "Works", "attention_flops", "at
 OURS = "ours"
 
 HEADS, HEAD_SIZE, NUM_RANDOM = 8, 64, 64
-SIZES = (512, 2_048, 8_192, 32_768)
-# Up to here the forms that hold (L, M, V) for each head are run; at 8,192 they would take 2 GB.
-WHOLE_STATES = 2_048
+_HEADS = {"hidden_size": HEADS * HEAD_SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
+COSTS = RandomFeatureConfig(kind="rfa", short_convolution=0, **_HEADS)
+"""Formulas of the reference shape, without a short convolution."""
 
+SIZES = (512, 2_048, 8_192, 32_768)
 Works = Mapping[str, Callable[[], object]]
 Statistic = Literal["median", "fastest"]
 
@@ -35,7 +36,7 @@ class Case:
     A peer may be missing at sizes that are too large for it; `absent()` says which cannot run here at all, and why.
     Units: `flops(size)` floating-point operations of the form used, `moved_bytes(size)` what it reads and writes at the
     least; `tests` are paths from the root; `budget_s` seconds for a size, after which three rounds are enough.
-    `statistic`: which of the rounds counts. `memory`: whether the peak of tensors is measured too.
+    `statistic`: which of the rounds counts.
     """
 
     name: str
@@ -48,18 +49,16 @@ class Case:
     rounds: int = 7
     budget_s: float = math.inf
     statistic: Statistic = "median"
-    memory: bool = False
     absent: Callable[[], Mapping[str, str]] = dict
 
 
 def attention_flops(length: int) -> float:
     """Of the blocked form without gradients at the reference shape, features included."""
-    sizes = {"hidden_size": HEADS * HEAD_SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
-    flops = RandomFeatureConfig(kind="rfa", short_convolution=0, **sizes).prefill_flops(length)
+    flops = COSTS.prefill_flops(length)
     return length * (flops.total - flops.projections)
 
 
-def _tensor_bytes(length: int) -> float:
+def tensor_bytes(length: int) -> float:
     """Of one of q, k, v and the outputs."""
     return 4.0 * HEADS * HEAD_SIZE * length
 
@@ -82,27 +81,11 @@ def delta_inputs(length: int, heads: int = HEADS, size: int = 128) -> list[torch
 
 def _forward(length: int) -> Works:
     (q, k, v), feature_map = attention_inputs(length)
-    works: dict[str, Callable[[], object]] = {
+    return {
         OURS: torch.no_grad()(lambda: linear_attention(q, k, v, feature_map=feature_map)[0]),
         "sdpa": torch.no_grad()(lambda: sdpa(q, k, v)),
+        **rate_works(),
     }
-    if length <= WHOLE_STATES:
-        works["cumulative sums"] = torch.no_grad()(lambda: cumulative_sums(feature_map(q), feature_map(k), v))
-        if not absent("performer-pytorch"):
-            attend = performer(HEAD_SIZE, 2 * NUM_RANDOM)
-            works["performer-pytorch"] = torch.no_grad()(lambda: attend(q, k, v))
-    return {**works, **rate_works()}
-
-
-def _half_precision(length: int) -> Works:
-    qkv, feature_map = attention_inputs(length)
-    halves = [t.bfloat16() for t in qkv]
-    works: dict[str, Callable[[], object]] = {
-        OURS: lambda: linear_attention(*halves, feature_map=feature_map)[0],
-        "ours, float32": lambda: linear_attention(*qkv, feature_map=feature_map)[0],
-        "sdpa": lambda: sdpa(*halves),
-    }
-    return {name: torch.no_grad()(work) for name, work in works.items()} | rate_works(dtype=torch.bfloat16)
 
 
 def _backward(length: int) -> Works:
@@ -128,10 +111,9 @@ def _scaleformer(figure: int, *, causal: bool) -> Case:
     return Case(
         f"scaleformer-{figure}-{masked}",
         f"Scaleformer, Figure {figure}: {what}, {masked}, B10 H1 d64 k16, float32, without gradients: the quadratic "
-        "form, the paper's own algorithm (misprints corrected), and ours. A form is left out from where it would hold "
-        "more than 4 GB.",
+        "form and ours. A form is left out from where it would hold more than 4 GB.",
         _SCALEFORMER_TESTS,
-        _SCALEFORMER_SIZES,
+        tuple(2**power for power in range(4, 17)),
         lambda length: {**works_of(length, causal=causal), **rate_works()},
         lambda length: flops_of(length, causal=causal),
         # Queries, values, keys where there are any, and the outputs.
@@ -139,54 +121,40 @@ def _scaleformer(figure: int, *, causal: bool) -> Case:
         rounds=100,
         budget_s=1.5,
         statistic="fastest",
-        memory=True,
     )
 
 
-_SCALEFORMER_SIZES = tuple(2**power for power in range(4, 17))
 _SCALEFORMER_TESTS = (
     "tests/ops/test_relative_attention.py",
     "tests/ops/test_linear_attention.py",
     "tests/benchmarks/test_scaleformer.py",
 )
 
-_SHAPE = f"B1 H{HEADS} d{HEAD_SIZE}, {NUM_RANDOM} random vectors, float32, causal, feature map included"
-_TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "tests/ops/test_softmax_attention.py")
+SHAPE = f"B1 H{HEADS} d{HEAD_SIZE}, {NUM_RANDOM} random vectors, float32, causal, feature map included"
+TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "tests/ops/test_softmax_attention.py")
 
 CASES = {
     case.name: case
     for case in (
         Case(
             "forward",
-            f"Attention without gradients against exact attention, and up to {WHOLE_STATES:,} tokens against the "
-            f"running sums that papers print and a library; {_SHAPE}.",
-            (*_TESTS, "tests/benchmarks/test_peers.py"),
+            f"Attention without gradients against exact attention; {SHAPE}.",
+            TESTS,
             SIZES,
             _forward,
             attention_flops,
-            lambda length: 4 * _tensor_bytes(length),
-            absent=lambda: absent("performer-pytorch"),
-        ),
-        Case(
-            "half-precision",
-            "Attention to bfloat16 queries, keys and values without gradients, against the same in float32 and exact "
-            f"attention in bfloat16; {_SHAPE.replace('float32, ', '')}.",
-            (*_TESTS, "tests/ops/test_native_halves.py"),
-            SIZES,
-            _half_precision,
-            attention_flops,
-            lambda length: 2 * _tensor_bytes(length),
+            lambda length: 4 * tensor_bytes(length),
         ),
         # The backward pass computes each product's two adjoints, and the forward pass once more. It reads q, k, v and
         # the outputs' gradient and writes three gradients, after the forward pass's four tensors.
         Case(
             "backward",
-            f"Attention and its gradients for q, k, v against exact attention; {_SHAPE}.",
-            _TESTS,
+            f"Attention and its gradients for q, k, v against exact attention; {SHAPE}.",
+            TESTS,
             SIZES[:3],
             _backward,
             lambda length: 4 * attention_flops(length),
-            lambda length: 11 * _tensor_bytes(length),
+            lambda length: 11 * tensor_bytes(length),
         ),
         *(_scaleformer(figure, causal=causal) for figure in (4, 5) for causal in (True, False)),
     )

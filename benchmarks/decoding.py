@@ -4,13 +4,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.decoding_forms import RANDOM_FEATURES, CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.decoding_forms import CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.setting import look_around
 from benchmarks.timing import RATES, Roofline, Times, interleaved, rate_works
-from dist_attn.costs import LanguageModelCosts
-from dist_attn.models import LanguageModelConfig
 
 __all__ = ["NAME", "QUESTION", "TESTS", "forms", "measure", "ratios_of", "step_costs"]
 
@@ -31,20 +28,10 @@ SMOKE_SIZES, SMOKE_LENGTH, SMOKE_NEAR, SMOKE_FAR = Sizes(32, 2, 2, 64, 64), 8, 8
 EAGER = "ours, float32"
 CACHED = "cached, float32"
 GPT2 = "gpt2, float32"
-# Every form of ours, and what of torch it takes: the precision of the weights, and whether it is compiled.
-OURS = {
-    EAGER: ("float32", False),
-    "ours, bfloat16": ("bfloat16", False),
-    "ours, int8": ("int8", False),
-    "ours, float32, compiled": ("float32", True),
-    "ours, bfloat16, compiled": ("bfloat16", True),
-    "ours, int8, compiled": ("int8", True),
-}
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Steps of all forms in turns for each batch; then a state of a thousand tokens against one of a million."""
-    setting = look_around()
     sizes, length = (SMOKE_SIZES, SMOKE_LENGTH) if smoke else (Sizes(), LENGTH)
     steps, rounds = (2, 1) if smoke else (STEPS, ROUNDS)
     missing = dict(absent("transformers"))
@@ -72,12 +59,14 @@ def measure(smoke: bool) -> Measured:
         # A compiler keeps so many versions of one function and no more; those of this batch are done with.
         torch.compiler.reset()
     near, far = (SMOKE_NEAR, SMOKE_FAR) if smoke else (NEAR, FAR)
-    by_position = _by_position(sizes, near, far, rounds, steps)
-    ratios["1M / 1k"] = round(by_position[far] / by_position[near], 4)
-    numbers |= {f"seconds a step at {position}": value for position, value in by_position.items()}
+    model = language_model(sizes)
+    by_position = {str(read): StateForm(model, 1, read).steps(steps) for read in (near, far)}
+    near_s, far_s = (one.median / steps for one in interleaved(by_position, 4 * rounds).values())
+    ratios["1M / 1k"] = round(far_s / near_s, 4)
+    numbers |= {f"seconds a step at {near}": near_s, f"seconds a step at {far}": far_s}
     notes += [
         f"A step at {far:,} tokens against one at {near:,}, batch 1, each from a state that has really read them: "
-        f"{1e3 * by_position[far]:.2f} ms and {1e3 * by_position[near]:.2f} ms.",
+        f"{1e3 * far_s:.2f} ms and {1e3 * near_s:.2f} ms.",
         "gpt2 is transformers' model with its dynamic cache and SDPA, which is copied at every token; `cached` keeps "
         "keys and values in caches allocated once and writes one row a step. Targets compare with `cached`, both eager "
         "in float32, and the fastest form of each, whatever its precision.",
@@ -85,7 +74,7 @@ def measure(smoke: bool) -> Measured:
         "has kept on disk what it compiled before.",
     ]
     panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
-    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), tuple(notes), missing, not smoke)
+    return Found(tuple(tables), ratios, numbers, (panel,), tuple(notes), missing)
 
 
 def forms(
@@ -94,16 +83,14 @@ def forms(
     """Every form that can run here, having read `length` tokens, with room for more; why the others cannot."""
     found: dict[str, Form] = {}
     reasons = {}
-    for name, (precision, through_compiler) in OURS.items():
-        if through_compiler and not compiled:
-            continue
+    ours = ("float32", "bfloat16", "int8")
+    for precision in ours:
+        found[f"ours, {precision}"] = StateForm(language_model(sizes, precision), batch, length)
+    for precision in ours if compiled else ():
+        name = f"ours, {precision}, compiled"
         try:
-            model = language_model(sizes, precision)
-            found[name] = StateForm(model, batch, length, compiled=through_compiler)
-        except Exception as error:
-            if not through_compiler:
-                raise
-            # A compiler that is missing or refuses is a reason, not a failure of the others.
+            found[name] = StateForm(language_model(sizes, precision), batch, length, compiled=True)
+        except Exception as error:  # a compiler that is missing or refuses is a reason, not a failure of the others
             reasons[name] = f"it could not be compiled: {type(error).__name__}: {error}"[:300]
     for precision in ("float32", "bfloat16"):
         found[f"cached, {precision}"] = CachedForm(sizes, batch, length, room, precision)
@@ -129,14 +116,8 @@ def ratios_of(batch: int, seconds: Mapping[str, float], held: Mapping[str, int])
 
 def step_costs(sizes: Sizes, batch: int) -> tuple[float, float]:
     """Operations, and bytes at the least: all weights once, every state read and written, all in float32."""
-    model = LanguageModelCosts(LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES)))
-    return batch * model.decode_flops().total, model.weights_bytes + 2.0 * model.state_bytes(batch=batch)
-
-
-def _by_position(sizes: Sizes, near: int, far: int, rounds: int, steps: int) -> dict[int, float]:
-    model = language_model(sizes)
-    works = {str(read): StateForm(model, 1, read).steps(steps) for read in (near, far)}
-    return {int(name): times.median / steps for name, times in interleaved(works, 4 * rounds).items()}
+    costs = sizes.costs
+    return batch * costs.decode_flops().total, costs.weights_bytes + 2.0 * costs.state_bytes(batch=batch)
 
 
 def _table(

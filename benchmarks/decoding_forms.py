@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.cached_decoder import CachedDecoder
+from dist_attn.costs import LanguageModelCosts
 from dist_attn.generation.decode import prefill
 from dist_attn.models import CausalModel, LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
 from dist_attn.ops.state import steps_in_place
@@ -31,36 +32,33 @@ class Sizes:
     vocabulary: int = 32_768
 
     def settings(self, mixer: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of a language model with this mixer."""
-        return language_model_settings(vars(self), mixer)
+        """The config.json of a language model with this mixer and sinusoids."""
+        return {
+            "kind": "language_model",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "num_layers": self.layers,
+            "mlp_size": self.mlp,
+            "positions": "sinusoidal",
+            "mixer": {"hidden_size": self.width, "num_heads": self.heads, "short_convolution": 0, **mixer},
+        }
+
+    @property
+    def costs(self) -> LanguageModelCosts:
+        """Of the one with random features."""
+        return LanguageModelCosts(LanguageModelConfig.model_validate(self.settings(RANDOM_FEATURES)))
 
 
-def language_model_settings(sizes: Mapping[str, int], mixer: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a language model with this mixer and sinusoids; `sizes` has the names of `Sizes`."""
-    width = sizes["width"]
-    return {
-        "kind": "language_model",
-        "vocab_size": sizes["vocabulary"],
-        "hidden_size": width,
-        "num_layers": sizes["layers"],
-        "mlp_size": sizes["mlp"],
-        "positions": "sinusoidal",
-        "mixer": {"hidden_size": width, "num_heads": sizes["heads"], "short_convolution": 0, **mixer},
-    }
-
-
-def language_model(sizes: Sizes, precision: str = "float32") -> LanguageModel:
-    """Random features of the paper's number, random weights; int8 ones as the engine's option holds them."""
-    model = _random_model(sizes, RANDOM_FEATURES)
+def language_model(
+    sizes: Sizes, precision: str = "float32", mixer: Mapping[str, Any] = RANDOM_FEATURES
+) -> LanguageModel:
+    """With random weights; int8 ones as the engine's option holds them."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig.model_validate(sizes.settings(mixer))).eval()
     if precision == "int8":
         hold_weights_as(model, "int8")
         return model
     return model.to(PRECISIONS[precision])
-
-
-def _random_model(sizes: Sizes, mixer: Mapping[str, Any]) -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(LanguageModelConfig.model_validate(sizes.settings(mixer))).eval()
 
 
 class Form(ABC):
@@ -125,7 +123,7 @@ class CachedForm(Form):
 
     def __init__(self, sizes: Sizes, batch: int, read: int, room: int, precision: str = "float32") -> None:
         super().__init__(batch)
-        model = _random_model(sizes, {"kind": "softmax"}).to(PRECISIONS[precision])
+        model = language_model(sizes, precision, {"kind": "softmax"})
         with torch.inference_mode():
             self._decoder = CachedDecoder(model, batch, read + room)
             self._decoder.fill(seed=0)

@@ -6,12 +6,11 @@ from functools import partial
 import torch
 
 from benchmarks.cases import delta_inputs
-from benchmarks.flat_memory import MIB, backward_above, forward_above
+from benchmarks.flat_memory import held
 from benchmarks.gradient_cost import backward_over_forward
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Table
 from benchmarks.peers import absent, delta_rule
 from benchmarks.rank_passes import Pass, run_passes
-from benchmarks.setting import look_around
 from benchmarks.timing import Roofline, Times, interleaved, rate_works
 from benchmarks.two_ranks import speedup
 from dist_attn.comm import Communicator, run_simulated
@@ -38,7 +37,7 @@ NOTES = (
     "backward / forward: forward and backward together, less a forward pass without gradients, over the latter.",
     "Two ranks are processes with a thread each over gloo; the slower one counts, against the first one alone.",
     "Carries are those of a scan by pairs; ranks that take turns send the state without its transition.",
-    "Bytes are counted at every operation of this thread; what a kernel uses inside one is not seen.",
+    "Bytes are of one head, counted at every operation of this thread; what a kernel uses inside one is not seen.",
 )
 
 
@@ -52,7 +51,7 @@ def delta_flops(length: int) -> float:
     return 2.0 * length * HEADS * products
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """All of it; torch has one thread meanwhile, and the longest backward pass needs about 6 GB."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,8 +61,7 @@ def measure(smoke: bool) -> Measured:
         torch.set_num_threads(threads)
 
 
-def _measure(smoke: bool) -> Measured:
-    setting = look_around()
+def _measure(smoke: bool) -> Found:
     length, ranks_length = (128, 256) if smoke else (LENGTH, RANKS_LENGTH)
     lengths, carry_lengths = ((1_024, 2_048), (8, 32)) if smoke else (LENGTHS, CARRY_LENGTHS)
     times = _times(length, 1 if smoke else ROUNDS)
@@ -73,23 +71,22 @@ def _measure(smoke: bool) -> Measured:
     ratios = {f"{PEER} / ours": times[PEER].median / ours} if PEER in times else {}
     ratios["ours / limit"] = ours / roof.least_seconds(*least)
     ratios["backward / forward"] = backward_over_forward(ours, times[BOTH].median)
-    held = {way: {float(n): _held_bytes(way, n) / MIB for n in lengths} for way in ("forward", "backward")}
-    ratios |= {f"{way}, longest / shortest": of[lengths[-1]] / of[lengths[0]] for way, of in held.items()}
-    together = _second_rank(ranks_length, 1 if smoke else RANKS_ROUNDS)
+    # A gradient without strides that kernels would have to copy away.
+    memory = held(_ours, partial(delta_inputs, heads=1, size=SIZE), torch.ones_like, lengths)
+    passes = [Pass(ranks_length, gradients=gradients, delta=True) for gradients in (False, True)]
+    forward, both = map(speedup, run_passes(passes, 2, 1 if smoke else RANKS_ROUNDS))
+    together = {"2 ranks, forward": forward, "2 ranks, forward and backward": both}
     carried = {kind: [carry_over_formula(kind, n) for n in carry_lengths] for kind in WEIGHTS}
+    ratios |= {**memory.ratios, **together}
     # Of carries whichever is farthest from 1.
-    ratios |= together | {f"carry / formula, {k}": max(of, key=lambda x: abs(x - 1)) for k, of in carried.items()}
+    ratios |= {f"carry / formula, {k}": max(of, key=lambda x: abs(x - 1)) for k, of in carried.items()}
     tables = (
         Table(
             f"{length:,} tokens, medians of rounds taken in turns",
             ("work", "time", "spread"),
             tuple((name, f"{1e3 * one.median:,.1f} ms", f"{one.spread:.0%}") for name, one in times.items()),
         ),
-        Table(
-            "Bytes above inputs, outputs and gradients, one head",
-            ("tokens", *held),
-            tuple((f"{n:,}", *(f"{held[way][n]:.2f} MiB" for way in held)) for n in lengths),
-        ),
+        *memory.tables,
         Table(
             f"Two ranks against one, {ranks_length:,} tokens",
             ("pass", "faster"),
@@ -101,17 +98,13 @@ def _measure(smoke: bool) -> Measured:
             tuple((kind, *(f"{value:g}x" for value in of)) for kind, of in carried.items()),
         ),
     )
-    return Measured(
-        NAME,
-        QUESTION,
-        setting,
+    return Found(
         tables,
         {name: round(value, 4) for name, value in ratios.items()},
-        {f"{name}, seconds": one.median for name, one in times.items()},
-        (Panel("held above inputs, outputs, gradients", "tokens", "MiB", held),),
+        {**memory.numbers, **{f"{name}, seconds": one.median for name, one in times.items()}},
+        memory.panels,
         (roof.line(f"forward, {length:,} tokens", *least, ours), *NOTES),
         absent(PEER),
-        full=not smoke,
     )
 
 
@@ -128,21 +121,6 @@ def _times(length: int, rounds: int) -> dict[str, Times]:
 
 def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     return gated_delta_rule(q, k, v, beta_BHL=beta, log_decay_BHLK=decay)[0]
-
-
-def _held_bytes(way: str, length: int) -> int:
-    inputs = delta_inputs(length, 1, SIZE)
-    if way == "forward":
-        return forward_above(_ours, inputs)
-    # A gradient without strides that kernels would have to copy away.
-    return backward_above(_ours, inputs, torch.ones_like(inputs[2]))
-
-
-def _second_rank(length: int, rounds: int) -> dict[str, float]:
-    """How much faster two ranks are than one."""
-    passes = [Pass(length, gradients=gradients, delta=True) for gradients in (False, True)]
-    ways = ("2 ranks, forward", "2 ranks, forward and backward")
-    return dict(zip(ways, map(speedup, run_passes(passes, 2, rounds)), strict=True))
 
 
 def carry_over_formula(kind: str, length: int) -> float:

@@ -40,23 +40,17 @@ def ratios_of(filed: Mapping[str, Any]) -> dict[str, float]:
 
 def latest(filed: Sequence[Mapping[str, Any]], case: str, setting: Setting | None = None) -> Mapping[str, Any] | None:
     """The newest result of a case; with a `setting` only of the same machine and number of threads."""
-    fitting = [
-        one
-        for one in filed
-        if one["case"] == case
-        and (
-            setting is None
-            or (one["setting"]["machine"], one["setting"]["threads"]) == (setting.machine, setting.threads)
-        )
-    ]
+    fitting = [one for one in filed if one["case"] == case]
+    if setting is not None:
+        here = (setting.machine, setting.threads)
+        fitting = [one for one in fitting if (one["setting"]["machine"], one["setting"]["threads"]) == here]
     return max(fitting, key=lambda one: str(one["setting"]["date"]), default=None)
 
 
 def target_table(filed: Sequence[Mapping[str, Any]]) -> str:
     """Every target with what the newest filed result reached, where and when."""
-    lines = ["| what | target | measured | met | filed | command |", "|---|---|---|---|---|---|"]
-    lines += [_row(target, filed) for target in TARGETS]
-    return "\n".join(lines) + "\n"
+    head = ("| what | target | measured | met | filed | command |", "|---|---|---|---|---|---|")
+    return "\n".join([*head, *(_row(target, filed) for target in TARGETS)]) + "\n"
 
 
 def _row(target: Target, filed: Sequence[Mapping[str, Any]]) -> str:

@@ -29,7 +29,7 @@ from typing import IO, Any
 import torch
 
 from benchmarks.measured import Measured
-from benchmarks.report import file_finding, refresh_page
+from benchmarks.report import file_finding
 from benchmarks.setting import Setting, look_around
 from dist_attn.ops.gpu_record import GpuRecord, keep_record
 from dist_attn.rank_link.tether import die_with_parent
@@ -58,8 +58,8 @@ PIECES = {
     "ranks": Piece("tests.gpu.rank_cases", "rank_cases", 50),
     "served": Piece("tests.gpu.service_cases", "served_cases", 40),
     "killed": Piece("tests.gpu.service_cases", "killed_cases", 40),
-    "captured": Piece("benchmarks.gpu.models", "captured_cases", 40),
-    "training": Piece("benchmarks.gpu.models", "training_cases", 70),
+    "captured": Piece("tests.gpu.model_cases", "captured_cases", 40),
+    "training": Piece("tests.gpu.model_cases", "training_cases", 70),
     "ratios": Piece("benchmarks.gpu.speed", "ratio_cases", 110),
     "tiles": Piece("benchmarks.gpu.speed", "tile_cases", 60, processes=8),
 }
@@ -126,9 +126,8 @@ def main(arguments: Sequence[str]) -> int:
     around = asdict(look_around()) | {"machine": results.setting["device"]}
     results.write({"setting": results.setting, "around": around})
     ends = time.monotonic() + options.seconds
-    wanted = [name for name in PIECES if name in options.only] if options.only else [n for n in PIECES if n != "tiles"]
-    if options.tune and "tiles" not in wanted:
-        wanted.append("tiles")
+    asked = {*(options.only or PIECES.keys() - {"tiles"}), *(["tiles"] if options.tune else ())}
+    wanted = [name for name in PIECES if name in asked]
     missing = [name for name in wanted if not results.is_right(name)]
     for number, name in enumerate(missing):
         # What a piece leaves of its time is for those after it.
@@ -269,22 +268,20 @@ def _keep(results: Results, around: Mapping[str, Any]) -> None:
     keep_record(results.setting["device"], record_from(results))
     ratios = _of_ratios(results, "ratios")
     if "H200" in results.setting["device"] and ratios:
-        file_finding(Measured("h200", QUESTION, Setting(**around), (), ratios, {}, ()))
-        refresh_page()
+        file_finding(Measured((), ratios, {}, (), case="h200", question=QUESTION, setting=Setting(**around)))
 
 
 def record_from(results: Results) -> GpuRecord:
     """Kernels and captured steps where all cases were tried, tiles and times of whatever there is."""
     kernels = results.of("kernels") if results.ended("kernels") else {}
     captured = results.of("captured") if results.ended("captured") else {}
-    slowest_first = sorted(
-        filter(lambda row: "tiles" in row, results.of("tiles").values()), key=lambda row: -row["seconds"]
-    )
+    timed = [row for row in results.of("tiles").values() if "tiles" in row]
     return GpuRecord(
         **{name: results.setting[name] for name in ("driver", "torch", "triton", "commit")},
         kernels={case: _outcome(row) for case, row in kernels.items()},
         captured_steps=all(map(is_right, captured.values())) if captured else None,
-        tiles={row["key"]: row["tiles"] for row in slowest_first},
+        # The last of a key counts, which is the fastest.
+        tiles={row["key"]: row["tiles"] for row in sorted(timed, key=lambda row: -row["seconds"])},
         ratios=_of_ratios(results, "record"),
     )
 

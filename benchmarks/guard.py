@@ -7,7 +7,7 @@ threads, is no measure of today's run and is named as such.
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -57,7 +57,6 @@ class Comparison:
     watched: Watched
     filed: float | None
     now: float | None
-    source: str = ""
 
     @property
     def loss(self) -> float | None:
@@ -82,10 +81,8 @@ def compare(
     """Every watched ratio beside the newest filed one of this machine and number of threads; `now` is by case."""
     found = []
     for one in watched:
-        source = latest(filed, one.case, setting)
-        before = None if source is None else ratios_of(source).get(one.ratio)
-        name = "" if source is None else str(source["file"])
-        found.append(Comparison(one, before, now.get(one.case, {}).get(one.ratio), name))
+        before = ratios_of(latest(filed, one.case, setting) or {}).get(one.ratio)
+        found.append(Comparison(one, before, now.get(one.case, {}).get(one.ratio)))
     return found
 
 
@@ -109,7 +106,7 @@ def measure_now(watched: Sequence[Watched], rounds: int) -> dict[str, dict[str, 
     found = {}
     for name in dict.fromkeys(one.case for one in watched):
         sizes = sorted({int(one.ratio.rpartition(" ")[2]) for one in watched if one.case == name})
-        case = replace(CASES[name], memory=False)
+        case = CASES[name]
         # The fastest of fewer rounds is slower.
         rounds_here = case.rounds if case.statistic == "fastest" else min(rounds, case.rounds)
         found[name] = dict(measure(case, sizes, rounds_here).ratios)

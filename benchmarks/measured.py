@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from benchmarks import targets
-from benchmarks.setting import Setting
+from benchmarks.setting import Setting, look_around
 from benchmarks.targets import Verdict, judge
 
-__all__ = ["Axes", "Drawn", "Finding", "Measured", "Panel", "Study", "Table", "studies_of"]
+__all__ = ["Axes", "Finding", "Found", "Measured", "Panel", "Study", "Table", "studies_of"]
 
 Axes = Any
 """matplotlib's, which is optional."""
@@ -30,18 +30,9 @@ class Finding(Protocol):
     def as_markdown(self) -> str: ...
 
 
-@runtime_checkable
-class Drawn(Finding, Protocol):
-    """A finding that has a figure too."""
-
-    def draw(self, path: Path) -> None:
-        """Write the figure, a PNG."""
-        ...
-
-
 @dataclass(frozen=True)
 class Study:
-    """A measurement that is no race of peers at a few sizes; `measure(smoke)` asks only whether it runs.
+    """A measurement that is no race of peers at a few sizes; `measure(True)` asks only whether it runs.
 
     `tests` are paths from the root.
     """
@@ -49,7 +40,15 @@ class Study:
     name: str
     question: str
     tests: tuple[str, ...]
-    measure: Callable[[bool], Finding]
+    measure: "Callable[[bool], Finding | Found]"
+
+    def carry_out(self, *, smoke: bool) -> Finding:
+        """What it has found, with the setting in which it began."""
+        setting = look_around()
+        found = self.measure(smoke)
+        if not isinstance(found, Found):
+            return found
+        return Measured(**vars(found), case=self.name, question=self.question, setting=setting, full=not smoke)
 
 
 def studies_of(*modules: ModuleType) -> dict[str, Study]:
@@ -94,28 +93,37 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One study's result.
+class Found:
+    """What a study has found.
 
     `ratios` are what targets are about, and what later runs are compared with; `numbers` are whatever they were made
     of, in seconds, bytes or counts, as their names say. `absent` names peers that could not run, with the reason.
-    What is not `full` was only asked whether it runs: targets say nothing about its sizes.
     """
 
-    case: str
-    question: str
-    setting: Setting
     tables: tuple[Table, ...]
     ratios: Mapping[str, float]
     numbers: Mapping[str, float]
     panels: tuple[Panel, ...]
     notes: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Found):
+    """The same with its name, its question, and where and when it was found.
+
+    What is not `full` was only asked whether it runs: targets say nothing about its sizes.
+    """
+
+    case: str
+    question: str
+    setting: Setting
     full: bool = True
 
     def as_json(self) -> str:
         """The result for machines."""
-        values = {"object": "benchmark", **asdict(self), "targets": targets.as_json(self._verdicts)}
+        head = {"object": "benchmark", "case": self.case, "question": self.question, "setting": asdict(self.setting)}
+        values = {**head, **asdict(self), "targets": targets.as_json(self._verdicts)}
         return json.dumps(values, indent=1) + "\n"
 
     def as_markdown(self) -> str:

@@ -5,14 +5,14 @@ import importlib
 import inspect
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["INSTALL", "absent", "cumulative_sums", "delta_rule", "performer", "recurrence_by_chunks", "sdpa"]
+__all__ = ["INSTALL", "absent", "delta_rule", "sdpa"]
 
 INSTALL = "it is not installed; `pip install -e .[bench]` adds it"
 # What each peer of the extra [bench] is imported by.
@@ -52,23 +52,6 @@ def sdpa(q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> to
     return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLV, is_causal=True)
 
 
-def cumulative_sums(phi_q_BHLM: torch.Tensor, phi_k_BHLM: torch.Tensor, v_BHLV: torch.Tensor) -> torch.Tensor:
-    """Linear attention as papers print it: running sums of all outer products, [L, M, V] for each head.
-
-    Reference: Scaleformer, Algorithm 1; Random Feature Attention, Eq. 6, for all tokens at once.
-    """
-    sums_BHLMV = (phi_k_BHLM[..., :, None] * v_BHLV[..., None, :]).cumsum(2)
-    weights_BHL1 = (phi_q_BHLM * phi_k_BHLM.cumsum(2)).sum(-1, keepdim=True)
-    return (phi_q_BHLM[..., None, :] @ sums_BHLMV)[..., 0, :] / weights_BHL1
-
-
-def performer(head_size: int, num_features: int) -> Callable[..., torch.Tensor]:
-    """performer-pytorch's causal attention, its features included; without its CUDA extension, which needs a GPU."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        attention = _load("performer-pytorch").FastAttention(head_size, nb_features=num_features, causal=True)
-    return cast(Callable[..., torch.Tensor], attention)
-
-
 def delta_rule(
     q_BHLK: torch.Tensor,
     k_BHLK: torch.Tensor,
@@ -80,13 +63,4 @@ def delta_rule(
     chunks = inspect.unwrap(_load("transformers").torch_chunk_gated_delta_rule)
     q, k, v, g, beta = (t.transpose(1, 2) for t in (q_BHLK, k_BHLK, v_BHLV, log_decay_BHL1[..., 0], beta_BHL))
     out_BLHV, _ = chunks(q * q.shape[-1] ** 0.5, k, v, g, beta)
-    return cast(torch.Tensor, out_BLHV).transpose(1, 2)
-
-
-def recurrence_by_chunks(
-    phi_q_BHLM: torch.Tensor, phi_k_BHLM: torch.Tensor, v_BHLV: torch.Tensor, log_gate_BHL: torch.Tensor
-) -> torch.Tensor:
-    """flash-linear-attention's naive form of scalar-gated linear attention, without a denominator."""
-    given = (t.transpose(1, 2) for t in (phi_q_BHLM, phi_k_BHLM, v_BHLV, log_gate_BHL))
-    out_BLHV, _ = _load("flash-linear-attention").naive_chunk_simple_gla(*given, scale=1.0)
     return cast(torch.Tensor, out_BLHV).transpose(1, 2)

@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.decoding_forms import RANDOM_FEATURES, Sizes, gpt2, language_model
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.decoding_forms import Sizes, gpt2, language_model
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.setting import look_around
 from benchmarks.timing import RATES, Roofline, interleaved, rate_works
-from dist_attn.costs import LanguageModelCosts
-from dist_attn.models import LanguageModel, LanguageModelConfig
+from dist_attn.models import LanguageModel
 from dist_attn.ops import LocalSequenceOps
 
 __all__ = ["NAME", "QUESTION", "TESTS", "measure", "prefill_costs"]
@@ -25,9 +23,8 @@ LENGTHS, BLOCKS, ROUNDS = (2_048, 8_192), (512, 2_048), 5
 SMOKE_SIZES, SMOKE_LENGTHS, SMOKE_BLOCKS = Sizes(32, 2, 2, 64, 64), (32,), (8, 16)
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Read in blocks of two sizes; GPT-2 of the same size reads all at once, into its cache."""
-    setting = look_around()
     sizes, lengths, blocks = (SMOKE_SIZES, SMOKE_LENGTHS, SMOKE_BLOCKS) if smoke else (Sizes(), LENGTHS, BLOCKS)
     model, rows, notes = language_model(sizes), [], []
     ratios: dict[str, float] = {}
@@ -49,22 +46,18 @@ def measure(smoke: bool) -> Measured:
         if "gpt2" in seconds:
             ratios[f"gpt2 / ours at {length}"] = round(seconds["gpt2"] / seconds[best], 3)
         notes.append(roof.line(f"{length:,} tokens", flops, moved, seconds[best]))
-    notes.append(
-        "The share is that of the operations that our form needs; GPT-2 needs others, so its time is compared."
-    )
+    notes.append("The share is of the operations that our form needs; GPT-2 needs others, so its time is compared.")
     columns = ("tokens", "form", "time", "tokens/s", "of the matmul rate")
     table = Table("Reading a prompt, medians of rounds taken in turns", columns, tuple(rows))
     panel = Panel("tokens a second", "tokens", "tokens/s", curves)
-    return Measured(
-        NAME, QUESTION, setting, (table,), ratios, numbers, (panel,), tuple(notes), absent("transformers"), not smoke
-    )
+    return Found((table,), ratios, numbers, (panel,), tuple(notes), absent("transformers"))
 
 
 def prefill_costs(sizes: Sizes, length: int) -> tuple[float, float]:
     """Operations, and bytes at the least: all weights but the embedding's other rows once, hidden states written."""
-    model = LanguageModelCosts(LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES)))
-    weights = model.weights_bytes - 4.0 * sizes.vocabulary * sizes.width
-    return length * model.prefill_flops(length).total, weights + 4.0 * 2 * length * sizes.width
+    costs = sizes.costs
+    weights = costs.weights_bytes - 4.0 * sizes.vocabulary * sizes.width
+    return length * costs.prefill_flops(length).total, weights + 4.0 * 2 * length * sizes.width
 
 
 def _works(model: LanguageModel, sizes: Sizes, length: int, blocks: tuple[int, ...]) -> dict[str, Callable[[], object]]:

@@ -17,28 +17,21 @@ from typing import TypeVar, cast
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cases import delta_inputs
+from benchmarks.cases import HEADS, attention_inputs, delta_inputs
 from benchmarks.setting import own_cores, pin_to
 from dist_attn.comm import Communicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
-from dist_attn.costs import Link, default_exchange
-from dist_attn.feature_maps import Gaussian
+from dist_attn.costs import default_exchange
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 
-__all__ = ["COSTS", "Pass", "Passed", "measured_link", "on_ranks", "pass_on_rank", "run_passes"]
+__all__ = ["Pass", "Passed", "on_ranks", "pass_on_rank", "run_passes"]
 
 Result = TypeVar("Result")
-
-HEADS, SIZE, NUM_RANDOM = 8, 64, 64
-_SIZES = {"hidden_size": HEADS * SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
-COSTS = RandomFeatureConfig(kind="rfa", short_convolution=0, **_SIZES)
-"""Formulas of the reference shape, without a short convolution."""
+Attend = Callable[..., torch.Tensor]
 
 TIMEOUT_S = 900.0
-SMALL_BYTES, LARGE_BYTES, SWAPS = 4 << 10, 4 << 20, 15
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Passed:
-    """A pass on one rank. Units: seconds of every round, bytes and messages that it sends in one round.
+    """A pass on one rank. Units: seconds of every round, bytes that it sends in one round.
 
     `cpu_s` is the processor time of the whole process; `exposed_s` the time in exchanges, waiting for slower ranks
     included; `alone_s` is empty on all ranks but the first.
@@ -73,12 +66,18 @@ class Passed:
     cpu_s: tuple[float, ...]
     exposed_s: tuple[float, ...]
     bytes_sent: int
-    messages: int
 
     @property
     def exposed_share(self) -> float:
         """The middle of the rounds' shares."""
         return statistics.median(e / t for e, t in zip(self.exposed_s, self.together_s, strict=True))
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Medians of the rounds, and bytes."""
+        seconds = {"seconds": self.together_s, "processor seconds": self.cpu_s, "exposed seconds": self.exposed_s}
+        seconds |= {"seconds alone": self.alone_s} if self.alone_s else {}
+        return {what: statistics.median(of) for what, of in seconds.items()} | {"bytes sent": self.bytes_sent}
 
 
 def run_passes(passes: Sequence[Pass], ranks: int, rounds: int) -> list[list[Passed]]:
@@ -87,27 +86,8 @@ def run_passes(passes: Sequence[Pass], ranks: int, rounds: int) -> list[list[Pas
     return [list(of_pass) for of_pass in zip(*of_ranks, strict=True)]
 
 
-def measured_link() -> Link:
-    """What messages between two ranks of this machine take: swaps of two sizes, medians."""
-    small_s, large_s = on_ranks(_swaps, 2)[0]
-    rate = (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-9)
-    return Link(latency_s=max(small_s - SMALL_BYTES / rate, 1e-9), bytes_per_s=rate)
-
-
 def _all_passes(comm: Communicator, passes: Sequence[Pass], rounds: int) -> list[Passed]:
     return [pass_on_rank(comm, one, rounds) for one in passes]
-
-
-def _swaps(comm: Communicator) -> tuple[float, float]:
-    other, found = {1 - comm.rank: 1}, []
-    for size in (SMALL_BYTES, LARGE_BYTES):
-        message, taken = torch.zeros(1, size, dtype=torch.uint8), []
-        for _ in range(SWAPS + 1):
-            began = time.perf_counter()
-            comm.send_receive(message, other, other)
-            taken.append(time.perf_counter() - began)
-        found.append(statistics.median(taken[1:]))
-    return found[0], found[1]
 
 
 def on_ranks(work: Callable[[Communicator], Result], ranks: int) -> list[Result]:
@@ -135,7 +115,7 @@ def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
     exchange = "auto" if one.delta else cast(Algorithm, default_exchange(comm.size))
     ops = ShardedSequenceOps(comm, layout, exchange=exchange) if comm.size > 1 else LocalSequenceOps()
     share = _work(one, ops, *layout.range(comm.rank))
-    alone, together, cpu, exposed = [], [], [], []
+    taken = []
     for number in range(rounds + 1):
         comm.barrier()
         began = time.perf_counter()
@@ -148,45 +128,32 @@ def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
         share()
         together_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         if number:
-            alone += [alone_s] if whole is not None else []
-            together.append(together_s)
-            cpu.append(cpu_s)
-            exposed.append(comm.traffic.exposed_s)
-    sent, messages = comm.traffic.bytes_sent, comm.traffic.messages
-    return Passed(tuple(alone), tuple(together), tuple(cpu), tuple(exposed), sent, messages)
+            taken.append((alone_s, together_s, cpu_s, comm.traffic.exposed_s))
+    alone, together, cpu, exposed = zip(*taken, strict=True)
+    return Passed(() if whole is None else alone, together, cpu, exposed, comm.traffic.bytes_sent)
 
 
 def _work(one: Pass, ops: SequenceOps, start: int, stop: int) -> Callable[[], object]:
     """The pass over tokens `start` to `stop`, the same numbers wherever it is cut."""
-    if one.delta:
-        return _delta_work(one, ops, start, stop)
-    generator = torch.Generator().manual_seed(one.length)
-    qkv = torch.randn((3, 1, HEADS, one.length, SIZE), generator=generator)[:, :, :, start:stop]
-    q, k, v = (t.clone().requires_grad_(one.gradients) for t in qkv)
-    feature_map = Gaussian(torch.randn(HEADS, NUM_RANDOM, SIZE, generator=generator), unit_norm=True)
-    log_gate = key_scale = None
+    inputs, attend = (delta_inputs(one.length), _delta(ops)) if one.delta else _attention(one, ops, start, stop)
+    leaves = [t[:, :, start:stop].clone().requires_grad_(one.gradients) for t in inputs]
+    if not one.gradients:
+        return torch.inference_mode()(lambda: attend(*leaves))
+    weight = torch.ones(1, 1, 1, 1).expand(leaves[2].shape)
+    return lambda: torch.autograd.grad(attend(*leaves), leaves, weight)
+
+
+def _delta(ops: SequenceOps) -> Attend:
+    return lambda q, k, v, decay, beta: ops.gated_delta_rule(q, k, v, beta_BHL=beta, log_decay_BHLK=decay)[0]
+
+
+def _attention(one: Pass, ops: SequenceOps, start: int, stop: int) -> tuple[list[torch.Tensor], Attend]:
+    qkv, feature_map = attention_inputs(one.length)
+    gate = scale = None
     if one.gated:
         # Gates of a trained model: most of them near 1, the state of some hundred tokens before is forgotten.
+        generator = torch.Generator().manual_seed(one.length + 1)
         logits = torch.randn((1, HEADS, one.length), generator=generator)[:, :, start:stop] + 3
-        log_gate, key_scale = F.logsigmoid(logits), torch.sigmoid(-logits)
-    weight = torch.ones(1, 1, 1, 1).expand(v.shape)
-
-    def forward() -> torch.Tensor:
-        return ops.linear_attention(q, k, v, feature_map=feature_map, log_gate_BHS=log_gate, key_scale_BHS=key_scale)[0]
-
-    if one.gradients:
-        return lambda: torch.autograd.grad(forward(), (q, k, v), weight)
-    return torch.inference_mode()(forward)
-
-
-def _delta_work(one: Pass, ops: SequenceOps, start: int, stop: int) -> Callable[[], object]:
-    parts = [t[:, :, start:stop].clone().requires_grad_(one.gradients) for t in delta_inputs(one.length)]
-    weight = torch.ones(1, 1, 1, 1).expand(parts[2].shape)
-
-    def forward() -> torch.Tensor:
-        q, k, v, decay, beta = parts
-        return ops.gated_delta_rule(q, k, v, beta_BHL=beta, log_decay_BHLK=decay)[0]
-
-    if one.gradients:
-        return lambda: torch.autograd.grad(forward(), parts, weight)
-    return torch.inference_mode()(forward)
+        gate, scale = F.logsigmoid(logits), torch.sigmoid(-logits)
+    attend = partial(ops.linear_attention, feature_map=feature_map, log_gate_BHS=gate, key_scale_BHS=scale)
+    return qkv, lambda q, k, v: attend(q, k, v)[0]

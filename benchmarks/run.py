@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import busy_ranks, decoding, delta, flat_memory, gradient_cost, prefill, two_ranks
 from benchmarks.cases import CASES, Case
 from benchmarks.measured import Finding, Study, studies_of
-from benchmarks.report import file_finding, measure, refresh_page
+from benchmarks.report import file_finding, measure
 from benchmarks.setting import own_cores, pin_to, why_red
 from dist_attn.errors import ConfigError
 
@@ -18,11 +18,11 @@ STUDIES = studies_of(busy_ranks, decoding, delta, flat_memory, gradient_cost, pr
 
 
 def main(
-    arguments: Sequence[str], more: Mapping[str, Study] | None = None, others: Mapping[str, str] | None = None
+    arguments: Sequence[str], more: Mapping[str, Case | Study] | None = None, others: Mapping[str, str] | None = None
 ) -> int:
     """The exit code: 0 measured, 1 the tests are red, 2 no such case or folder, or texts that are missing.
 
-    `more` are studies beside those of this folder; `others` are questions by name, listed with the cases.
+    `more` are cases and studies beside those of this folder; `others` are questions by name, listed with the cases.
     """
     known: dict[str, Case | Study] = {**CASES, **STUDIES, **(more or {})}
     given = _parser(known).parse_args(arguments)
@@ -60,8 +60,6 @@ def main(
         except ConfigError as error:  # a study whose texts are not there; the others go on
             print(f"benchmarks: {case.name} was left out: {error}", file=sys.stderr)
             missing = True
-    if not given.smoke:
-        refresh_page()
     if given.json is not None:
         given.json.write_text(f"[{','.join(results)}]\n")
     return 2 if missing else 0
@@ -95,7 +93,7 @@ def _carry_out(case: Case | Study, *, smoke: bool) -> str:
     """Measure, print and, unless it is only asked whether it runs, file; the result as JSON."""
     finding: Finding
     if isinstance(case, Study):
-        finding = case.measure(smoke)
+        finding = case.carry_out(smoke=smoke)
     else:
         finding = measure(case, case.sizes[:1], 1) if smoke else measure(case, case.sizes, case.rounds)
     print(finding.as_markdown(), flush=True)

@@ -38,14 +38,10 @@ class ServiceProcess:
             [sys.executable, "-m", *program, *where, *flags], stdout=subprocess.PIPE, stderr=self._log
         )
         assert self._process.stdout is not None
-        self.url = ""
-        for line in self._process.stdout:
-            found = LISTENS.search(line.decode())
-            if found:
-                self.url = found.group()
-                break
-        if not self.url:
+        found = next(filter(None, (LISTENS.search(line.decode()) for line in self._process.stdout)), None)
+        if found is None:
             raise RuntimeError(f"the service did not start: {(folder / 'serve.log').read_text()[-2000:]}")
+        self.url = found.group()
 
     def __enter__(self) -> "ServiceProcess":
         return self
@@ -57,6 +53,18 @@ class ServiceProcess:
     def pid(self) -> int:
         """The process that has started all others."""
         return self._process.pid
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Until its engine is.
+
+        Raises: TimeoutError.
+        """
+
+        async def ready() -> None:
+            async with httpx.AsyncClient(base_url=self.url) as http:
+                await until_ready(http, 0, seconds)
+
+        asyncio.run(ready())
 
     def stop(self) -> None:
         """End it, by force if need be."""

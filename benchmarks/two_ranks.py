@@ -2,9 +2,10 @@
 
 import statistics
 
-from benchmarks.measured import Measured, Panel, Table
-from benchmarks.rank_passes import COSTS, Pass, Passed, run_passes
-from benchmarks.setting import look_around, own_cores
+from benchmarks.cases import COSTS
+from benchmarks.measured import Found, Panel, Table
+from benchmarks.rank_passes import Pass, Passed, run_passes
+from benchmarks.setting import own_cores
 
 __all__ = ["NAME", "QUESTION", "TESTS", "measure", "speedup"]
 
@@ -18,9 +19,8 @@ LENGTH, STEP_LENGTH, SHORT_LENGTH, ROUNDS = 65_536, 32_768, 4_096, 15
 SMOKE_LENGTH, SMOKE_STEP, SMOKE_SHORT = 256, 192, 128
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Run the passes; the length of a step is that of 16,384 tokens a rank."""
-    setting = look_around()
     length, step, short = (SMOKE_LENGTH, SMOKE_STEP, SMOKE_SHORT) if smoke else (LENGTH, STEP_LENGTH, SHORT_LENGTH)
     passes = [
         *(Pass(length, gated, gradients) for gradients in (False, True) for gated in (False, True)),
@@ -53,19 +53,10 @@ def measure(smoke: bool) -> Measured:
         f"{one.name} of {one.length}, rank {rank}, {what}": value
         for one, ranks in zip(passes, found, strict=True)
         for rank, passed in enumerate(ranks)
-        for what, value in _numbers(passed).items()
+        for what, value in passed.numbers.items()
     }
-    return Measured(
-        NAME,
-        QUESTION,
-        setting,
-        (Table("Passes", columns, rows),),
-        ratios,
-        numbers,
-        (Panel("time of the passes, in the order of the table", "pass", "seconds", curves),),
-        tuple(notes),
-        full=not smoke,
-    )
+    panel = Panel("time of the passes, in the order of the table", "pass", "seconds", curves)
+    return Found((Table("Passes", columns, rows),), ratios, numbers, (panel,), tuple(notes))
 
 
 def speedup(ranks: list[Passed]) -> float:
@@ -84,20 +75,11 @@ def _together(ranks: list[Passed]) -> float:
 
 
 def _row(one: Pass, ranks: list[Passed]) -> tuple[str, ...]:
-    alone = f"{_alone(ranks):.3f} s" if ranks[0].alone_s else "–"
-    faster = f"{speedup(ranks):.2f}x" if ranks[0].alone_s else "–"
+    alone = faster = "–"
+    if ranks[0].alone_s:
+        alone, faster = f"{_alone(ranks):.3f} s", f"{speedup(ranks):.2f}x"
     cpu = sum(statistics.median(rank.cpu_s) for rank in ranks)
     exposed = max(rank.exposed_share for rank in ranks)
     sent = max(rank.bytes_sent for rank in ranks)
     cells = (alone, f"{_together(ranks):.3f} s", faster, f"{cpu:.3f} s", f"{sent:,}", f"{exposed:.1%}")
     return (one.name, f"{one.length:,}", *cells)
-
-
-def _numbers(passed: Passed) -> dict[str, float]:
-    numbers = {
-        "seconds": statistics.median(passed.together_s),
-        "processor seconds": statistics.median(passed.cpu_s),
-        "exposed seconds": statistics.median(passed.exposed_s),
-        "bytes sent": passed.bytes_sent,
-    }
-    return numbers | ({"seconds alone": statistics.median(passed.alone_s)} if passed.alone_s else {})

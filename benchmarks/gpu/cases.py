@@ -1,8 +1,8 @@
-"""What every piece of the GPU check is made of: cases by name, errors against an exact result, times on the device."""
+"""What every piece of the GPU check is made of: cases by name, their sizes, and times on the device."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +11,13 @@ import torch.nn.functional as F
 from dist_attn import feature_maps
 from dist_attn.ops import FeatureMap
 
-__all__ = ["ACCEPTED", "DEVICE", "Cases", "Row", "Shape", "judged", "name_of", "seconds"]
+__all__ = ["DEVICE", "Cases", "Row", "Shape", "seconds"]
 
 Row = dict[str, Any]
 """What a case found, as JSON; `right` where something was compared."""
 Cases = dict[str, Callable[[], Row]]
-Results = Mapping[str, torch.Tensor | None]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Largest accepted error over the largest number of the exact result: a few roundings of the inputs' type.
-ACCEPTED = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 class Shape(NamedTuple):
@@ -55,24 +52,6 @@ class Shape(NamedTuple):
             logit = 2.0 + torch.randn(self.batch, self.heads, length, device=DEVICE)
             found |= {"log_gate_BHS": F.logsigmoid(logit), "key_scale_BHS": torch.sigmoid(-logit)}
         return found
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """As it is written in the name of a case."""
-    return str(dtype).removeprefix("torch.")
-
-
-def judged(want: Results, got: Results, dtype: torch.dtype) -> Row:
-    """The largest difference of each result over its largest number, and whether all are within what `dtype` rounds."""
-    errors = {}
-    for name, exact in want.items():
-        ours = got[name]
-        assert exact is not None and ours is not None, name
-        scale = exact.detach().abs().max().double().clamp_min(torch.finfo(torch.float32).tiny).to(ours.device)
-        difference = ours.detach().double() - exact.detach().double().to(ours.device)
-        errors[name] = float(difference.abs().max() / scale)
-    # Not "<=" turned round: what is no number is wrong.
-    return {"errors": errors, "right": all(error < ACCEPTED[dtype] for error in errors.values())}
 
 
 def seconds(work: Callable[[], object], rounds: int) -> float:

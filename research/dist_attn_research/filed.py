@@ -8,12 +8,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from benchmarks.filed import RESULTS
-from benchmarks.measured import Drawn, Finding, Table
+from benchmarks.measured import Finding, Table
 from benchmarks.report import read_finding
 from benchmarks.setting import ROOT, Setting
 from dist_attn_research.page.tokens import Drawn as PageTokens
@@ -26,7 +26,7 @@ from dist_attn_research.studies.chapter_retrieval import ChapterRetrieval
 from dist_attn_research.studies.longest_softmax import LongestSoftmax
 from dist_attn_research.studies.perplexity_by_position import PerplexityByPosition
 
-__all__ = ["main", "read", "write"]
+__all__ = ["Drawn", "main", "read", "write"]
 
 # Findings with a shape of their own, by case.
 SHAPES: Mapping[str, type[Finding]] = {
@@ -39,6 +39,15 @@ SHAPES: Mapping[str, type[Finding]] = {
     "perplexity-by-position": PerplexityByPosition,
     **{f"service-{name}": promises.Measured for name in promises.MEASUREMENTS},
 }
+
+
+@runtime_checkable
+class Drawn(Finding, Protocol):
+    """A finding that has a figure too."""
+
+    def draw(self, path: Path) -> None:
+        """Write the figure, a PNG."""
+        ...
 
 
 def read(path: Path) -> Finding:

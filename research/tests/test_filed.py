@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS
-from benchmarks.measured import Drawn
 from benchmarks.run import STUDIES as OF_TARGETS
 from benchmarks.setting import ROOT
 from dist_attn_research import filed
@@ -27,7 +26,7 @@ def test_each_filed_result_becomes_a_table_and_a_figure(path: Path, tmp_path: Pa
     assert finding.case == path.stem
     assert (text.startswith("# ") and "| ---" in text) or "|---" in text
     assert "commit" in text
-    if isinstance(finding, Drawn):
+    if isinstance(finding, filed.Drawn):
         finding.draw(tmp_path / "figure.png")
         assert (tmp_path / "figure.png").stat().st_size > 5_000
 

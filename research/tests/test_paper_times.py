@@ -68,6 +68,10 @@ def test_the_report_of_scaleformers_figures() -> None:
         f"ours_seconds_at_{n}": 1e-5 * n for n in lengths
     }
     name = next(iter(FIGURES))
-    claims = SCALEFORMER_FIGURES.report(_done(SCALEFORMER_FIGURES, {name: scores})).tables[0]
+    claims, milliseconds = SCALEFORMER_FIGURES.report(_done(SCALEFORMER_FIGURES, {name: scores})).tables
     assert claims.rows[0][3] == "1,024"
     assert claims.rows[0][6] == "1.02" and claims.rows[0][7] == "2.00" and claims.rows[1][2] == "not measured"
+    assert milliseconds.title == f"{name}, milliseconds"
+    held = {f"ours_bytes_at_{n}": n * 2.0**20 for n in lengths}
+    *_, mebibytes = SCALEFORMER_FIGURES.report(_done(SCALEFORMER_FIGURES, {name: scores | held})).tables
+    assert mebibytes.rows[0] == ("512", "–", "–", "512.00")

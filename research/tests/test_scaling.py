@@ -141,8 +141,8 @@ def test_measured_points_are_held_against_the_simulation() -> None:
     rate = 32_768 * HERE.kernel_flops(1) / one_s
     two_s = 16_384 * HERE.kernel_flops(2) / rate
     passed = {
-        1: [Passed((), (one_s,), (one_s,), (0.0,), 0, 0)],
-        2: [Passed((), (two_s,), (two_s,), (0.0,), message, 1)] * 2,
+        1: [Passed((), (one_s,), (one_s,), (0.0,), 0)],
+        2: [Passed((), (two_s,), (two_s,), (0.0,), message)] * 2,
     }
     one, two = points_of(passed, 32_768, FAST, cores=2)
     assert one.time_ratio == pytest.approx(1.0)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import report, run, timing
 from benchmarks.cases import CASES, OURS, Case
 from benchmarks.filed import RESULTS
-from benchmarks.report import SizeMeasured, file_finding, finding_of, read_finding
+from benchmarks.report import file_finding, finding_of, read_finding
 from benchmarks.run import STUDIES, main
 from benchmarks.setting import ROOT, look_around, own_cores, why_red
 from benchmarks.timing import COPY, MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
@@ -86,13 +86,13 @@ def test_numbers_are_printed_and_filed(tiny: Path, capsys: pytest.CaptureFixture
     assert own == filed
     assert [row[0] for row in own["tables"][0]["rows"]] == ["8", "16"]
     assert own["tables"][0]["title"].startswith("Medians of 3 rounds")
-    works = ("ours", "sdpa", "cumulative sums", "matmul", "copy")
+    works = ("ours", "sdpa", "matmul", "copy")
     assert {f"{name}, seconds at {size}" for name in works for size in (8, 16)} <= own["numbers"].keys()
     times = [own["numbers"][f"{name}, seconds at 16"] for name in ("sdpa", "ours")]
     assert own["ratios"]["sdpa / ours at 16"] == pytest.approx(times[0] / times[1], abs=1e-3)
     assert own["setting"]["threads"] == torch.get_num_threads()
     said = capsys.readouterr().out
-    assert "| size | ours | sdpa | cumulative sums |" in said
+    assert "| size | ours | sdpa | sdpa / ours |" in said
     assert "* Roofline, 16: " in said
     assert "| forward against SDPA, 8,192 tokens | at least 10.00x | not measured |  |" in said
 
@@ -124,7 +124,7 @@ def _never(size: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["sideways"], "there are forward, half-precision"),
+        (["sideways"], "there are forward, backward"),
         (["--json=/no/such/folder/f"], "make it first"),
         (["forward", "--cores=100000"], "no cores '100000'"),
         (["forward", "--cores=first"], "no cores 'first'"),
@@ -160,7 +160,7 @@ def test_ratios(tmp_path: Path) -> None:
     flops, moved = matmul_flops() / 2, 4.0 * timing.COPY_BYTES
     case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: flops, lambda _: moved, absent=lambda: {"x": "why"})
     times = {OURS: Times((2.0,)), "peer": Times((6.0,)), MATMUL: Times((1.0,)), COPY: Times((0.25,))}
-    result = finding_of(case, look_around(), 1, {1: SizeMeasured(times, {})})
+    result = finding_of(case, look_around(), 1, {1: times})
     assert result.ratios == {"peer / ours at 1": 3.0, "ours / limit at 1": 4.0}
     # Half of a product's second, and twice of a copy's quarter: as long for arithmetic as for memory.
     assert Roofline.of(times) == Roofline(matmul_flops(), 8.0 * timing.COPY_BYTES)

@@ -3,13 +3,13 @@
 import pytest
 
 from benchmarks import busy_ranks
-from benchmarks.busy_ranks import Stretch, measure
+from benchmarks.busy_ranks import Look, idle_share, measure
 from tests.support.models import write_small_folder
 
 
 def test_the_rank_that_is_idle_most_counts():
     """Of several ranks the idle share is that of the one that worked least."""
-    assert Stretch(10.0, (9.5, 8.0)).idle_share == pytest.approx(0.2)
+    assert idle_share(Look(2.0, (1.0, 2.0)), Look(12.0, (10.5, 10.0))) == pytest.approx(0.2)
 
 
 @pytest.mark.slow

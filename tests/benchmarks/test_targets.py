@@ -57,15 +57,15 @@ def test_verdicts_for_people_and_machines() -> None:
 def test_a_measured_study_says_and_draws_all(tmp_path: Path) -> None:
     """Tables, notes, absent peers, targets and curves of a study are in its files."""
     found = Measured(
-        "gradient-cost",
-        "How much?",
-        look_around(),
         (Table("Times", ("length", "seconds"), (("8", "1.0"),)),),
         {"backward / forward at 8192": 3.5},
         {"seconds at 8": 1.0},
         (Panel("time", "tokens", "seconds", {"ours": {8.0: 1.0, 16.0: 2.0}}),),
         ("A note.",),
         {"peer": "it is not installed"},
+        case="gradient-cost",
+        question="How much?",
+        setting=look_around(),
     )
     text = found.as_markdown()
     assert "| 8 | 1.0 |" in text

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from benchmarks.rank_passes import COSTS, Pass, Passed, pass_on_rank
+from benchmarks.cases import COSTS
+from benchmarks.rank_passes import Pass, Passed, pass_on_rank
 from benchmarks.two_ranks import speedup
 from tests.support.ranks import run_ranks
 
@@ -23,7 +24,7 @@ def test_a_pass_sends_one_carry_each_way(gated: bool, gradients: bool, carries: 
 
 def test_the_slower_rank_counts_in_every_round() -> None:
     """One rank's median over the median of the slower rank's rounds."""
-    first = Passed((4.0, 8.0, 6.0), (3.0, 1.0, 2.0), (1.0,) * 3, (0.3, 0.2, 0.2), 1, 1)
-    second = Passed((), (1.0, 5.0, 1.0), (1.0,) * 3, (0.0,) * 3, 1, 1)
+    first = Passed((4.0, 8.0, 6.0), (3.0, 1.0, 2.0), (1.0,) * 3, (0.3, 0.2, 0.2), 1)
+    second = Passed((), (1.0, 5.0, 1.0), (1.0,) * 3, (0.0,) * 3, 1)
     assert speedup([first, second]) == 6.0 / 3.0
     assert first.exposed_share == 0.1

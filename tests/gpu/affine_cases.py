@@ -9,9 +9,10 @@ from importlib.util import find_spec
 
 import torch
 
-from benchmarks.gpu.cases import DEVICE, Cases, Row, judged, name_of
+from benchmarks.gpu.cases import DEVICE, Cases, Row
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.ops.linear_attention import Implementation
+from tests.gpu.judging import judged, name_of
 from tests.support.affine import AffineInputs
 
 __all__ = ["affine_cases"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cases import DEVICE, Cases, Row, Shape, judged, name_of
+from benchmarks.gpu.cases import DEVICE, Cases, Row, Shape
 from dist_attn.ops import (
     FeatureMap,
     LinearState,
@@ -21,6 +21,7 @@ from dist_attn.ops import (
     relative_attention_streaming,
 )
 from dist_attn.ops.linear_attention import Implementation, LinearCall, absorb, complete_sums, local_sums
+from tests.gpu.judging import judged, name_of
 
 __all__ = ["kernel_cases"]
 

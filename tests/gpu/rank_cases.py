@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cases import DEVICE, Cases, Row, judged, name_of
-from benchmarks.gpu.models import SHARED, compared, dist_attn, write_book
+from benchmarks.gpu.cases import DEVICE, Cases, Row
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.sharded import ShardedSequenceOps
+from tests.gpu.judging import judged, name_of
+from tests.gpu.model_cases import SHARED, compared, dist_attn, write_book
 from tests.sharded.operation_cases import CASES, inputs_of
 
 __all__ = ["rank_cases"]

@@ -12,8 +12,8 @@ import httpx
 import torch
 
 from benchmarks.gpu.cases import DEVICE, Cases, Row
-from benchmarks.gpu.models import MODEL, SHARED, compared, dist_attn, write_book
 from benchmarks.service_process import ServiceProcess, until_ready
+from tests.gpu.model_cases import MODEL, SHARED, compared, dist_attn, write_book
 from tests.support.streams import Stream, streams_of
 
 __all__ = ["killed_cases", "served_cases"]
@@ -35,7 +35,7 @@ def _served(size: int) -> Row:
         folder = Path(name)
         book, want, got = write_book(folder, size), folder / "want.npy", folder / "got.npy"
         dist_attn("encode", str(book), f"--model={MODEL}", f"--out={want}", "--device=cpu")
-        asyncio.run(_ready(service.url))
+        service.wait_until_ready(START_S)
         began = time.perf_counter()
         dist_attn("encode", str(book), f"--out={got}", f"--url={service.url}")
         row = {"encode_s": time.perf_counter() - began, **compared(want, got, torch.float32)}
@@ -55,12 +55,12 @@ def _killed(size: int) -> Row:
         tempfile.TemporaryDirectory() as name,
         ServiceProcess(Path(name), ranks=2, model=MODEL, flags=_flags(SHARED)) as service,
     ):
+        service.wait_until_ready(START_S)
         streams = streams_of(write_book(Path(name), size).read_text(), 2, 100)
         return asyncio.run(_disturbed(service.url, streams))
 
 
 async def _disturbed(url: str, streams: list[Stream]) -> Row:
-    await _ready(url)
     wanted = await _answers(url, streams)
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S) as http:
         rows, came = 0, asyncio.Event()
@@ -85,11 +85,6 @@ async def _disturbed(url: str, streams: list[Stream]) -> Row:
 
 def _flags(device: str) -> tuple[str, ...]:
     return f"--device={device}", "--dtype=float32"
-
-
-async def _ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S) as http:
-        await until_ready(http, 0, START_S)
 
 
 async def _answers(url: str, streams: list[Stream]) -> list[str]:

@@ -221,7 +221,7 @@ def _finding(
         for name, row in found.items()
         for what in ("registers", "spilled", "shared")
     }
-    return Measured(NAME, QUESTION, look_around(), tuple(tables), {}, numbers, (), notes=_NOTES)
+    return Measured(tuple(tables), {}, numbers, (), _NOTES, case=NAME, question=QUESTION, setting=look_around())
 
 
 def _words(tiles: Tiles) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.cached_decoder import CachedDecoder
-from benchmarks.decoding_forms import PRECISIONS, language_model_settings
+from benchmarks.decoding_forms import PRECISIONS, Sizes
 from benchmarks.memory import peak_bytes
 from dist_attn.models import (
     DecoderState,
@@ -28,7 +28,7 @@ FIRST_TOKEN = 0
 def model_settings(sizes: Mapping[str, int], mixer: Mapping[str, Any], cross: Mapping[str, Any]) -> dict[str, Any]:
     """A model's config.json: encoder and decoder, or without anything in `cross` a language model."""
     if not cross:
-        return language_model_settings(sizes, mixer)
+        return Sizes(**sizes).settings(mixer)
     width = sizes["width"]
     heads = {"hidden_size": width, "num_heads": sizes["heads"]}
     own = {**heads, "short_convolution": 0, **mixer}

@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.cases import CASES
+from benchmarks import scaleformer
+from benchmarks.cases import CASES, Works
 from benchmarks.measured import Axes, Table
+from benchmarks.memory import peak_bytes
 from benchmarks.report import measure
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report
+from dist_attn_research.papers.printed_attention import printed_kernel, printed_positions
 
-__all__ = ["SCALEFORMER_FIGURES", "crossover"]
+__all__ = ["SCALEFORMER_FIGURES", "crossover", "works"]
 
 Curve = dict[int, float]
 
@@ -45,11 +48,32 @@ def _job(name: str, sizes: tuple[int, ...], budget: Budget) -> Job:
     rounds = 1 if budget.smoke else CASES[name].rounds
 
     def work(folder: Path, watch: Watch) -> Scores:
-        found = measure(CASES[name], sizes, rounds).numbers
+        case = replace(CASES[name], works=lambda size: works(name, size))
+        found = measure(case, sizes, rounds).numbers
         named = {f"{form}_seconds_at_{size}": f"{form}, seconds at {size}" for size in sizes for form in FORMS}
-        return {name: found[measured] for name, measured in named.items() if measured in found}
+        scores = {name: found[measured] for name, measured in named.items() if measured in found}
+        for size in sizes:
+            of_forms = {form: one for form, one in case.works(size).items() if form in FORMS}
+            scores |= {f"{form}_bytes_at_{size}": float(peak_bytes(one)) for form, one in of_forms.items()}
+        return scores
 
     return Job(name, 0, {"case": name, "sizes": sizes, "rounds": rounds}, work)
+
+
+def works(name: str, length: int) -> Works:
+    """Those of the case, and where it would hold no more than 4 GB the paper's own algorithm."""
+    causal, number_bytes = name.endswith("-masked"), scaleformer.FLOAT_BYTES * scaleformer.BATCH * length
+    found = {**CASES[name].works(length)}
+    if name.startswith("scaleformer-4"):
+        q, v, rp = scaleformer.position_inputs(length)
+        columns = scaleformer.REACH if causal else 2 * scaleformer.REACH - 1
+        if number_bytes * columns * scaleformer.SIZE <= scaleformer.MOST_BYTES:
+            found["printed"] = lambda: printed_positions(q, v, rp, causal)
+        return found
+    q, k, v = scaleformer.kernel_inputs(length)
+    if not causal or 2 * number_bytes * scaleformer.SIZE**2 <= scaleformer.MOST_BYTES:
+        found["printed"] = lambda: printed_kernel(q, k, v, causal)
+    return found
 
 
 def crossover(slow: Curve, fast: Curve) -> int | None:
@@ -59,25 +83,31 @@ def crossover(slow: Curve, fast: Curve) -> int | None:
     return wins[0] if wins else None
 
 
-def _curves(one: Done) -> dict[str, Curve]:
+def _curves(one: Done, unit: str) -> dict[str, Curve]:
+    """Seconds or bytes of every form."""
     curves: dict[str, Curve] = {form: {} for form in FORMS}
     for name, value in one.scores.items():
-        form, _, length = name.partition("_seconds_at_")
-        curves[form][int(length)] = value
+        form, found, length = name.partition(f"_{unit}_at_")
+        if found:
+            curves[form][int(length)] = value
     return curves
 
 
 def _report(done: Sequence[Done]) -> Report:
-    found = {one.arm: _curves(one) for one in done}
-    tables = [_claims(found), *(_table(name, curves) for name, curves in found.items())]
+    found = {one.arm: _curves(one, "seconds") for one in done}
+    held = {one.arm: _curves(one, "bytes") for one in done}
+    held = {name: curves for name, curves in held.items() if any(curves.values())}  # bytes were not always counted
+    tables = [_claims(found), *(_table(f"{name}, milliseconds", curves, 1e3) for name, curves in found.items())]
+    tables += [_table(f"{name}, MiB above the inputs", curves, 2.0**-20) for name, curves in held.items()]
     notes = (
         "Batch 10, one head of 64, horizon 16, uniform inputs, without gradients, one thread; Figure 5's forms divide "
         "by the sums of the scores, Figure 4's do not. The fastest of rounds taken in turns. `printed` is the paper's "
         "own algorithm with its misprints corrected.",
-        "A form is left out from where it would hold more than 4 GB. Memory is in the cases of the same names of "
-        "`python -m benchmarks.run`.",
+        "A form is left out from where it would hold more than 4 GB.",
     )
-    return Report(tuple(tables), notes, tuple((name, _draw(curves)) for name, curves in found.items()))
+    panels = [(name, _draw(curves, "seconds")) for name, curves in found.items()]
+    panels += [(f"{name}, memory", _draw(curves, "bytes")) for name, curves in held.items()]
+    return Report(tuple(tables), notes, tuple(panels))
 
 
 def _claims(found: dict[str, dict[str, Curve]]) -> Table:
@@ -122,21 +152,21 @@ def _slope(curve: Curve) -> str:
     return f"{math.log(after / before) / math.log(longer / shorter):.2f}"
 
 
-def _table(name: str, curves: dict[str, Curve]) -> Table:
+def _table(title: str, curves: dict[str, Curve], scale: float) -> Table:
     lengths = sorted({length for curve in curves.values() for length in curve})
     rows = [
-        (f"{length:,}", *(f"{1e3 * curves[form][length]:,.2f}" if length in curves[form] else "–" for form in FORMS))
+        (f"{length:,}", *(f"{scale * curves[form][length]:,.2f}" if length in curves[form] else "–" for form in FORMS))
         for length in lengths
     ]
-    return Table(f"{name}, milliseconds", ("length", *FORMS), tuple(rows))
+    return Table(title, ("length", *FORMS), tuple(rows))
 
 
-def _draw(curves: dict[str, Curve]) -> Callable[[Axes], None]:
+def _draw(curves: dict[str, Curve], unit: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for form, curve in curves.items():
             axes.loglog(list(curve), list(curve.values()), marker="o", markersize=3, label=form)
         axes.axvline(PAPER_END, color="black", linewidth=0.8, linestyle="--")
-        axes.set(xlabel="length", ylabel="seconds")
+        axes.set(xlabel="length", ylabel=unit)
         axes.legend(fontsize=8)
 
     return draw
@@ -148,7 +178,11 @@ SCALEFORMER_FIGURES = Experiment(
         "Scaleformer, Figures 4 and 5, from 16 to 65,536 tokens: from which length on is the linear algorithm faster "
         "than the quadratic form, as printed and as computed here?"
     ),
-    tests=(*CASES["scaleformer-4-masked"].tests, "research/tests/test_paper_times.py"),
+    tests=(
+        *CASES["scaleformer-4-masked"].tests,
+        "research/tests/test_paper_times.py",
+        "research/tests/test_attention_peers.py",
+    ),
     jobs=_jobs,
     report=_report,
     seeds=(0,),

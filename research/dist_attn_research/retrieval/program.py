@@ -110,7 +110,7 @@ def finding(cases: Mapping[str, Mapping[str, Mapping[str, float]]], setting: Set
             curves.setdefault(way, {})[float(number)] = one["share"]
     numbers = {f"{name}, {way}, MRR": one["mrr"] for name, judged in cases.items() for way, one in judged.items()}
     panel = Panel("right, by case in the order of the tables", "case", "share of queries", curves)
-    return Measured(NAME, QUESTION, setting, tuple(tables), {}, numbers, (panel,), NOTES)
+    return Measured(tuple(tables), {}, numbers, (panel,), NOTES, case=NAME, question=QUESTION, setting=setting)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """What programs that measure a service share: their options, the service in processes of its own, its sizes."""
 
-import asyncio
 import json
 import os
 import tempfile
@@ -9,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
-from benchmarks.service_process import ServiceProcess, until_ready
+from benchmarks.service_process import ServiceProcess
 from dist_attn_research.service.instant_engine import InstantEngine
 
 __all__ = ["START_S", "instant_service", "own_service", "parser_of", "sizes_of"]
@@ -39,7 +36,7 @@ def own_service(model: str, ranks: int) -> Iterator[ServiceProcess]:
     Raises: RuntimeError where it does not start, TimeoutError where its engine is not ready within `START_S`.
     """
     with tempfile.TemporaryDirectory() as folder, ServiceProcess(Path(folder), ranks=ranks, model=model) as service:
-        asyncio.run(_ready(service.url))
+        service.wait_until_ready(START_S)
         yield service
 
 
@@ -52,7 +49,7 @@ def instant_service(model: Path, engine: InstantEngine) -> Iterator[ServiceProce
             engine.behind(behind),
             ServiceProcess(Path(folder), ranks=0, model=str(model), api_address=behind) as service,
         ):
-            asyncio.run(_ready(service.url))
+            service.wait_until_ready(START_S)
             yield service
 
 
@@ -60,8 +57,3 @@ def sizes_of(model: Path) -> tuple[int, int]:
     """`hidden_size` and `vocab_size` of a model's folder."""
     config = json.loads((model / "config.json").read_text())
     return config["hidden_size"], config["vocab_size"]
-
-
-async def _ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
-        await until_ready(http, 0, START_S)

@@ -1,8 +1,10 @@
-"""Studies beside the targets: what models that ship can do, and how far lengths and ranks go."""
+"""Studies beside the targets: forms of attention, what models that ship can do, how far lengths and ranks go."""
 
-from benchmarks.measured import studies_of
+from benchmarks.cases import Case
+from benchmarks.measured import Study, studies_of
 from dist_attn_research.service import fairness
 from dist_attn_research.studies import (
+    attention_peers,
     chapter_retrieval,
     encoder_speed,
     longest_softmax,
@@ -13,7 +15,7 @@ from dist_attn_research.studies import (
     weight_precision,
 )
 
-STUDIES = studies_of(
+STUDIES: dict[str, Case | Study] = attention_peers.CASES | studies_of(
     chapter_retrieval,
     encoder_speed,
     longest_softmax,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from benchmarks.decoding_forms import StateForm
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.rank_passes import on_ranks
-from benchmarks.setting import look_around, own_cores
+from benchmarks.setting import own_cores
 from benchmarks.timing import Times
 from dist_attn.adapters.model import AdaptedModel
 from dist_attn.comm import Communicator
@@ -100,13 +100,12 @@ NOTES = (
 )
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Each shape with every work of ours and theirs in turns.
 
     Raises: ConfigError where llama.cpp is not installed: there is nothing to compare with.
     """
     require_peers()
-    setting = look_around()
     shapes, length, longer, rounds = (TINY, 64, 64, 1) if smoke else (SHAPES, LENGTH, OVER_RANKS, ROUNDS)
     ratios: dict[str, float] = {}
     numbers: dict[str, float] = {}
@@ -144,7 +143,7 @@ def measure(smoke: bool) -> Measured:
     }
     panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
     notes = NOTES if len(own_cores()) > 1 else (*NOTES, "This process may use one core only: both ranks shared it.")
-    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), notes, full=not smoke)
+    return Found(tuple(tables), ratios, numbers, (panel,), notes)
 
 
 def require_peers() -> None:

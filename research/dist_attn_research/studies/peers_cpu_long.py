@@ -2,8 +2,7 @@
 
 import sys
 
-from benchmarks.measured import Measured, Panel, Table
-from benchmarks.setting import look_around
+from benchmarks.measured import Found, Panel, Table
 from dist_attn_research.studies.peers_cpu import (
     OURS,
     PEERS,
@@ -31,13 +30,12 @@ LENGTH = 32_768
 NOTES = ("As `peers-cpu` measures a shorter prompt; each is read once by either.",)
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Each shape, ours and theirs one after the other.
 
     Raises: ConfigError where llama.cpp is not installed.
     """
     require_peers()
-    setting = look_around()
     shapes, length = (TINY, 64) if smoke else (SHAPES, LENGTH)
     curves: dict[str, dict[float, float]] = {OURS: {}, THEIRS: {}}
     ratios, numbers, rows = {}, {}, []
@@ -56,4 +54,4 @@ def measure(smoke: bool) -> Measured:
     columns = ("model", "parameters", OURS, THEIRS, "llama.cpp / ours")
     table = Table(f"{prompt(length)}, float32", columns, tuple(rows))
     panel = Panel("tokens a second by parameters", "parameters", "tokens/s", curves)
-    return Measured(NAME, QUESTION, setting, (table,), ratios, numbers, (panel,), NOTES, full=not smoke)
+    return Found((table,), ratios, numbers, (panel,), NOTES)

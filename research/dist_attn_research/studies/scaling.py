@@ -2,12 +2,16 @@
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.measured import Measured, Panel, Table
-from benchmarks.rank_passes import Pass, Passed, measured_link, run_passes
-from benchmarks.setting import look_around, own_cores
+import torch
+
+from benchmarks.measured import Found, Panel, Table
+from benchmarks.rank_passes import Pass, Passed, on_ranks, run_passes
+from benchmarks.setting import own_cores
+from dist_attn.comm import Communicator
 from dist_attn.costs import Link, default_exchange
 from dist_attn_research.studies.cluster import Cluster, play, scan_rounds
 from dist_attn_research.studies.simulated_attention import FORMS, Shape, Simulated, break_even, simulate
@@ -22,6 +26,7 @@ QUESTION = (
 TESTS = ("research/tests/test_scaling.py", "tests/costs/test_scans.py", "tests/sharded/test_carry_scan.py")
 RANKS, LENGTH, ROUNDS = (1, 2, 4), 32_768, 5
 SMOKE_LENGTH = 256
+SMALL_BYTES, LARGE_BYTES, SWAPS = 4 << 10, 4 << 20, 15
 HERE = Shape(heads=8, head_size=64, num_random=64, element_bytes=4)
 
 GPUS, TOKENS = (8, 64, 256, 1024), (1 << 20, 1 << 24, 1 << 28, 1 << 30)
@@ -58,9 +63,8 @@ def gpus(ranks: int) -> Cluster:
     return Cluster(ranks, GPUS_PER_HOST, NVLINK, NETWORK, GPU_FLOPS, GPU_EXACT_FLOPS)
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Measure, hold the simulation against it, and simulate what there is no machine for."""
-    setting = look_around()
     length, rounds = (SMOKE_LENGTH, 1) if smoke else (LENGTH, ROUNDS)
     passed = {ranks: run_passes([Pass(length, alone=False)], ranks, rounds)[0] for ranks in RANKS}
     link = measured_link()
@@ -101,7 +105,26 @@ def measure(smoke: bool) -> Measured:
         _even_table(evens, counts),
         _scan_table(counts),
     )
-    return Measured(NAME, QUESTION, setting, tables, ratios, numbers, panels, _notes(link, length), full=not smoke)
+    return Found(tables, ratios, numbers, panels, _notes(link, length))
+
+
+def measured_link() -> Link:
+    """What messages between two ranks of this machine take: swaps of two sizes, medians."""
+    small_s, large_s = on_ranks(_swaps, 2)[0]
+    rate = (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-9)
+    return Link(latency_s=max(small_s - SMALL_BYTES / rate, 1e-9), bytes_per_s=rate)
+
+
+def _swaps(comm: Communicator) -> tuple[float, float]:
+    other, found = {1 - comm.rank: 1}, []
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        message, taken = torch.zeros(1, size, dtype=torch.uint8), []
+        for _ in range(SWAPS + 1):
+            began = time.perf_counter()
+            comm.send_receive(message, other, other)
+            taken.append(time.perf_counter() - began)
+        found.append(statistics.median(taken[1:]))
+    return found[0], found[1]
 
 
 def points_of(passed: dict[int, list[Passed]], length: int, link: Link, cores: int) -> list[Point]:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from benchmarks.decoding_forms import StateForm
-from benchmarks.measured import Measured, Panel, Table
-from benchmarks.setting import ROOT, look_around
+from benchmarks.measured import Found, Panel, Table
+from benchmarks.setting import ROOT
 from benchmarks.timing import RATES, interleaved, rate_works
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.errors import ConfigError
@@ -52,9 +52,8 @@ def form(name: str) -> tuple[CausalModel, Tokeniser]:
     return model, tokeniser
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Score the text with every form, in blocks and by steps; then steps of all forms in turns for each batch."""
-    setting = look_around()
     models = {name: form(name)[0] for name in FORMS}
     found = scores(SMOKE_BYTES if smoke else BYTES, SMOKE_STEP_TOKENS if smoke else STEP_TOKENS)
     held = {name: weight_bytes(model) for name, model in models.items()}
@@ -81,7 +80,7 @@ def measure(smoke: bool) -> Measured:
     panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
     rows = tuple(_row(name, found, held, seconds, spread) for name in FORMS)
     table = Table(_title(smoke), _COLUMNS, rows)
-    return Measured(NAME, QUESTION, setting, (table,), ratios, numbers, (panel,), _NOTES, {}, not smoke)
+    return Found((table,), ratios, numbers, (panel,), _NOTES)
 
 
 def scores(num_bytes: int, step_tokens: int) -> dict[str, dict[str, float]]:

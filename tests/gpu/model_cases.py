@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.cases import ACCEPTED, DEVICE, Cases, Row, judged, seconds
+from benchmarks.gpu.cases import DEVICE, Cases, Row, seconds
 from benchmarks.setting import ROOT
 from dist_attn.control.ranks import child_environment
 from dist_attn.generation import CapturedStep
@@ -21,9 +21,9 @@ from dist_attn.model_config.mixers.attention import ScaleformerConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.ops import Watch, watching
+from tests.gpu.judging import ACCEPTED, judged
 
-__all__ = ["MODEL", "SHARED", "captured_cases", "compared", "dist_attn", "matmul_rate", "training_cases", "write_book"]
-
+__all__ = ["MODEL", "SHARED", "captured_cases", "compared", "dist_attn", "training_cases", "write_book"]
 
 MODEL = "books-6m"
 # Where several ranks are to share the one GPU; of a CPU there is only one.
@@ -148,7 +148,7 @@ def _hundred_steps(size: int, layers: int, heads: int, batch: int, segment: int,
     lines, parameters = _trained(size, layers, heads, batch, segment, steps, options)
     losses = [line["loss"] for line in lines if "loss" in line]
     rate = max(line.get("tokens_per_second", 0.0) for line in lines)
-    peak = matmul_rate(64 if steps < 100 else 8_192)
+    peak = _matmul_rate(64 if steps < 100 else 8_192)
     row = {"parameters": parameters, "tokens_per_second": rate, "matmul_flops": peak, "losses": losses}
     # Four steps of a test may go up.
     return {**row, "share_of_peak": 6 * parameters * rate / peak, "right": steps < 100 or losses[-1] < losses[0]}
@@ -177,7 +177,7 @@ def _trained(
         return lines, (folder / "run/model/model.safetensors").stat().st_size // 4
 
 
-def matmul_rate(size: int) -> float:
+def _matmul_rate(size: int) -> float:
     """Operations a second of a product of square matrices in bfloat16."""
     a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, 10)
