@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.measured import Measured, Panel, Table
+from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
-from benchmarks.setting import look_around
 from benchmarks.timing import interleaved
 from dist_attn.commands.add_model import ADDABLE, fetch
 from dist_attn.errors import ConfigError
@@ -44,14 +43,13 @@ NOTES = (
 )
 
 
-def measure(smoke: bool) -> Measured:
+def measure(smoke: bool) -> Found:
     """Sentences in turns, then the stream.
 
     Raises: ConfigError where sentence-transformers is not installed; StorageError where MiniLM cannot be fetched.
     """
     if missing := absent(PEER):
         raise ConfigError(f"{PEER}: {missing[PEER]}")
-    setting = look_around()
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of the rank, which otherwise takes all cores
     tokens, windows, rounds = (5_000, 2, 1) if smoke else (TOKENS, WINDOWS, ROUNDS)
     theirs = _peer()
@@ -85,7 +83,7 @@ def measure(smoke: bool) -> Measured:
     numbers |= {f"{OURS}, tokens a second": stream, f"{THEIRS}, tokens a second": rate, "tokens": read}
     panel = Panel("tokens a second", "tokens", "tokens/s", {OURS: {read: stream}, THEIRS: {windows * WINDOW: rate}})
     table = Table("Encoding", ("work", OURS, THEIRS, "ours are faster by"), rows)
-    return Measured(NAME, QUESTION, setting, (table,), ratios, numbers, (panel,), NOTES, full=not smoke)
+    return Found((table,), ratios, numbers, (panel,), NOTES)
 
 
 def _peer() -> Any:
