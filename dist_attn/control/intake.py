@@ -27,7 +27,7 @@ from dist_attn.wire.rank_messages import RankHello
 from dist_attn.wire.specs import MODEL_POOLING
 from dist_attn_api.errors import Code
 
-PROBE_S = 2.0
+API_PROBE_S = 2.0
 LEAST_WAIT_S, MOST_WAIT_S = 1, 120  # clients do not come back by themselves after longer waits
 
 log = structlog.get_logger("dist_attn.control")
@@ -136,7 +136,7 @@ class Intake:
         self._requests.flush()
         for request in self._requests:
             self._check_deadlines(request)
-        if self._requests.now - self._probed_at > PROBE_S:
+        if self._requests.now - self._probed_at > API_PROBE_S:
             self._probed_at = self._requests.now
             self._requests.probe()
 

@@ -36,7 +36,7 @@ KEPT_STEPS = 4
 
 
 @dataclass
-class _Seat:
+class _Drawing:
     """One request that decodes here."""
 
     spec: SamplingSpec
@@ -76,10 +76,10 @@ class DecodeSlots:
         apart: LayersApart | None = None,
     ) -> None:
         self._model = model
-        self._ranks = apart
+        self._layers_apart = apart
         self._end_tokens = end_tokens
-        self._seats: dict[int, _Seat] = {}
-        self._apart: dict[int, ModelState] = {}  # states that are in no batch
+        self._drawings: dict[int, _Drawing] = {}
+        self._unbatched: dict[int, ModelState] = {}  # states that are in no batch
         self._batches: list[_Batch] = []
         device = model.device
         self._captures = takes_captured_steps("eager" if apart is not None else steps, device)
@@ -94,7 +94,7 @@ class DecodeSlots:
         return frozenset(batch.captured.how for batch in self._batches if batch.captured is not None)
 
     def __contains__(self, request: int) -> bool:
-        return request in self._seats
+        return request in self._drawings
 
     def take_in(
         self,
@@ -112,31 +112,31 @@ class DecodeSlots:
         the state's last token, the request draws from them and then feeds what it has drawn: all drawn ones are in it.
         """
         ends, generator = spec.ended_by(self._end_tokens), generator_for(spec, request, draws)
-        seat = _Seat(spec, ends, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
-        self._seats[request] = seat
-        self._apart[request] = state if self._ranks is None else self._ranks.own(state)
+        drawing = _Drawing(spec, ends, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
+        self._drawings[request] = drawing
+        self._unbatched[request] = state if self._layers_apart is None else self._layers_apart.own(state)
 
     def state_of(self, request: int) -> tuple[ModelState, int, torch.Tensor | None]:
         """The request's state, how many tokens were drawn, and the logits after its last one where they are kept.
 
         Where they are not, the last drawn token is not in the state yet.
         """
-        seat = self._seats[request]
-        if request in self._apart:
-            return self._apart[request], seat.draws, seat.logits_V
+        drawing = self._drawings[request]
+        if request in self._unbatched:
+            return self._unbatched[request], drawing.draws, drawing.logits_V
         batch = next(batch for batch in self._batches if request in batch.requests)
-        return batch.state.select(batch.requests.index(request)), seat.draws, seat.logits_V
+        return batch.state.select(batch.requests.index(request)), drawing.draws, drawing.logits_V
 
     def forget(self, request: int) -> None:
         """Drop the request and its state; an unknown one is ignored."""
-        if self._seats.pop(request, None) is None:
+        if self._drawings.pop(request, None) is None:
             return
-        self._apart.pop(request, None)
+        self._unbatched.pop(request, None)
         for batch in self._batches:
             if request in batch.requests:
                 self._dissolve(batch)
                 break
-        if not self._seats:
+        if not self._drawings:
             self._free.clear()  # states and graphs take memory that was not planned for
 
     def draw(self, entries: Iterable[DecodeEntry]) -> list[Drawn | RequestFault]:
@@ -144,44 +144,44 @@ class DecodeSlots:
         fed = []
         results: list[Drawn | RequestFault] = []
         for entry in entries:
-            seat = self._seats[entry.request]
-            if seat.logits_V is not None:
-                result = self._draw_kept(entry, seat, seat.logits_V)
+            drawing = self._drawings[entry.request]
+            if drawing.logits_V is not None:
+                result = self._draw_kept(entry, drawing, drawing.logits_V)
                 results += [] if result is None else [result]
-                if isinstance(result, Drawn) and not seat.ended:
+                if isinstance(result, Drawn) and not drawing.ended:
                     fed.append(entry.request)
                 continue
-            seat.token = seat.token if entry.token is None else entry.token
-            if seat.draws and seat.spec.penalises:
+            drawing.token = drawing.token if entry.token is None else entry.token
+            if drawing.draws and drawing.spec.penalises:
                 # Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
-                seat.counts[seat.token] += 1
+                drawing.counts[drawing.token] += 1
             fed.append(entry.request)
         self._arrange(fed)
         for batch in self._batches:
             results += self._draw_batch(batch)
         return results
 
-    def _draw_kept(self, entry: DecodeEntry, seat: _Seat, logits_V: torch.Tensor) -> Drawn | RequestFault | None:
+    def _draw_kept(self, entry: DecodeEntry, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | RequestFault | None:
         """Draw from the logits after the request's last token; what it gave the first time is what will be fed."""
-        if seat.ended:
+        if drawing.ended:
             return None
-        (result,) = self._drawn([(entry.request, seat, logits_V)])
+        (result,) = self._drawn([(entry.request, drawing, logits_V)])
         if isinstance(result, Drawn):
-            seat.token = result.token if entry.token is None else entry.token
-            seat.ended = seat.token in seat.ends
-            if seat.ended:
-                seat.draws -= 1
-            elif seat.spec.penalises:
-                seat.counts[seat.token] += 1
+            drawing.token = result.token if entry.token is None else entry.token
+            drawing.ended = drawing.token in drawing.ends
+            if drawing.ended:
+                drawing.draws -= 1
+            elif drawing.spec.penalises:
+                drawing.counts[drawing.token] += 1
         return result
 
     def _draw_batch(self, batch: _Batch) -> list[Drawn | RequestFault]:
-        seats = [self._seats[request] for request in batch.requests]
-        tokens = [seat.token for seat in seats] + [0] * (SLOTS - len(seats))
+        drawings = [self._drawings[request] for request in batch.requests]
+        tokens = [drawing.token for drawing in drawings] + [0] * (SLOTS - len(drawings))
         token_B = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         watch = current_watch()
         if watch is not None:
-            watch.rows = len(seats)
+            watch.rows = len(drawings)
             if watch.finite is not None:
                 watch.finite.first_tokens = tuple(batch.state.position_B.tolist())
         if batch.captured is not None:
@@ -193,30 +193,30 @@ class DecodeSlots:
                 logits_BV, batch.state = self._model.step(token_B, batch.state)
         if watch is not None:
             watch.rows = None
-        logits_BV = logits_BV[: len(seats)].float().cpu()
-        due: list[tuple[int, _Seat, torch.Tensor]] = []
-        for request, seat, logits_V in zip(batch.requests, seats, logits_BV, strict=True):
-            if seat.logits_V is not None:
-                seat.logits_V = logits_V.clone()
+        logits_BV = logits_BV[: len(drawings)].float().cpu()
+        due: list[tuple[int, _Drawing, torch.Tensor]] = []
+        for request, drawing, logits_V in zip(batch.requests, drawings, logits_BV, strict=True):
+            if drawing.logits_V is not None:
+                drawing.logits_V = logits_V.clone()
             else:
-                due.append((request, seat, logits_V))
+                due.append((request, drawing, logits_V))
         results = self._drawn(due)
-        for (_, seat, _), result in zip(due, results, strict=True):
+        for (_, drawing, _), result in zip(due, results, strict=True):
             if isinstance(result, Drawn):
-                seat.token = result.token
+                drawing.token = result.token
         return results
 
-    def _drawn(self, due: list[tuple[int, _Seat, torch.Tensor]]) -> list[Drawn | RequestFault]:
+    def _drawn(self, due: list[tuple[int, _Drawing, torch.Tensor]]) -> list[Drawn | RequestFault]:
         """A token for each of them, here or on the rank that has their logits."""
-        if self._ranks is None or not due:
+        if self._layers_apart is None or not due:
             return [_draw(*each) for each in due]
-        if self._ranks.draws:
+        if self._layers_apart.draws:
             results = [_draw(*each) for each in due]
-            self._ranks.tell([result.token if isinstance(result, Drawn) else FAULT for result in results])
+            self._layers_apart.tell([result.token if isinstance(result, Drawn) else FAULT for result in results])
             return results
-        tokens = self._ranks.tell([FAULT] * len(due))
-        for (_, seat, _), token in zip(due, tokens, strict=True):
-            seat.draws += token != FAULT
+        tokens = self._layers_apart.tell([FAULT] * len(due))
+        for (_, drawing, _), token in zip(due, tokens, strict=True):
+            drawing.draws += token != FAULT
         return [
             Drawn(request, token) if token != FAULT else RequestFault(request, "another rank could not draw")
             for (request, _, _), token in zip(due, tokens, strict=True)
@@ -227,23 +227,23 @@ class DecodeSlots:
         for batch in list(self._batches):
             if not set(batch.requests) <= set(fed):
                 self._dissolve(batch)
-        seated = {request for batch in self._batches for request in batch.requests}
-        if set(fed) == seated:
+        batched = {request for batch in self._batches for request in batch.requests}
+        if set(fed) == batched:
             return
         for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
         # A key-value cache has the length of its text: only states of one shape go side by side.
-        key = _shapes if self._ranks is None else self._ranks.alike
+        key = _shapes if self._layers_apart is None else self._layers_apart.alike
         alike: dict[tuple[torch.Size | int, ...], list[int]] = {}
         for request in fed:
-            if request in self._apart:
-                alike.setdefault(key(self._apart[request]), []).append(request)
+            if request in self._unbatched:
+                alike.setdefault(key(self._unbatched[request]), []).append(request)
         for requests in alike.values():
             for at in range(0, len(requests), SLOTS):
                 self._batches.append(self._stack(tuple(requests[at : at + SLOTS])))
 
     def _stack(self, requests: tuple[int, ...]) -> _Batch:
-        states = [self._apart.pop(request) for request in requests]
+        states = [self._unbatched.pop(request) for request in requests]
         state = ModelState.stack(states + states[:1] * (SLOTS - len(states)))
         if not self._captures:
             return _Batch(requests, state)
@@ -258,20 +258,20 @@ class DecodeSlots:
     def _dissolve(self, batch: _Batch) -> None:
         self._batches.remove(batch)
         for slot, request in enumerate(batch.requests):
-            if request in self._seats:
-                self._apart[request] = batch.state.select(slot)
+            if request in self._drawings:
+                self._unbatched[request] = batch.state.select(slot)
         if batch.captured is not None and not batch.captured.grows:
             self._free = [batch.captured, *self._free[: KEPT_STEPS - 1]]
 
 
-def _draw(request: int, seat: _Seat, logits_V: torch.Tensor) -> Drawn | RequestFault:
-    barred = seat.ends if seat.draws < seat.spec.min_tokens else ()
+def _draw(request: int, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | RequestFault:
+    barred = drawing.ends if drawing.draws < drawing.spec.min_tokens else ()
     try:
-        (token,) = sample(logits_V[None], [seat.spec], [seat.generator], [seat.counts], [barred])
+        (token,) = sample(logits_V[None], [drawing.spec], [drawing.generator], [drawing.counts], [barred])
     except EngineError as error:
         return RequestFault(request, str(error))
-    seat.draws += 1
-    return Drawn(request, token, token_logprobs(logits_V, token, seat.spec.logprobs))
+    drawing.draws += 1
+    return Drawn(request, token, token_logprobs(logits_V, token, drawing.spec.logprobs))
 
 
 def _shapes(state: ModelState) -> tuple[torch.Size, ...]:

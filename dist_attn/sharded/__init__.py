@@ -1,7 +1,8 @@
 """Sequence operations across ranks: exchanges of carries and halos around the local operations.
 
 `sequence_ops` has the interface, `sharding` what all operations of one communicator and layout share. A carry is
-exchanged by `prefix_scan`: `scan` begins it, `exchanges` has a function for each exchange, `monoid` what is combined.
+exchanged by `prefix_scan`: `scan` begins it, `exchanges` has a function for each exchange; `ops/monoid.py` says what is
+combined.
 Linear attention is `linear`, which prepares a call and attends within packed documents, and `carry_scan`, which attends
 before and behind the scan. In deterministic mode `linear` passes the state from rank to rank in turn; packed documents
 that begin on an earlier rank, and relative attention, gather it (`document_exchange`, `relative`).
