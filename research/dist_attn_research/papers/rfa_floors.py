@@ -37,7 +37,7 @@ BASE = "floor-0.3"
 TINY = 1e-12  # gates near 1 make sums of all sizes
 NORMED, NORMED_KIND = "layer-norm", "rfa_gate_normed"
 OPTIMISER = {"kind": "muon", "learning_rate": 4e-3, "matrix_learning_rate": 3e-3, "weight_decay": 0.05}
-FLOORS = (0.01, 0.03, 0.1, 0.3)
+FLOORS = (0.001, 0.01, 0.03, 0.1, 0.3)
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "exact": {"kind": "exact", "eps": 0.0},
     **{f"floor-{eps:g}": {"kind": "floor", "eps": eps} for eps in FLOORS},
