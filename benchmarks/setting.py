@@ -21,7 +21,7 @@ from dist_attn import __version__
 __all__ = ["ROOT", "Setting", "look_around", "own_cores", "pin_to", "why_red"]
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ("transformers", "performer-pytorch", "flash-linear-attention", "xllamacpp")
+PEERS = ("transformers", "performer-pytorch", "flash-linear-attention", "xllamacpp", "sentence-transformers")
 # What a run writes by itself must not make the next one's commit look changed.
 WRITTEN = ("benchmarks/results", "docs/measurements/performance.md", "dist_attn/ops/gpu_record.json")
 # Where Python finds what tests import: of this folder, and of research/ where that is there.

@@ -55,6 +55,10 @@ class ShardedSequenceOps(SequenceOps):
     ranks. Gradients of replicated inputs are this rank's share; the loss is the sum of the ranks' losses; every rank
     runs every operation and its backward pass, empty slices too.
 
+    With `memory_layout` keys and values of attention lie on a layout of their own, as in cross attention; causal linear
+    attention then brings queries to its keys. A `prefix` counts global tokens, and takes linear attention a second
+    exchange of states.
+
     `softmax` says how exact attention gets to all keys: by moving heads to ranks, which is even work and two exchanges
     ("reshuffle"), or by passing keys round, which holds two slices at most and takes P - 1 exchanges ("ring").
 
@@ -99,8 +103,6 @@ class ShardedSequenceOps(SequenceOps):
         self._comm, self._layout = comm, layout
 
     def _attend(self, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
-        # A `prefix` counts global tokens and takes a second exchange of states. Causal attention over keys on a layout
-        # of their own brings queries to them, see `sharded.linear`.
         self._sharding.check_queries(call.queries)
         self._sharding.check_keys(call.keys)
         check_prefix(call.prefix, causal=call.causal, documents=self._sharding.packed)

@@ -36,7 +36,8 @@ TOKENS, WINDOW, WINDOWS = 1_000_000, 254, 192  # sentence-transformers cuts what
 READ_S = 3600.0
 WORDS = ("the", "of", "and", "to", "in", "a", "that", "it", "was", "his", "he", "with", "as", "had", "for", "her")
 NOTES = (
-    "Ours is the whole service over HTTP, one rank; sentence-transformers runs in the process that measures, "
+    "Ours is the whole service over HTTP: a rank with so many threads, and the API, which makes tokens and rows, "
+    "in a process of its own. sentence-transformers runs in the process that measures, "
     f"`encode(..., batch_size={BATCH})`. Words are common ones, each a token; sentences have 4 to 24 of them.",
     f"A million tokens are posted to /v1/encodings, rows of 512, once; of sentence-transformers {WINDOWS} windows of "
     f"{WINDOW} tokens, the longest that it reads whole, are timed before and after, and the faster counts.",

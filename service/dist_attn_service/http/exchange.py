@@ -263,6 +263,8 @@ class StreamedResponse(Response):
             await self._exchange(writer)
             await writer.close()
         except ClientGone:
+            if not writer.started:
+                raise
             self._record.reason = "client_gone"
         except ServiceError as error:
             if not writer.started:
