@@ -1,6 +1,7 @@
 """Experiments of the papers: jobs are done once, go on after an interruption, and are reported when all are there."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -274,6 +275,7 @@ def test_a_mean_says_of_how_many() -> None:
     assert mean_and_spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00 (3)"
     assert mean_and_spread([1.5], digits=1) == "1.5 (1)"
     assert mean_and_spread([]) == "not measured"
+    assert mean_and_spread([1.0, math.nan, math.inf]) == "no number in 2 of 3"
 
 
 def test_cells_of_an_arm() -> None:

@@ -102,6 +102,8 @@ def judged(title: str, done: Sequence[Done], claims: Sequence[Claim]) -> Table:
 def _verdict(gains: Sequence[float]) -> str:
     if not gains:
         return "not measured"
+    if not all(map(math.isfinite, gains)):
+        return "one of them diverged"
     mean = fmean(gains)
     says = "yes" if mean > 0 else "no, the opposite"
     if len(gains) == 1:

@@ -1,6 +1,7 @@
 """What an experiment is: jobs that each find some numbers once, and a report made of all of them."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,4 +108,5 @@ def read_done(folder: Path, job: Job) -> Done | None:
         return None
     if values["settings"] != json.loads(json.dumps(job.settings)):
         return None
-    return Done(job.arm, job.seed, values["scores"], values["seconds"], values["settings"], values["setting"])
+    scores = {name: math.nan if score is None else score for name, score in values["scores"].items()}
+    return Done(job.arm, job.seed, scores, values["seconds"], values["settings"], values["setting"])

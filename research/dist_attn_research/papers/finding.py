@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -50,7 +51,7 @@ class TableFinding:
             "setting": asdict(self.setting),
             "tables": [asdict(table) for table in self.report.tables],
             "notes": self.report.notes,
-            "numbers": list(self.numbers),
+            "numbers": [_without_nan(number) for number in self.numbers],
         }
         return json.dumps(values, indent=1) + "\n"
 
@@ -117,12 +118,23 @@ def _write_out_ticks(axes: Axes) -> None:
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
-    """`12.34 ± 0.05 (3)`: mean, standard deviation over seeds and their number; one value stands alone."""
+    """`12.34 ± 0.05 (3)`: mean, standard deviation over seeds and their number; one value stands alone.
+
+    Where some are no numbers, as of a run that diverged, only how many.
+    """
     if not values:
         return "not measured"
+    if lost := sum(not isfinite(value) for value in values):
+        return f"no number in {lost} of {len(values)}"
     if len(values) == 1:
         return f"{values[0]:.{digits}f} (1)"
     return f"{fmean(values):.{digits}f} ± {stdev(values):.{digits}f} ({len(values)})"
+
+
+def _without_nan(number: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's numbers, with null for a score that is none: JSON has no NaN."""
+    scores = {name: value if isfinite(value) else None for name, value in number["scores"].items()}
+    return {**number, "scores": scores}
 
 
 def _parts(setting: str) -> list[str]:
