@@ -79,7 +79,15 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard",), "training runs in TensorBoard"),
     "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "traces"),
     "bench": (
-        ("matplotlib", "transformers", "performer-pytorch", "flash-linear-attention", "xllamacpp", "gguf"),
+        (
+            "matplotlib",
+            "transformers",
+            "performer-pytorch",
+            "flash-linear-attention",
+            "xllamacpp",
+            "gguf",
+            "sentence-transformers",
+        ),
         "peers of the benchmarks",
     ),
     "docs": (("mkdocs", "mkdocs-material", "mkdocstrings", "matplotlib"), "the documentation as a site"),
