@@ -4,6 +4,7 @@ Letters: B batch, L tokens on this rank, N blocks, C tokens of a block, D model 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -68,13 +69,9 @@ class StreamEncoder(StreamingModel):
         return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
 
     def hidden(
-        self,
-        tokens_BL: torch.Tensor,
-        ops: SequenceOps | None = None,
-        state: ModelState | None = None,
-        read_BLD: torch.Tensor | None = None,
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
     ) -> tuple[torch.Tensor, ModelState]:
-        """As `StreamingModel.hidden`; `read_BLD` is what `blocks_hidden` would give, where it is there already.
+        """As `StreamingModel.hidden`.
 
         Raises: also InputError, on every rank, where a slice or what follows `state` begins inside a block, and for
             packed documents.
@@ -84,9 +81,8 @@ class StreamEncoder(StreamingModel):
         length, total = tokens_BL.shape[1], ops.total_length(tokens_BL.shape[1])
         self._check_cuts(ops, length, total, state)
         state = self.initial_state(tokens_BL.shape[0]) if state is None else state
-        read_BLD = self.blocks_hidden(tokens_BL) if read_BLD is None else read_BLD
         before = len(self.sentence.encoder.blocks)
-        h_BLD, layers = stream_through(self.context, read_BLD, ops, state.layers, before)
+        h_BLD, layers = stream_through(self.context, self.blocks_hidden(tokens_BL), ops, state.layers, before)
         return h_BLD, ModelState(layers, state.position_B + total)
 
     def blocks_hidden(self, tokens_BL: torch.Tensor) -> torch.Tensor:
@@ -111,14 +107,20 @@ class StreamEncoder(StreamingModel):
         return torch.cat(read, dim=1)
 
     def short_hidden(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What `blocks_hidden` gives texts of at most a pair of blocks, [T] each -> [1, T, D] each, read together.
+        """Hidden states of whole texts of at most a pair of blocks, [T] each -> [1, T, D] each, read together.
 
         Raises: as `TextEncoder.hidden_together`.
         """
         before = len(self.config.sentence.prefix)
         cut = [self._unfinished(text_T) for text_T in texts]
-        read = iter(self.sentence.hidden_together([block_C for blocks in cut for block_C in blocks]))
-        return [torch.cat([next(read)[:, before : before + len(one)] for one in blocks], dim=1) for blocks in cut]
+        lengths = [len(text_T) for text_T in texts]
+        read = self.sentence.hidden_together([block_C for blocks in cut for block_C in blocks])
+        sizes = (len(block_C) for blocks in cut for block_C in blocks)
+        read_1LD = torch.cat([h[:, before : before + size] for h, size in zip(read, sizes, strict=True)], dim=1)
+        ops = LocalSequenceOps(documents=tuple(accumulate(lengths[:-1], initial=0)))
+        layers = self.initial_state(1).layers
+        h_1LD, _ = stream_through(self.context, read_1LD, ops, layers, len(self.sentence.encoder.blocks))
+        return list(h_1LD.split(lengths, dim=1))
 
     def _unfinished(self, tokens: torch.Tensor) -> Sequence[torch.Tensor]:
         """Tokens [..., T] of less than a pair of blocks as one block or as two, the first a token longer if need be."""

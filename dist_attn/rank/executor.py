@@ -243,12 +243,13 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def read_ahead(self, ops: Sequence[PrefillOp]) -> None:
-        """Read what a stream encoder makes of short texts without their context, of which this rank has all, together.
+        """Read short texts of a stream encoder, of which this rank has all, together.
 
         The last bits of a row may depend on which texts come in the same step. These end with their only block, so that
         no state goes on from there, and longer texts are never read so: theirs have the same bits after a loss.
         """
-        short = {op.request: op for op in ops if self._is_short(op)}
+        own = [op for op in ops if op.lengths[self._comm.rank] and op.request in self._prefilling]
+        short = {op.request: op for op in own if self._is_short(op)}
         if len(short) < 2 or not isinstance(self._model, StreamEncoder) or self._watch.finite is not None:
             return
         # InputError: of a mixer that takes no packed documents; each is read in its turn.
@@ -258,9 +259,10 @@ class ModelExecutor:
                 self._ahead |= {op.request: h_1LD for op, h_1LD in zip(batch, read, strict=True)}
 
     def _is_short(self, op: PrefillOp) -> bool:
+        """Whether it is all of a text that one rank reads alone, without a word to the others."""
         total = sum(op.lengths)
-        own = total == op.lengths[self._comm.rank]
-        return own and op.request in self._prefilling and op.start == 0 and 0 < total < self._model.grain
+        alone = isinstance(self._model, StreamEncoder) and total == max(op.lengths)
+        return alone and op.start == 0 and 0 < total < self._model.grain
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
@@ -278,7 +280,7 @@ class ModelExecutor:
             raise EngineError(f"a block of request {op.request} starts at {op.start}; due is {request.position}")
         ops: SequenceOps = LocalSequenceOps()
         start, length = 0, op.lengths[self._comm.rank]
-        if self._comm.size > 1:
+        if self._comm.size > 1 and not self._is_short(op):
             layout = SequenceLayout.from_lengths(op.lengths)
             # A rank that decodes, or is asked for the state, needs all keys that there are: with an encoding none does.
             needed = request.sampling is not None or request.from_logits
@@ -294,10 +296,8 @@ class ModelExecutor:
             ops = checked(ops)
         self._pause = pause
         with watching(self._watch):
-            ahead_1LD = self._ahead.pop(op.request, None)
-            if ahead_1LD is not None and isinstance(self._model, StreamEncoder):
-                h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state, ahead_1LD)
-            else:
+            h_BLD = self._ahead.pop(op.request, None)
+            if h_BLD is None:
                 h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state)
         self._pause = None
         request.position += sum(op.lengths)
