@@ -18,7 +18,7 @@ from benchmarks.report import read_finding
 from benchmarks.setting import ROOT, Setting
 from dist_attn_research.page.tokens import Drawn as PageTokens
 from dist_attn_research.page.upload import Sent
-from dist_attn_research.papers.experiment import Done
+from dist_attn_research.papers.experiment import Done, read_scores
 from dist_attn_research.papers.experiments import EXPERIMENTS
 from dist_attn_research.papers.finding import Report, TableFinding
 from dist_attn_research.service import promises
@@ -66,9 +66,10 @@ def read(path: Path) -> Finding:
 def _paper(filed: Mapping[str, Any], name: str) -> TableFinding:
     """Tables and notes as they were filed; the panels are drawn again from the numbers of the jobs."""
     setting = msgspec.convert(filed["setting"], Setting)
-    panels = EXPERIMENTS[name.partition("-scale-")[0]].report(msgspec.convert(filed["numbers"], list[Done])).panels
+    numbers = [{**number, "scores": read_scores(number["scores"])} for number in filed["numbers"]]
+    panels = EXPERIMENTS[name.partition("-scale-")[0]].report(msgspec.convert(numbers, list[Done])).panels
     report = Report(msgspec.convert(filed["tables"], tuple[Table, ...]), tuple(filed["notes"]), panels)
-    return TableFinding(name, filed["question"], filed["command"], setting, report, filed["numbers"])
+    return TableFinding(name, filed["question"], filed["command"], setting, report, numbers)
 
 
 def write(results: Path, folder: Path) -> None:

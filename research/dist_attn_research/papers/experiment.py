@@ -10,7 +10,19 @@ from typing import Any, Protocol
 
 from dist_attn_research.papers.finding import Report
 
-__all__ = ["RESULT", "Budget", "Done", "Experiment", "Interrupted", "Job", "Scores", "Watch", "Work", "read_done"]
+__all__ = [
+    "RESULT",
+    "Budget",
+    "Done",
+    "Experiment",
+    "Interrupted",
+    "Job",
+    "Scores",
+    "Watch",
+    "Work",
+    "read_done",
+    "read_scores",
+]
 
 RESULT = "result.json"
 _SAFE = re.compile(r"[A-Za-z0-9._+-]+")
@@ -100,6 +112,11 @@ class Experiment:
     seeds: tuple[int, ...] = (0, 1, 2)
 
 
+def read_scores(scores: Mapping[str, float | None]) -> dict[str, float]:
+    """Scores from JSON, where null stands for one that is no number."""
+    return {name: math.nan if score is None else score for name, score in scores.items()}
+
+
 def read_done(folder: Path, job: Job) -> Done | None:
     """What the job has found before, under these settings; None where it is still to be done."""
     try:
@@ -108,5 +125,6 @@ def read_done(folder: Path, job: Job) -> Done | None:
         return None
     if values["settings"] != json.loads(json.dumps(job.settings)):
         return None
-    scores = {name: math.nan if score is None else score for name, score in values["scores"].items()}
-    return Done(job.arm, job.seed, scores, values["seconds"], values["settings"], values["setting"])
+    return Done(
+        job.arm, job.seed, read_scores(values["scores"]), values["seconds"], values["settings"], values["setting"]
+    )
