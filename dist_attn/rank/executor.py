@@ -94,9 +94,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     place = settings.rendezvous
     rendezvous = Rendezvous(place, settings.start_deadline_s, settings.listener) if place else None
     comm = open_communicator(backend, settings.exchange_deadline_s, compute.device, rendezvous)
-    _tell(
-        settings, compute.sentence(comm, settings.weights)
-    )  # C kernels are compiled for it, and not within the first request
+    # C kernels are compiled for this sentence, and not within the first request.
+    _tell(settings, compute.sentence(comm, settings.weights))
     model: StreamingModel
     if kind == "stream_encoder":
         model = load_stream_encoder(folder).to(compute.device)
