@@ -113,12 +113,14 @@ def _git(*arguments: str) -> str:
 
 
 def _processor() -> str:
+    """Its name, and family and model where the name alone (of a virtual machine) does not tell generations apart."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = said.get("model name") or platform.processor() or "unknown processor"
+    return f"{name} (family {said['cpu family']}, model {said['model']})" if "cpu family" in said else name
 
 
 def why_red(tests: Sequence[str], *, deadline_s: float = DEADLINE_S) -> str:
