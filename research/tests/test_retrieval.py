@@ -1,4 +1,4 @@
-"""The judge of retrieval: scores are those of plain loops, fusion, intervals, and rows alone and in a stream."""
+"""The judge of retrieval: scores are those of plain loops, intervals, and rows alone and in a stream."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import torch
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn_research.retrieval.cases import Case
 from dist_attn_research.retrieval.program import rows_of, rows_of_streams, scores_of
-from dist_attn_research.retrieval.ranking import K1, B, bm25, cosines, fused, hits, interval, tf_idf
+from dist_attn_research.retrieval.ranking import cosines, hits, interval, tf_idf
 
 TEXTS = ("the white whale", "a whale of a time, a whale", "the captain's leg", "chowder at the inn")
 QUERIES = ("white whale whale", "inn", "nothing of these")
@@ -19,22 +19,6 @@ QUERIES = ("white whale whale", "inn", "nothing of these")
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
-
-
-def test_bm25_is_its_formula() -> None:
-    """Every score is the sum over the query's words, and a text without any of them has none."""
-    lists = [_words(text) for text in TEXTS]
-    mean = sum(map(len, lists)) / len(lists)
-    scores = bm25(QUERIES, TEXTS)
-    for q, query in enumerate(QUERIES):
-        for n, words in enumerate(lists):
-            want = 0.0
-            for word in _words(query):
-                having = sum(word in other for other in lists)
-                rarity = math.log(1 + (len(lists) - having + 0.5) / (having + 0.5))
-                count = words.count(word)
-                want += rarity * count * (K1 + 1) / (count + K1 * (1 - B + B * len(words) / mean))
-            assert scores[q, n] == pytest.approx(want) if want else np.isneginf(scores[q, n])
 
 
 def test_tf_idf_is_its_formula() -> None:
@@ -56,14 +40,12 @@ def test_tf_idf_is_its_formula() -> None:
             assert scores[q, n] == pytest.approx(product / lengths)
 
 
-def test_fusion_adds_reciprocal_ranks_of_those_that_have_the_candidate() -> None:
-    """A candidate that a ranking lacks gets nothing from it, and one that all lack is none and never a hit."""
-    no = -np.inf
-    scores = fused(np.array([[3.0, 1.0, 2.0, no]]), np.array([[no, 5.0, no, no]]))
-    np.testing.assert_allclose(scores, [[1 / 61, 1 / 63 + 1 / 61, 1 / 62, no]])
+def test_a_candidate_without_a_score_is_no_hit() -> None:
+    """Among the best are those that have a score, in the order of their scores."""
+    scores = np.array([[3.0, 1.0, 2.0, -np.inf]])
     assert hits(scores, np.array([[False, False, False, True]]), 4).tolist() == [0.0]
-    assert hits(scores, np.array([[True, False, False, False]]), 1).tolist() == [0.0]
-    assert hits(scores, np.array([[True, False, False, False]]), 2).tolist() == [1.0]
+    assert hits(scores, np.array([[False, False, True, False]]), 1).tolist() == [0.0]
+    assert hits(scores, np.array([[False, False, True, False]]), 2).tolist() == [1.0]
 
 
 def test_cosines_may_leave_out_the_mean() -> None:

@@ -93,16 +93,20 @@ def test_vectors_are_compared_about_their_mean(service: RunningService) -> None:
     assert [one["parts"]["dense"]["rank"] for one in found["results"]] == [1, 2, 3]
 
 
-def test_both_are_fused_by_rank(service: RunningService) -> None:
-    """The score of a hybrid search is the sum of 1 / (60 + rank) over the parts that have the row."""
-    found = search(service, "fox", [{"text": TEXT}])
+def test_both_are_added(service: RunningService) -> None:
+    """The score of a hybrid search is the cosine, and half the share of the query's words, by rarity, in the row."""
+    found = search(service, "fox owl unheard", [{"text": TEXT}])
     assert found["mode"] == "hybrid" and len(found["results"]) == len(SENTENCES)
+    words = [set(re.findall(r"[a-z]+", sentence.lower())) for sentence in SENTENCES]
+    having = {word: sum(word in own for own in words) for word in ("fox", "owl", "unheard")}
+    rarity = {word: math.log(1 + (len(words) - n + 0.5) / (n + 0.5)) for word, n in having.items()}
     for one in found["results"]:
-        ranks = [part["rank"] for part in one["parts"].values() if part is not None]
-        assert one["score"] == pytest.approx(sum(1 / (60 + rank) for rank in ranks), abs=1e-6)
+        share = sum(rarity[word] for word in rarity if word in words[one["index"]]) / sum(rarity.values())
+        assert (one["parts"]["lexical"] is None) == (share == 0)
+        assert one["score"] == pytest.approx(one["parts"]["dense"]["score"] + share / 2, abs=2e-6)
     scores = [one["score"] for one in found["results"]]
     assert scores == sorted(scores, reverse=True)
-    assert sum(one["parts"]["lexical"] is not None for one in found["results"]) == 2
+    assert 0 < sum(one["parts"]["lexical"] is not None for one in found["results"]) < len(SENTENCES)
 
 
 def test_words_that_most_rows_have_are_not_marked(service: RunningService) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dist_attn_service.search.passages import fused
 from numpy.typing import NDArray
 
 from benchmarks.measured import Measured, Panel, Table
@@ -19,7 +20,7 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.models import StreamingModel, TextEncoder
 from dist_attn.text import Tokeniser
 from dist_attn_research.retrieval.cases import CASES, Case
-from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, fused, hits, interval, reciprocal_ranks, tf_idf
+from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, hits, interval, reciprocal_ranks, tf_idf
 
 __all__ = ["main"]
 
@@ -66,19 +67,22 @@ def scores_of(case: Case, models: dict[str, tuple[StreamingModel | TextEncoder, 
     def among(scores_QN: Floats) -> Floats:
         return np.where(case.out_QN, -np.inf, scores_QN)
 
-    words = among(bm25(case.queries, case.candidates))
-    scores = {"tf-idf": among(tf_idf(case.queries, case.candidates)), "BM25": words}
+    words_QN, shares_QN = bm25(case.queries, case.candidates)
+    scores = {
+        "tf-idf": among(tf_idf(case.queries, case.candidates)),
+        "BM25": among(np.where(words_QN > 0, words_QN, -np.inf)),
+    }
     for name, (model, tokeniser) in models.items():
         candidates = rows_of(model, tokeniser, case.candidates)
         queries = candidates if case.queries == case.candidates else rows_of(model, tokeniser, case.queries)
         scores[name] = among(cosines(queries, candidates))
         scores[f"{name}, mean off"] = among(cosines(queries, candidates, centred=True))
-        scores[f"{name}, mean off + BM25"] = fused(scores[f"{name}, mean off"], words)
+        scores[f"{name}, mean off + words"] = fused(scores[f"{name}, mean off"], shares_QN)
         if case.streams and not isinstance(model, TextEncoder):
             stream = rows_of_streams(model, tokeniser, case)
             asked = stream if queries is candidates else queries
             scores[f"{name}, one stream"] = among(cosines(asked, stream, centred=True))
-            scores[f"{name}, one stream + BM25"] = fused(scores[f"{name}, one stream"], words)
+            scores[f"{name}, one stream + words"] = fused(scores[f"{name}, one stream"], shares_QN)
     return scores
 
 

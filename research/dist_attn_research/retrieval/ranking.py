@@ -1,4 +1,4 @@
-"""Scores of candidates for queries: words counted, vectors compared, ranks fused; and how many queries are answered.
+"""Scores of candidates for queries: words counted, vectors compared, both together; and how many queries are answered.
 
 Letters: Q queries, N candidates, V words, D model width.
 """
@@ -7,16 +7,14 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+from dist_attn_service.search.passages import WordCounts
+from dist_attn_service.search.passages import bm25 as of_one_query
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "bm25", "cosines", "fused", "hits", "interval", "reciprocal_ranks", "tf_idf"]
+__all__ = ["Floats", "bm25", "cosines", "hits", "interval", "reciprocal_ranks", "tf_idf"]
 
 Floats = NDArray[np.float64]
 _WORD = re.compile(r"[^\W_]+")
-# Okapi BM25 as Robertson and Zaragoza 2009 (Eq. 3.15) and most engines set it.
-K1, B = 1.2, 0.75
-# Cormack et al. 2009, Reciprocal Rank Fusion.
-FUSION = 60
 DRAWS = 2000
 
 
@@ -38,17 +36,11 @@ def _dense(counts: list[tuple[NDArray[np.int64], Floats]], size: int) -> Floats:
     return table
 
 
-def bm25(queries: Sequence[str], candidates: Sequence[str]) -> Floats:
-    """Okapi BM25 of candidates for queries, [Q, N]; -inf where no word is shared. A query's words count as often."""
-    numbers: dict[str, int] = {}
-    count_NV = _dense(_counts(candidates, numbers, learn=True), len(numbers))
-    query_QV = _dense(_counts(queries, numbers, learn=False), len(numbers))
-    having_V = (count_NV > 0).sum(0)
-    rarity_V = np.log1p((len(candidates) - having_V + 0.5) / (having_V + 0.5))
-    length_N1 = count_NV.sum(1, keepdims=True)
-    weight_NV = count_NV * (K1 + 1) / (count_NV + K1 * (1 - B + B * length_N1 / max(1.0, length_N1.mean())))
-    scores_QN: Floats = query_QV @ (weight_NV * rarity_V).T
-    return np.where(scores_QN > 0, scores_QN, -np.inf)
+def bm25(queries: Sequence[str], candidates: Sequence[str]) -> tuple[Floats, Floats]:
+    """The service's scores by words, and how much of a query a candidate has, [Q, N] each."""
+    counted, number = [WordCounts.of([[text] for text in candidates])], len(candidates)
+    scores, shares = zip(*(of_one_query(query, counted, number) for query in queries), strict=True)
+    return np.stack(scores), np.stack(shares)
 
 
 def tf_idf(queries: Sequence[str], candidates: Sequence[str]) -> Floats:
@@ -69,16 +61,6 @@ def cosines(queries_QD: NDArray[np.floating], candidates_ND: NDArray[np.floating
     )
     scores: Floats = (query_QD @ candidate_ND.T).astype(np.float64)
     return scores
-
-
-def fused(*scores_QN: Floats) -> Floats:
-    """Sums of 1 / (60 + rank) over the scores that have the candidate, [Q, N]; -inf where none has it."""
-    total_QN = np.zeros(scores_QN[0].shape)
-    for one_QN in scores_QN:
-        rank_QN = (-one_QN).argsort(1, kind="stable").argsort(1, kind="stable") + 1
-        total_QN += np.where(np.isneginf(one_QN), 0.0, 1.0 / (FUSION + rank_QN))
-    total_QN[total_QN == 0] = -np.inf
-    return total_QN
 
 
 def hits(scores_QN: Floats, right_QN: NDArray[np.bool_], most: int) -> Floats:

@@ -24,7 +24,7 @@ __all__ = ["Passages", "Pool", "WordCounts", "bm25", "directions", "fused", "pla
 
 ROWS_AT_ONCE = 2048
 TEXT_AT_ONCE = 1 << 20  # bytes whose words are counted together, as strings take some twenty times as much
-FUSION = 60
+WORDS = 0.5  # the weight in `fused` of a passage with all words of the query
 # Robertson and Zaragoza 2009, Eq. 3.15, with the constants that most engines set.
 K1, B = 1.2, 0.75
 MOST_PLACES = 1000
@@ -86,22 +86,25 @@ class WordCounts:
         return self.rows[some], self.counts[some]
 
 
-def bm25(query: str, segments: Sequence[WordCounts], total: int) -> Floats:
-    """The score of each of `total` passages for a query, [N]; 0 where no word is shared.
+def bm25(query: str, segments: Sequence[WordCounts], total: int) -> tuple[Floats, Floats]:
+    """Of each of `total` passages the score for a query, and how much of it the passage has, [N] each.
 
-    `first` of a segment counts over all of them.
+    A score is 0 where no word is shared. What a passage has of the query is the rarity of the words that both have over
+    that of all its words, 0 to 1. `first` of a segment counts over all of them.
     """
-    scores_N = np.zeros(total)
+    scores_N, shares_N, whole = np.zeros(total), np.zeros(total), 0.0
     lengths = sum((int(segment.lengths.sum()) for segment in segments), 0)
     mean = max(1.0, lengths / max(1, total))
     for word, times in Counter(words_of(query)).items():
         found = [segment.having(word) for segment in segments]
         number = sum((len(rows) for rows, _ in found), 0)
         rarity = np.log1p((total - number + 0.5) / (number + 0.5))
+        whole += rarity
         for segment, (rows, counts) in zip(segments, found, strict=True):
             length = 1 - B + B * segment.lengths[rows] / mean
             scores_N[segment.first + rows] += times * rarity * counts * (K1 + 1) / (counts + K1 * length)
-    return scores_N
+            shares_N[segment.first + rows] += rarity
+    return scores_N, shares_N / max(whole, 1e-12)
 
 
 @dataclass(eq=False)
@@ -180,8 +183,8 @@ class Pool:
         document = bisect_right(self.edges, passage) - 1
         return document, passage - self.edges[document]
 
-    def bm25(self, query: str) -> Floats:
-        """The score of each passage by its words, [N]."""
+    def bm25(self, query: str) -> tuple[Floats, Floats]:
+        """The score of each passage by its words, and how much of the query it has, [N] each."""
         return bm25(query, self.words, self.total)
 
     def telling(self, query: str) -> frozenset[str]:
@@ -214,6 +217,10 @@ def ranks(scores_N: Floats, has_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int6
     return ranks_N
 
 
-def fused(*ranks_N: npt.NDArray[np.int64]) -> Floats:
-    """Sums of 1 / (60 + rank) over the rankings that have the passage (Cormack et al. 2009), [N]."""
-    return sum((np.where(each > 0, 1.0 / (FUSION + each), 0.0) for each in ranks_N), np.zeros(len(ranks_N[0])))
+def fused(cosines_N: Floats, shares_N: Floats) -> Floats:
+    """Scores by meaning and by words: the cosine, and `WORDS` times what a passage has of the query (`bm25`), [N].
+
+    Ranks would not do: of passages of a line, the first that shares an "a" would stand before the best by meaning
+    (docs/decisions/0038-hybrid-search-adds-cosines-and-words.md).
+    """
+    return cosines_N + WORDS * shares_N

@@ -362,13 +362,14 @@ def _joined(blocks: list[RowBlock]) -> RowBlock:
 def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, ids: list[str]) -> list[SearchResult]:
     """The best passages, with what they are found by."""
     parts: dict[str, tuple[Floats, npt.NDArray[np.int64]]] = {}
+    scores_N = shares_N = np.zeros(pool.total)
     if query.mode != "dense":
-        scores_N = pool.bm25(query.text)
+        scores_N, shares_N = pool.bm25(query.text)
         parts["lexical"] = scores_N, ranks(scores_N, scores_N > 0)
     if query_D is not None:
-        scores_N = pool.cosines(query_D)
-        parts["dense"] = scores_N, ranks(scores_N, np.ones(pool.total, dtype=np.bool_))
-    scores_N = fused(*(rank_N for _, rank_N in parts.values())) if query.mode == "hybrid" else parts[query.mode][0]
+        cosines_N = pool.cosines(query_D)
+        parts["dense"] = cosines_N, ranks(cosines_N, np.ones(pool.total, dtype=np.bool_))
+        scores_N = fused(cosines_N, shares_N)
     has_N = np.logical_or.reduce([rank_N > 0 for _, rank_N in parts.values()])
     order_N, words = ranks(scores_N, has_N), pool.telling(query.text)
     results = []
