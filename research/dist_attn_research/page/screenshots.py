@@ -131,7 +131,7 @@ def _narrow(browser: "Browser", camera: Camera, url: str, query: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0, or 2 when something is missing."""
-    parser = parser_of("page-screenshots", __doc__, model="minilm-stream", ranks=4)
+    parser = parser_of("page-screenshots", __doc__, model="writer-12m", ranks=4)
     parser.add_argument("book", type=Path)
     parser.add_argument("--bytes", type=int, default=300_000, help="of the book")
     parser.add_argument("--query", default="sharing a bed with a harpooneer")
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"page_screenshots: {lack}", file=sys.stderr)
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
-    with own_service(given.model, given.ranks) as service, chromium() as browser:
+    with own_service(given.model, given.ranks, "--encoder=minilm-stream") as service, chromium() as browser:
         page = browser.new_page(viewport=WIDE)
         page.set_default_timeout(START_S * 1000)
         page.goto(service.url)

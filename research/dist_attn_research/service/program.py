@@ -30,12 +30,15 @@ def parser_of(name: str, about: str | None, *, model: str = "books-6m", ranks: i
 
 
 @contextmanager
-def own_service(model: str, ranks: int) -> Iterator[ServiceProcess]:
-    """A service that is ready, in processes of its own, until the block ends.
+def own_service(model: str, ranks: int, *flags: str) -> Iterator[ServiceProcess]:
+    """A service that is ready, in processes of its own, until the block ends; `flags` are more of `serve`.
 
     Raises: RuntimeError where it does not start, TimeoutError where its engine is not ready within `START_S`.
     """
-    with tempfile.TemporaryDirectory() as folder, ServiceProcess(Path(folder), ranks=ranks, model=model) as service:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServiceProcess(Path(folder), ranks=ranks, model=model, flags=flags) as service,
+    ):
         service.wait_until_ready(START_S)
         yield service
 
