@@ -21,12 +21,7 @@ from dist_attn.ops.fourier import FourierNorm, fourier_mix
 from dist_attn.ops.legs import LegsState, legs_memory
 from dist_attn.ops.linear_attention import Implementation, LinearCall, attend, check_implementation, check_prefix
 from dist_attn.ops.long_convolution import long_convolve
-from dist_attn.ops.relative_attention import (
-    RelativeCall,
-    RelativeState,
-    attend_relative,
-    relative_attention_streaming,
-)
+from dist_attn.ops.relative_attention import RelativeCall, RelativeState, attend_relative, stream_relative
 from dist_attn.ops.running_maximum import Maxima, running_maximum
 from dist_attn.ops.selective_scan import gated_scan, selective_scan
 from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
@@ -81,33 +76,12 @@ class LocalSequenceOps(SequenceOps):
     def _attend_onward(self, call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]:
         return softmax_attention_streaming(*call.qkv, cache, documents=self.documents or (), options=call.options)
 
-    def relative_attention(
-        self,
-        phi_q_BHLK: torch.Tensor,
-        phi_k_BHSK: torch.Tensor,
-        v_BHSV: torch.Tensor,
-        phi_rp_HRK: torch.Tensor,
-        *,
-        causal: bool,
-    ) -> torch.Tensor:
-        """See `dist_attn.ops.relative_attention`."""
-        inputs = (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
-        documents = self.documents or ()
-        return attend_relative(RelativeCall(*inputs, causal, documents=documents, implementation=self.implementation))
+    def _attend_relative(self, call: RelativeCall) -> torch.Tensor:
+        return attend_relative(replace(call, documents=self.documents or (), implementation=self.implementation))
 
-    def relative_attention_streaming(
-        self,
-        phi_q_BHLK: torch.Tensor,
-        phi_k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        phi_rp_HRK: torch.Tensor,
-        state: RelativeState | None = None,
-    ) -> tuple[torch.Tensor, RelativeState]:
-        """See `dist_attn.ops.relative_attention_streaming`."""
+    def _stream_relative(self, call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
         self._refuse_documents("relative_attention_streaming")
-        return relative_attention_streaming(
-            phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=self.implementation
-        )
+        return stream_relative(replace(call, implementation=self.implementation))
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `dist_attn.ops.convolve`."""

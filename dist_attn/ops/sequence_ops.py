@@ -17,7 +17,7 @@ from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
 from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
-from dist_attn.ops.relative_attention import RelativeState
+from dist_attn.ops.relative_attention import RelativeCall, RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.softmax_attention import KeyValueCache, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.state import LinearState
@@ -136,7 +136,6 @@ class SequenceOps(ABC):
     @abstractmethod
     def _recur(self, call: AffineCall) -> tuple[torch.Tensor, AffineState]: ...
 
-    @abstractmethod
     def relative_attention(
         self,
         phi_q_BHLK: torch.Tensor,
@@ -145,9 +144,13 @@ class SequenceOps(ABC):
         phi_rp_HRK: torch.Tensor,
         *,
         causal: bool,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.relative_attention`."""
+        return self._attend_relative(RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal))
 
     @abstractmethod
+    def _attend_relative(self, call: RelativeCall) -> torch.Tensor: ...
+
     def relative_attention_streaming(
         self,
         phi_q_BHLK: torch.Tensor,
@@ -155,7 +158,12 @@ class SequenceOps(ABC):
         v_BHLV: torch.Tensor,
         phi_rp_HRK: torch.Tensor,
         state: RelativeState | None = None,
-    ) -> tuple[torch.Tensor, RelativeState]: ...
+    ) -> tuple[torch.Tensor, RelativeState]:
+        """See `dist_attn.ops.relative_attention_streaming`."""
+        return self._stream_relative(RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state))
+
+    @abstractmethod
+    def _stream_relative(self, call: RelativeCall) -> tuple[torch.Tensor, RelativeState]: ...
 
     def softmax_attention(
         self,

@@ -15,7 +15,8 @@ Shape letters: B batch, H heads, L queries and S keys here, K features, V values
 relative positions, T tokens of a window.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +32,7 @@ from dist_attn.ops.relative_attention import (
     WindowState,
     attend_relative,
     check_relative_choice,
-    relative_attention,
-    relative_attention_streaming,
+    stream_relative,
 )
 from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
 from dist_attn.ops.relative_attention.state import normalised
@@ -41,15 +41,7 @@ from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding
 
 
-def sharded_relative_attention(
-    sharding: Sharding,
-    phi_q_BHLK: torch.Tensor,
-    phi_k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    phi_rp_HRK: torch.Tensor,
-    *,
-    causal: bool,
-) -> torch.Tensor:
+def sharded_relative_attention(sharding: Sharding, call: RelativeCall) -> torch.Tensor:
     """`ops.relative_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
     Over several ranks only the stream below has kernels; by name they are refused here.
@@ -61,18 +53,14 @@ def sharded_relative_attention(
         that stand at positions of other ranks' queries.
     Reference: Scaleformer, Eq. 9 to 11.
     """
-    comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
-    implementation = sharding.implementation
+    comm, layout, memory, causal = sharding.comm, sharding.layout, sharding.memory, call.causal
     if comm.size == 1:
-        return relative_attention(
-            phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=implementation
-        )
-    if implementation not in ("auto", "streaming"):
+        return attend_relative(replace(call, implementation=sharding.implementation))
+    if sharding.implementation not in ("auto", "streaming"):
         raise ConfigError("over several ranks relative attention has kernels ('triton') as a stream only; use 'auto'")
-    call = RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal)
     call.check()
-    dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
-    q, k, v, rp_HRK = (t.to(dtype) for t in (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK))
+    dtype = torch.promote_types(call.v_BHSV.dtype, torch.float32)
+    q, k, v, rp_HRK = (t.to(dtype) for t in call.tensors)
     aligned = realign_tokens(comm, memory, layout, torch.cat([k, v], dim=3) if causal else v, label="memory")
     k_BHLK, v_BHLV = aligned.split((k.shape[3], v.shape[3]), dim=3) if causal else (k, aligned)
     # Queries after the last key see zeros there, ones column included, which add nothing.
@@ -84,53 +72,40 @@ def sharded_relative_attention(
         num = numerators(q, k_BHLK, v1_BHLW, rp_HRK[:, : call.reach + 1], own=True, before=before)
     else:
         num = _bidirectional(sharding, q, k, F.pad(v, (0, 1), value=1.0), v1_BHLW, rp_HRK)
-    return normalised(num, v_BHSV.dtype)
+    return normalised(num, call.v_BHSV.dtype)
 
 
-def sharded_relative_attention_streaming(
-    sharding: Sharding,
-    phi_q_BHLK: torch.Tensor,
-    phi_k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    phi_rp_HRK: torch.Tensor,
-    state: RelativeState | None = None,
-) -> tuple[torch.Tensor, RelativeState]:
+def sharded_relative_attention_streaming(sharding: Sharding, call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
     """`ops.relative_attention_streaming` on this rank's slice.
 
-    `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of replicated inputs are this rank's share.
+    The call's state is the one before the first global token, equal on all ranks; the state returned is the global
+    final one, on every rank. Gradients of replicated inputs are this rank's share.
 
     Cost: as causal `sharded_relative_attention` on one layout. One rank alone exchanges nothing.
     Raises: ShapeError when shapes do not fit together; ConfigError, on ranks without tokens too, for an implementation
         that cannot take this call.
     """
-    comm, implementation = sharding.comm, sharding.implementation
-    if comm.size == 1:
-        return relative_attention_streaming(
-            phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=implementation
-        )
-    call = RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state, implementation=implementation)
+    call = replace(call, implementation=sharding.implementation)
+    if sharding.comm.size == 1:
+        return stream_relative(call)
     call.check()
     check_relative_choice(call)
     wide = call.widened()
-    before, after = _scan_states(comm, sharding.layout, RelativeState.of(wide.k_BHSK, wide.v1_BHSW, call.width), state)
+    own = RelativeState.of(wide.k_BHSK, wide.v1_BHSW, call.width)
+    before, after = _scan_states(sharding.comm, sharding.layout, own, call.state)
     # Kernels take no empty slice, which must not be refused for that; everything else was checked on every rank.
-    by = implementation if v_BHLV.shape[2] else "streaming"
-    out, _ = relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, before, implementation=by)
-    return out, after
+    by = call.implementation if call.keys else "streaming"
+    return stream_relative(replace(call, state=before, implementation=by))[0], after
 
 
 def _scan_states(
     comm: Communicator, layout: SequenceLayout, own: RelativeState, initial: RelativeState | None
 ) -> tuple[RelativeState, RelativeState]:
     """The state before this rank's first token and the one after the last token of all ranks."""
-    parts = _gather(comm, [own.sz_BHMW, own.window])
-    states = [RelativeState(sums, _window(rows, n)) for (sums, rows), n in zip(parts, layout.lengths, strict=True)]
-    if initial is None:
-        initial = RelativeState(torch.zeros_like(own.sz_BHMW), _empty_like(own.window))
-    prefixes = [initial]
-    for later in states:
-        prefixes.append(prefixes[-1].combine(later))
+    messages = collectives.all_gather(comm, own.pack(), label="carry").unbind(0)
+    prefixes = [own.emptied() if initial is None else initial]
+    for message, length in zip(messages, layout.lengths, strict=True):
+        prefixes.append(prefixes[-1].combine(own.unpack(message, length)))
     # Stack, then pick, so that every rank's graph reaches the exchange.
     sums = torch.stack([prefix.sz_BHMW for prefix in prefixes])[comm.rank]
     return RelativeState(sums, _pick([prefix.window for prefix in prefixes], comm.rank)), prefixes[-1]
@@ -149,48 +124,29 @@ def _bidirectional(
     width = max(rp_HRK.shape[1] // 2 - 1, 0)
     with without_autocast(q.device):
         sums_BHMW = k_BHSK.transpose(-1, -2) @ v1_BHSW
-    sent: list[torch.Tensor | WindowState] = [
-        sums_BHMW,
-        WindowState.of(v1_BHLW, width),
-        WindowState.of(v1_BHLW.flip(2), width),
-    ]
+    own = WindowState.of(v1_BHLW, width)
+    sent = [sums_BHMW, own.pack(), WindowState.of(v1_BHLW.flip(2), width).pack()]
     behind = [max(0, stop - max(start, layout.total)) for start, stop in map(memory.range, range(memory.size))]
     if sum(behind):
-        sent.append(WindowState.of(v1_BHSW[:, :, v1_BHSW.shape[2] - behind[comm.rank] :].flip(2), width))
-    parts = _gather(comm, sent)
-    start = _empty_like(WindowState.of(v1_BHLW[:, :, :0], width))
-    windows = _prefixes([_window(part[1], n) for part, n in zip(parts, layout.lengths, strict=True)], start)
+        sent.append(WindowState.of(v1_BHSW[:, :, v1_BHSW.shape[2] - behind[comm.rank] :].flip(2), width).pack())
+    # Everything in one message, rows [.., W] below each other.
+    gathered = collectives.all_gather(comm, torch.cat(sent, dim=2), label="carry")
+    sums, *windows = zip(*(message.split([rows.shape[2] for rows in sent], dim=2) for message in gathered), strict=True)
+    start = own.emptied()
+    prefixes = _prefixes(windows[0], layout.lengths, start)
     # In the mirrored sequence, what lies behind the last query comes first.
     if sum(behind):
-        start = _prefixes([_window(p[3], n) for p, n in zip(parts, behind, strict=True)][::-1], start)[-1]
-    mirrored = _prefixes([_window(p[2], n) for p, n in zip(parts, layout.lengths, strict=True)][::-1], start)
-    before, after = _pick(windows, comm.rank), _pick(mirrored, layout.size - 1 - comm.rank)
-    return numerators_around(q, v1_BHLW, rp_HRK, torch.stack([part[0] for part in parts]).sum(0), before, after)
+        start = _prefixes(windows[2][::-1], behind[::-1], start)[-1]
+    mirrored = _prefixes(windows[1][::-1], layout.lengths[::-1], start)
+    before, after = _pick(prefixes, comm.rank), _pick(mirrored, layout.size - 1 - comm.rank)
+    return numerators_around(q, v1_BHLW, rp_HRK, torch.stack(sums).sum(0), before, after)
 
 
-def _gather(comm: Communicator, sent: list[torch.Tensor | WindowState]) -> list[list[torch.Tensor]]:
-    """Everything in one message, rows [.., W] side by side: per rank the kernel sum, then [far; near] per window."""
-    rows = [
-        item if isinstance(item, torch.Tensor) else torch.cat([item.far_BHW[:, :, None], item.near_BHTW], dim=2)
-        for item in sent
-    ]
-    gathered = collectives.all_gather(comm, torch.cat(rows, dim=2), label="carry")
-    sizes = [part.shape[2] for part in rows]
-    return [list(message.split(sizes, dim=2)) for message in gathered.unbind(0)]
-
-
-def _window(rows_BHTW: torch.Tensor, length: int) -> WindowState:
-    return WindowState(rows_BHTW[:, :, 0], rows_BHTW[:, :, 1:], length)
-
-
-def _empty_like(window: WindowState) -> WindowState:
-    return WindowState(torch.zeros_like(window.far_BHW), torch.zeros_like(window.near_BHTW), 0)
-
-
-def _prefixes(windows: list[WindowState], start: WindowState) -> list[WindowState]:
+def _prefixes(messages: Sequence[torch.Tensor], lengths: Sequence[int], start: WindowState) -> list[WindowState]:
+    """`start`, and the windows after each rank's stretch behind it."""
     prefixes = [start]
-    for window in windows:
-        prefixes.append(prefixes[-1].combine(window))
+    for rows, length in zip(messages, lengths, strict=True):
+        prefixes.append(prefixes[-1].combine(WindowState.unpack(rows, length)))
     return prefixes
 
 
@@ -202,15 +158,7 @@ def _pick(windows: list[WindowState], index: int) -> WindowState:
     )
 
 
-def sharded_packed_relative_attention(
-    sharding: Sharding,
-    phi_q_BHLK: torch.Tensor,
-    phi_k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    phi_rp_HRK: torch.Tensor,
-    *,
-    causal: bool,
-) -> torch.Tensor:
+def sharded_packed_relative_attention(sharding: Sharding, call: RelativeCall) -> torch.Tensor:
     """`ops.relative_attention` with documents on this rank's slice; queries and keys lie on the same layout.
 
     Shapes: as `ops.relative_attention`, L local; may be 0.
@@ -218,10 +166,9 @@ def sharded_packed_relative_attention(
         the last document here; when not causal, also to each earlier rank that holds one of the first. Backward the
         same the other way. No document over a cut: nothing.
     """
-    comm, layout = sharding.comm, sharding.layout
-    call = RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, causal)
+    comm, layout, causal = sharding.comm, sharding.layout, call.causal
     call.check()
-    (q, k, v1, rp_HRK), width = call.widened(), call.width
+    (q, k, v1, rp_HRK), width, dtype = call.widened(), call.width, call.v_BHSV.dtype
     rank, length, starts = comm.rank, v1.shape[2], layout.documents_on(comm.rank)
     head, tail = (starts[0], starts[-1]) if starts else (length, 0)
     goes_on = not causal and bool(starts) and bool(layout.ranks_after(rank))
@@ -230,27 +177,27 @@ def sharded_packed_relative_attention(
     own_last = RelativeState.of(k[:, :, tail:], v1[:, :, tail:], width)
     mirrored_first = RelativeState.of(k[:, :, :head].flip(2), v1[:, :, :head].flip(2), width)
     sources = [(*layout.ranks_before(r), *(() if causal else layout.ranks_after(r))) for r in range(layout.size)]
-    heard = hear_from(comm, sources, _packed(own_last), None if causal else _packed(mirrored_first), label="carry")
-    parts = _Parts(layout, heard, own_last, width)
+    heard = hear_from(comm, sources, own_last.pack(), None if causal else mirrored_first.pack(), label="carry")
+    parts, nothing = _Parts(layout, heard, own_last), own_last.emptied()
     before = parts.before(rank)
     first = q[:, :, :head], k[:, :, :head], v1[:, :, :head]
     outs = []
     if causal:
         num = numerators(*first, rp_HRK[:, : call.reach + 1], own=True, before=before)
     else:
-        after = parts.after(rank) if not starts else parts.nothing
+        after = parts.after(rank) if not starts else nothing
         sums = before.sz_BHMW + mirrored_first.sz_BHMW + after.sz_BHMW
         num = numerators_around(first[0], first[2], rp_HRK, sums, before.window, after.window)
-    outs.append(normalised(num, v_BHLV.dtype))
+    outs.append(normalised(num, dtype))
     if starts:
         documents = tuple(start - head for start in starts if start < inner)
-        mid_q, mid_k, mid_v = (t[:, :, head:inner] for t in (phi_q_BHLK, phi_k_BHLK, v_BHLV))
-        outs.append(attend_relative(RelativeCall(mid_q, mid_k, mid_v, phi_rp_HRK, causal, documents=documents)))
+        middle = call.with_qkv(*(t[:, :, head:inner] for t in call.tensors[:3]))
+        outs.append(attend_relative(replace(middle, documents=documents)))
     if goes_on:
         after = parts.after(rank)
         sums = own_last.sz_BHMW + after.sz_BHMW
-        num = numerators_around(q[:, :, tail:], v1[:, :, tail:], rp_HRK, sums, parts.nothing.window, after.window)
-        outs.append(normalised(num, v_BHLV.dtype))
+        num = numerators_around(q[:, :, tail:], v1[:, :, tail:], rp_HRK, sums, nothing.window, after.window)
+        outs.append(normalised(num, dtype))
     return torch.cat(outs, dim=2)
 
 
@@ -261,18 +208,10 @@ class _Parts:
     layout: SequenceLayout
     heard: Heard
     like: RelativeState
-    width: int
-
-    @property
-    def nothing(self) -> RelativeState:
-        """The state of no tokens."""
-        window = self.like.window
-        empty = WindowState(torch.zeros_like(window.far_BHW), torch.zeros_like(window.near_BHTW), 0)
-        return RelativeState(torch.zeros_like(self.like.sz_BHMW), empty)
 
     def before(self, rank: int) -> RelativeState:
         """What earlier ranks hold of the document of this rank's first token."""
-        state = self.nothing
+        state = self.like.emptied()
         for other in self.layout.ranks_before(rank):
             starts, length = self.layout.documents_on(other), self.layout.lengths[other]
             state = state.combine(self._of(other, length - (starts[-1] if starts else 0)))
@@ -280,18 +219,11 @@ class _Parts:
 
     def after(self, rank: int) -> RelativeState:
         """What later ranks hold of the document of this rank's last token, mirrored."""
-        state = self.nothing
+        state = self.like.emptied()
         for other in reversed(self.layout.ranks_after(rank)):
             starts, length = self.layout.documents_on(other), self.layout.lengths[other]
             state = state.combine(self._of(other, starts[0] if starts else length))
         return state
 
     def _of(self, rank: int, length: int) -> RelativeState:
-        features = self.like.sz_BHMW.shape[2]
-        sums, far, near = self.heard.messages[rank].split((features, 1, self.width), dim=2)
-        return RelativeState(sums, WindowState(far[:, :, 0], near, length))
-
-
-def _packed(state: RelativeState) -> torch.Tensor:
-    """Rows [.., W] below each other: the kernel state, the sum of far values, the near ones."""
-    return torch.cat([state.sz_BHMW, state.window.far_BHW[:, :, None], state.window.near_BHTW], dim=2)
+        return self.like.unpack(self.heard.messages[rank], length)

@@ -14,7 +14,7 @@ from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_doc
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
 from dist_attn.ops.linear_attention import Implementation, LinearCall, check_prefix
-from dist_attn.ops.relative_attention import RelativeState
+from dist_attn.ops.relative_attention import RelativeCall, RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.softmax_attention import SoftmaxCall
 from dist_attn.ops.token_mixing import Activation
@@ -127,52 +127,26 @@ class ShardedSequenceOps(SequenceOps):
         self._sharding.agree(operation, along, 2, bonus=call.bonus_HK, read=call.read, state=state)
         return recur_over_ranks(self._sharding, replace(call, implementation=self._sharding.implementation))
 
-    def relative_attention(
-        self,
-        phi_q_BHLK: torch.Tensor,
-        phi_k_BHSK: torch.Tensor,
-        v_BHSV: torch.Tensor,
-        phi_rp_HRK: torch.Tensor,
-        *,
-        causal: bool,
-    ) -> torch.Tensor:
-        """See `sharded.relative.sharded_relative_attention`; keys lie on `memory_layout` where one is given."""
+    def _attend_relative(self, call: RelativeCall) -> torch.Tensor:
         self._sharding.refuse_deterministic("relative attention")
-        self._sharding.check_queries(phi_q_BHLK.shape[2])
-        self._sharding.check_keys(phi_k_BHSK.shape[2])
-        self._sharding.agree(
-            "relative_attention",
-            {"phi_q": phi_q_BHLK, "phi_k": phi_k_BHSK, "v": v_BHSV},
-            2,
-            rp=phi_rp_HRK,
-            causal=causal,
-        )
+        self._sharding.check_queries(call.queries)
+        self._sharding.check_keys(call.keys)
+        along = dict(zip(("phi_q", "phi_k", "v"), call.tensors[:3], strict=True))
+        self._sharding.agree("relative_attention", along, 2, rp=call.phi_rp_HRK, causal=call.causal)
         if self._sharding.packed:
             self._sharding.refuse_memory("relative_attention")
         attend = sharded_packed_relative_attention if self._sharding.packed else sharded_relative_attention
-        return attend(self._sharding, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
+        return attend(self._sharding, call)
 
-    def relative_attention_streaming(
-        self,
-        phi_q_BHLK: torch.Tensor,
-        phi_k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        phi_rp_HRK: torch.Tensor,
-        state: RelativeState | None = None,
-    ) -> tuple[torch.Tensor, RelativeState]:
-        """See `sharded.relative.sharded_relative_attention_streaming`."""
+    def _stream_relative(self, call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
         self._sharding.refuse_deterministic("relative attention")
         self._sharding.refuse_documents("relative_attention_streaming")
-        self._sharding.check_queries(phi_q_BHLK.shape[2])
-        self._sharding.check_queries(phi_k_BHLK.shape[2], "keys")
-        self._sharding.agree(
-            "relative_attention_streaming",
-            {"phi_q": phi_q_BHLK, "phi_k": phi_k_BHLK, "v": v_BHLV},
-            2,
-            rp=phi_rp_HRK,
-            state=state is not None,
-        )
-        return sharded_relative_attention_streaming(self._sharding, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
+        self._sharding.check_queries(call.queries)
+        self._sharding.check_queries(call.keys, "keys")
+        along = dict(zip(("phi_q", "phi_k", "v"), call.tensors[:3], strict=True))
+        state = call.state is not None
+        self._sharding.agree("relative_attention_streaming", along, 2, rp=call.phi_rp_HRK, state=state)
+        return sharded_relative_attention_streaming(self._sharding, call)
 
     def _attend_exactly(self, call: SoftmaxCall) -> torch.Tensor:
         self._sharding.refuse_deterministic("softmax attention")

@@ -8,6 +8,7 @@ from dist_attn.ops.relative_attention.windowed import (
     relative_attention,
     relative_attention_step,
     relative_attention_streaming,
+    stream_relative,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "relative_attention_naive",
     "relative_attention_step",
     "relative_attention_streaming",
+    "stream_relative",
 ]

@@ -49,6 +49,19 @@ class WindowState:
         padding = near.new_zeros((*near.shape[:2], width - kept, near.shape[3]))
         return WindowState(v1_BHLW[:, :, : length - kept].sum(2), torch.cat([padding, near], dim=2), length)
 
+    def emptied(self) -> "WindowState":
+        """The window of no tokens, as wide as this one."""
+        return WindowState(torch.zeros_like(self.far_BHW), torch.zeros_like(self.near_BHTW), 0)
+
+    def pack(self) -> torch.Tensor:
+        """A message, which does not hold the length: the far values and then the near ones, [B, H, 1 + T, W]."""
+        return torch.cat([self.far_BHW[:, :, None], self.near_BHTW], dim=2)
+
+    @staticmethod
+    def unpack(rows_BHTW: torch.Tensor, length: int) -> "WindowState":
+        """The window in a message, of a stretch of `length` tokens."""
+        return WindowState(rows_BHTW[:, :, 0], rows_BHTW[:, :, 1:], length)
+
 
 @dataclass(frozen=True)
 class RelativeState:
@@ -78,6 +91,19 @@ class RelativeState:
         """The state of these keys and values alone, with a window of `width` values."""
         with without_autocast(k_BHLK.device):
             return RelativeState(k_BHLK.transpose(-1, -2) @ v1_BHLW, WindowState.of(v1_BHLW, width))
+
+    def emptied(self) -> "RelativeState":
+        """The state of no tokens, of the sizes of this one."""
+        return RelativeState(torch.zeros_like(self.sz_BHMW), self.window.emptied())
+
+    def pack(self) -> torch.Tensor:
+        """A message: the kernel state and below it the window's, [B, H, M + 1 + T, W]."""
+        return torch.cat([self.sz_BHMW, self.window.pack()], dim=2)
+
+    def unpack(self, message_BHXW: torch.Tensor, length: int) -> "RelativeState":
+        """The state in a message of states such as this one, of a stretch of `length` tokens."""
+        features = self.sz_BHMW.shape[2]
+        return RelativeState(message_BHXW[:, :, :features], WindowState.unpack(message_BHXW[:, :, features:], length))
 
     @staticmethod
     def identity(

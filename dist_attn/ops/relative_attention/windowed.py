@@ -106,7 +106,16 @@ def relative_attention_streaming(
     Raises: ShapeError when shapes do not fit together, or the state is of another window; ConfigError for an
         implementation that cannot take this call.
     """
-    call = RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state, implementation=implementation)
+    return stream_relative(
+        RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state, implementation=implementation)
+    )
+
+
+def stream_relative(call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
+    """`relative_attention_streaming` of a call.
+
+    Raises: as `relative_attention_streaming`.
+    """
     call.check()
     if call.queries != call.keys:
         raise ShapeError(f"{call.queries} queries and {call.keys} keys; a stream needs one key for each query")
@@ -115,12 +124,12 @@ def relative_attention_streaming(
         from dist_attn.ops.relative_attention.triton import triton_relative_attention_streaming
 
         return triton_relative_attention_streaming(call)
-    q, k, v1, rp_HRK = call.widened()
+    (q, k, v1, rp_HRK), state = call.widened(), call.state
     if state is None:
         state = RelativeState.of(k[:, :, :0], v1[:, :, :0], call.width)
     num, after = walk(q, k, v1, rp_HRK[:, : call.reach + 1], True, Carry.of(state, v1.dtype))
     window = WindowState(after.far_BHW, after.near_BHTW, state.window.length + call.keys)
-    return normalised(num, v_BHLV.dtype), RelativeState(after.sz_BHMW, window)
+    return normalised(num, call.v_BHSV.dtype), RelativeState(after.sz_BHMW, window)
 
 
 def _attend_documents(call: RelativeCall) -> torch.Tensor:
