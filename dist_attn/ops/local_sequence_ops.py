@@ -30,7 +30,7 @@ from dist_attn.ops.softmax_attention import (
     SoftmaxCall,
     attend_documents,
     attend_exactly,
-    softmax_attention_streaming,
+    attend_onward,
 )
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, mix_tokens
@@ -74,7 +74,7 @@ class LocalSequenceOps(SequenceOps):
         return attend_exactly(call)
 
     def _attend_onward(self, call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]:
-        return softmax_attention_streaming(*call.qkv, cache, documents=self.documents or (), options=call.options)
+        return attend_onward(call, cache, self.documents or ())
 
     def _attend_relative(self, call: RelativeCall) -> torch.Tensor:
         return attend_relative(replace(call, documents=self.documents or (), implementation=self.implementation))

@@ -21,9 +21,7 @@ from functools import lru_cache
 import torch
 
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, SoftmaxOptions
-from dist_attn.ops.softmax_attention.attention import attend_exactly
-from dist_attn.ops.softmax_attention.call import PLAIN
+from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, attend_exactly
 from dist_attn.sharded.block_table import Block, BlockTable, Range
 from dist_attn.sharded.redistribution import block_views, redistribute
 from dist_attn.sharded.redistribution_plan import Change, RedistributionPlan, plan_redistribution
@@ -83,15 +81,7 @@ def _share(queries: int, start: int, stop: int, of: int, causal: bool) -> tuple[
     return tuple((first, last) for first, last in ranges if first < last)
 
 
-def sharded_softmax_attention(
-    sharding: Sharding,
-    q_BHLK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSV: torch.Tensor,
-    *,
-    causal: bool,
-    options: SoftmaxOptions = PLAIN,
-) -> torch.Tensor:
+def sharded_softmax_attention(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
     Documents of the layouts attend to themselves; that of a memory attends to the document of the same number. Relative
@@ -102,8 +92,9 @@ def sharded_softmax_attention(
         shared between ranks, its keys and values go to each of them.
     Raises: ShapeError when shapes do not fit together.
     """
-    SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options).check()
-    comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
+    call.check()
+    comm, layout, memory, causal = sharding.comm, sharding.layout, sharding.memory, call.causal
+    q_BHLK, k_BGSK, v_BGSV = call.qkv
     batch, heads, length, size = q_BHLK.shape
     groups, keys, values = k_BGSK.shape[1], k_BGSK.shape[2], v_BGSV.shape[3]
     repeats = heads // groups
@@ -118,7 +109,7 @@ def sharded_softmax_attention(
         label="heads",
     )
     parts = head_parts(groups, layout.total, memory.total, comm.size, causal=causal)[there.players.index(comm.rank)]
-    placements = [_placement(part, layout, memory, causal, options) for part in parts]
+    placements = [_placement(part, layout, memory, call) for part in parts]
     shapes = ((batch, repeats, size), (batch, 1, size), (batch, 1, values))
     blocks = [
         [block.unflatten(2, shape) for block in block_views(table, comm.rank, x)]
@@ -126,8 +117,8 @@ def sharded_softmax_attention(
     ]
     # Also with no head of its own a rank joins the way back, forward and backward: with no rows, but of its graph.
     nothing = q_EN.flatten()[:0].clone().view(0, batch * repeats * values)
-    rows_EN = [nothing + sum(t.flatten()[:0].sum() for t in options.tensors().values() if t is not None)]
-    rows_EN += _attend(parts, placements, blocks, causal=causal, options=options)
+    rows_EN = [nothing + sum(t.flatten()[:0].sum() for t in call.options.tensors().values() if t is not None)]
+    rows_EN += _attend(call, parts, placements, blocks)
     # What came is not needed any more: what goes back must not lie beside it.
     del q_EN, k_EN, v_EN, blocks
     attended_EN = torch.cat(rows_EN)
@@ -167,22 +158,18 @@ def head_reshuffle_plans(
     return there, back
 
 
-def _placement(
-    part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, causal: bool, options: SoftmaxOptions
-) -> Placement | None:
+def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, call: SoftmaxCall) -> Placement | None:
     """Where the queries and keys of a part stand; None where the kernels for whole sequences do."""
-    if not layout.documents and not memory.documents and (part.whole or not (causal or options.relative)):
+    if not layout.documents and not memory.documents and (part.whole or not (call.causal or call.options.relative)):
         return None
     return placement_of(part.queries, [part.keys], layout, memory)
 
 
 def _attend(
+    call: SoftmaxCall,
     parts: Sequence[HeadPart],
     placements: Sequence[Placement | None],
     blocks: Sequence[Sequence[torch.Tensor]],
-    *,
-    causal: bool,
-    options: SoftmaxOptions,
 ) -> Iterator[torch.Tensor]:
     """The outputs [L, B R V] of all heads of all parts, one after the other, in the order of the blocks of queries.
 
@@ -197,7 +184,7 @@ def _attend(
             group = part.heads[0] + head
             q_LBRK = own[0][head] if len(own) == 1 else torch.cat([fragment[head] for fragment in own])
             q, k, v = (t.permute(1, 2, 0, 3) for t in (q_LBRK, k_ASB1K[head], v_ASB1V[head]))
-            own_options = options.of_heads(group * repeats, (group + 1) * repeats)
-            out_BRLV = attend_exactly(SoftmaxCall(q, k, v, causal, own_options, placement))
+            options = call.options.of_heads(group * repeats, (group + 1) * repeats)
+            out_BRLV = attend_exactly(SoftmaxCall(q, k, v, call.causal, options, placement))
             # A part of several fragments is a share of one head, so heads and fragments come in the order of blocks.
             yield out_BRLV.permute(2, 0, 1, 3).flatten(1)

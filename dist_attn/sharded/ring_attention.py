@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import SoftmaxCall, SoftmaxOptions
-from dist_attn.ops.softmax_attention.call import PLAIN
+from dist_attn.ops.softmax_attention import SoftmaxCall
 from dist_attn.ops.softmax_attention.tiled import (
     Partial,
     TileTensors,
@@ -34,15 +33,7 @@ from dist_attn.sharded.sharding import Sharding, placement_of
 __all__ = ["ring_attention"]
 
 
-def ring_attention(
-    sharding: Sharding,
-    q_BHLK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSV: torch.Tensor,
-    *,
-    causal: bool,
-    options: SoftmaxOptions = PLAIN,
-) -> torch.Tensor:
+def ring_attention(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
     Documents of the layouts attend to themselves; that of a memory attends to the document of the same number. Relative
@@ -52,12 +43,11 @@ def ring_attention(
         and P rounds of as many gradients, in float32 or wider.
     Raises: ShapeError when shapes do not fit together.
     """
-    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options)
     call.check()
-    batch, groups, _, size = k_BGSK.shape
-    ring = _Ring(sharding, TileTerms.of(call), (batch, groups), size, v_BGSV.shape[3])
+    batch, groups, _, size = call.k_BGSK.shape
+    ring = _Ring(sharding, TileTerms.of(call), (batch, groups), size, call.v_BGSV.shape[3])
     part = Partial(*_RingAttention.apply(ring, *TileTensors.of(call)))  # type: ignore[no-untyped-call]
-    return with_sinks(part, options.sinks_H).to(v_BGSV.dtype)
+    return with_sinks(part, call.options.sinks_H).to(call.v_BGSV.dtype)
 
 
 @dataclass(frozen=True)

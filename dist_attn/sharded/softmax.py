@@ -15,7 +15,6 @@ tokens of the block on all ranks, K key size, V value size, P ranks, N numbers a
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -23,18 +22,18 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import softmax_attention_streaming
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     Placement,
     SoftmaxCall,
-    SoftmaxOptions,
+    attend_documents,
+    attend_exactly,
+    attend_onward,
+    attend_partially,
     merge_partials,
 )
-from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly
 from dist_attn.ops.softmax_attention.cache import streaming_placement
-from dist_attn.ops.softmax_attention.call import PLAIN
-from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
+from dist_attn.ops.softmax_attention.tiled import with_sinks
 from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.columns import starts_inside
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
@@ -43,55 +42,55 @@ from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
 from dist_attn.sharded.ring_attention import ring_attention
 from dist_attn.sharded.sharding import Sharding
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Attention = Callable[..., torch.Tensor]
-"""Exact attention over layouts, however keys and queries meet: of a `Sharding`, q, k and v, and whether `causal`."""
+Attention = Callable[[Sharding, SoftmaxCall], torch.Tensor]
+"""Exact attention over layouts, however keys and queries meet."""
 
 
 def softmax_over_layouts(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice, with documents where the layouts have some."""
-    attention = ring_attention if sharding.softmax == "ring" else sharded_softmax_attention
-    attend = partial(attention, options=call.options)
+    attend = ring_attention if sharding.softmax == "ring" else sharded_softmax_attention
     if call.prefix:
-        return _with_prefix(attend, sharding, call.qkv, call.prefix)
+        return _with_prefix(attend, sharding, call)
     if sharding.packed and sharding.memory == sharding.layout:
-        return _packed(partial(attend, causal=call.causal), call, sharding)
-    return attend(sharding, *call.qkv, causal=call.causal)
+        return _packed(attend, sharding, call)
+    return attend(sharding, call)
 
 
 def softmax_stream_over_layouts(
     sharding: Sharding, call: SoftmaxCall, cache: KeyValueCache
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block, and what the cache then holds here."""
-    layout, options = sharding.layout, call.options
+    layout, rank = sharding.layout, sharding.comm.rank
     if sharding.comm.size == 1:
-        return softmax_attention_streaming(*call.qkv, cache, documents=layout.documents or (), options=options)
+        return attend_onward(call, cache, layout.documents or ())
     if sharding.cache == "whole":
-        return attend_over_whole_cache(sharding, *call.qkv, cache, options=options)
+        return attend_over_whole_cache(sharding, call, cache)
     if cache.tokens:
-        return attend_over_spread_cache(sharding, *call.qkv, cache, options=options)
+        return attend_over_spread_cache(sharding, call, cache)
     out_BHLV = softmax_over_layouts(sharding, call)
-    after = last_document(cache.appended(*call.qkv[1:], (layout.lengths,)), layout, sharding.comm.rank)
-    return out_BHLV, after.within(options.window, sharding.comm.rank)
+    after = last_document(cache.appended(*call.qkv[1:], (layout.lengths,)), layout, rank)
+    return out_BHLV, after.within(call.options.window, rank)
 
 
-def _with_prefix(attend: Attention, sharding: Sharding, qkv: Tensors, prefix: int) -> torch.Tensor:
+def _with_prefix(attend: Attention, sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` with a prefix of global tokens, on this rank's slice.
 
     Cost: that of causal attention over all tokens and of full attention over the prefix; the causal rows of the prefix
         are computed and dropped.
     """
     queries, keys = (
-        SequenceLayout(tuple(min(cut, prefix) for cut in part.cuts)) for part in (sharding.layout, sharding.memory)
+        SequenceLayout(tuple(min(cut, call.prefix) for cut in part.cuts)) for part in (sharding.layout, sharding.memory)
     )
     here, there = queries.lengths[sharding.comm.rank], keys.lengths[sharding.comm.rank]
-    parts = (t[:, :, :count] for t, count in zip(qkv, (here, there, there), strict=True))
-    first = attend(replace(sharding, layout=queries, memory=keys), *parts, causal=False)
-    rest = attend(sharding, *qkv, causal=True)
+    rest_call = replace(call, prefix=0)
+    first_qkv = (t[:, :, :count] for t, count in zip(call.qkv, (here, there, there), strict=True))
+    first_call = replace(rest_call.with_qkv(*first_qkv), causal=False)
+    first = attend(replace(sharding, layout=queries, memory=keys), first_call)
+    rest = attend(sharding, rest_call)
     return torch.cat([first, rest[:, :, here:]], dim=2)
 
 
-def _packed(attend: Attention, call: SoftmaxCall, sharding: Sharding) -> torch.Tensor:
+def _packed(attend: Attention, sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` with documents on this rank's slice; queries and keys lie on the same layout.
 
     Cost: that of `attend` for the tokens of documents that lie on several ranks; nothing where there are none.
@@ -102,7 +101,7 @@ def _packed(attend: Attention, call: SoftmaxCall, sharding: Sharding) -> torch.T
     parts = layout.pieces(rank)
     split = [t.split(parts, dim=2) for t in call.qkv]
     across = replace(sharding, layout=layout.across_cuts, memory=layout.across_cuts)
-    across_BHLV = attend(across, *(torch.cat([first, last], dim=2) for first, _, last in split))
+    across_BHLV = attend(across, call.with_qkv(*(torch.cat([first, last], dim=2) for first, _, last in split)))
     inside = call.with_qkv(*(inside for _, inside, _ in split))
     inside_BHLV = attend_documents(inside, starts_inside(layout, rank))
     first, last = across_BHLV.split((parts[0], parts[2]), dim=2)
@@ -110,13 +109,7 @@ def _packed(attend: Attention, call: SoftmaxCall, sharding: Sharding) -> torch.T
 
 
 def attend_over_spread_cache(
-    sharding: Sharding,
-    q_BHLK: torch.Tensor,
-    k_BGLK: torch.Tensor,
-    v_BGLV: torch.Tensor,
-    cache: KeyValueCache,
-    *,
-    options: SoftmaxOptions = PLAIN,
+    sharding: Sharding, call: SoftmaxCall, cache: KeyValueCache
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block, over a cache with tokens in it.
 
@@ -136,32 +129,25 @@ def attend_over_spread_cache(
             f"a state that is spread over {len(cache.blocks[0])} ranks was given to {comm.size}; go on over the same "
             "ranks"
         )
-    batch, heads, length, _ = q_BHLK.shape
-    values, total, past = v_BGLV.shape[3], layout.total, cache.tokens
-    after = cache.appended(k_BGLK, v_BGLV, (*cache.blocks, layout.lengths))
-    block = streaming_placement(past, total, layout.documents or (), cache.dropped)
+    (batch, heads, length, values), total = call.output_shape, layout.total
+    after = cache.appended(*call.qkv[1:], (*cache.blocks, layout.lengths))
+    block = streaming_placement(cache.tokens, total, layout.documents or (), cache.dropped)
     placement = _of_own_keys(block, cache.dropped, _positions(after, comm.rank))
-    q_BHTK = _to_every_rank(comm, layout, q_BHLK, "queries")
-    call = SoftmaxCall(q_BHTK, after.k_BGSK, after.v_BGSV, True, options, placement)
-    call.check()
-    out_BHTV, lse_BHT = attend_partially(call)
+    q_BHTK = _to_every_rank(comm, layout, call.q_BHLK, "queries")
+    of_all = replace(call.over(after.k_BGSK, after.v_BGSV, placement), q_BHLK=q_BHTK)
+    of_all.check()
+    out_BHTV, lse_BHT = attend_partially(of_all)
     part_TBHN = torch.cat([out_BHTV, lse_BHT[..., None]], dim=3).permute(2, 0, 1, 3)
     part_TN = part_TBHN.reshape(total, batch * heads * (values + 1))
     mine_PLN = _to_the_owners(comm, layout, part_TN).view(comm.size, length, batch, heads, values + 1)
     out_PBHLN = mine_PLN.permute(0, 2, 3, 1, 4)
     merged = merge_partials(out_PBHLN[..., :values].unbind(), out_PBHLN[..., values].unbind())
-    out_BHLV = with_sinks(merged, options.sinks_H).to(v_BGLV.dtype)
-    return out_BHLV, last_document(after, layout, comm.rank).within(options.window, comm.rank)
+    out_BHLV = with_sinks(merged, call.options.sinks_H).to(call.v_BGSV.dtype)
+    return out_BHLV, last_document(after, layout, comm.rank).within(call.options.window, comm.rank)
 
 
 def attend_over_whole_cache(
-    sharding: Sharding,
-    q_BHLK: torch.Tensor,
-    k_BGLK: torch.Tensor,
-    v_BGLV: torch.Tensor,
-    cache: KeyValueCache,
-    *,
-    options: SoftmaxOptions = PLAIN,
+    sharding: Sharding, call: SoftmaxCall, cache: KeyValueCache
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block; all ranks then hold all keys.
 
@@ -170,21 +156,18 @@ def attend_over_whole_cache(
     """
     comm, layout = sharding.comm, sharding.layout
     cache.require_whole()
-    start, stop = layout.range(comm.rank)
-    size, past = k_BGLK.shape[3], cache.tokens
-    kv_BGTN = _to_every_rank(comm, layout, torch.cat([k_BGLK, v_BGLV], dim=3), "keys")
-    after = cache.appended(kv_BGTN[..., :size], kv_BGTN[..., size:])
-    block = streaming_placement(past, layout.total, layout.documents or (), cache.dropped)
-    documents_T = block.query_documents_L
-    own = slice(start, stop)
+    kv_BGTN = _to_every_rank(comm, layout, torch.cat(call.qkv[1:], dim=3), "keys")
+    after = cache.appended(*kv_BGTN.split([x.shape[3] for x in call.qkv[1:]], dim=3))
+    block = streaming_placement(cache.tokens, layout.total, layout.documents or (), cache.dropped)
+    documents_T, own = block.query_documents_L, slice(*layout.range(comm.rank))
     placement = Placement(
         block.queries_L[own],
         block.keys_S,
         None if documents_T is None else documents_T[own],
         block.key_documents_S,
     )
-    out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
-    return out_BHLV, last_document(after, layout, comm.rank).within(options.window)
+    out_BHLV = attend_exactly(call.over(after.k_BGSK, after.v_BGSV, placement))
+    return out_BHLV, last_document(after, layout, comm.rank).within(call.options.window)
 
 
 def last_document(cache: KeyValueCache, layout: SequenceLayout, rank: int) -> KeyValueCache:

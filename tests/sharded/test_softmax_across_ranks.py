@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import SoftmaxOptions, softmax_attention_naive
+from dist_attn.ops.softmax_attention import SoftmaxCall, SoftmaxOptions, softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.head_reshuffle import head_parts, head_reshuffle_plans, sharded_softmax_attention
 from dist_attn.sharded.redistribution_plan import RedistributionPlan, plan_redistribution
@@ -50,7 +50,8 @@ def _on_a_rank(
     q, k, v, weights = inputs
     queries, keys = slice(*layout.range(comm.rank)), slice(*memory.range(comm.rank))
     leaves = [x[:, :, part].clone().requires_grad_() for x, part in ((q, queries), (k, keys), (v, keys))]
-    out = EXCHANGES[exchange](Sharding(comm, layout, memory), *leaves, causal=causal, options=SoftmaxOptions(scale=0.7))
+    call = SoftmaxCall(*leaves, causal, SoftmaxOptions(scale=0.7))
+    out = EXCHANGES[exchange](Sharding(comm, layout, memory), call)
     (out * weights[:, :, queries]).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -133,7 +134,8 @@ def test_the_future_and_other_documents_change_nothing(exchange):
 
         def body(comm: Communicator) -> torch.Tensor:
             part = slice(*layout.range(comm.rank))
-            return EXCHANGES[exchange](Sharding(comm, layout, layout), *(x[:, :, part] for x in inputs), causal=True)
+            call = SoftmaxCall(*(x[:, :, part] for x in inputs), causal=True)
+            return EXCHANGES[exchange](Sharding(comm, layout, layout), call)
 
         return torch.cat(run_simulated(body, 3), 2)
 
@@ -151,7 +153,8 @@ def test_half_precision(exchange):
 
     def body(comm: Communicator) -> torch.Tensor:
         part = slice(*layout.range(comm.rank))
-        return EXCHANGES[exchange](Sharding(comm, layout, layout), *(x[:, :, part] for x in (q, k, v)), causal=True)
+        call = SoftmaxCall(*(x[:, :, part] for x in (q, k, v)), causal=True)
+        return EXCHANGES[exchange](Sharding(comm, layout, layout), call)
 
     out = torch.cat(run_simulated(body, 2), 2)
     assert_close(out, softmax_attention_naive(q.double(), k.double(), v.double(), causal=True).bfloat16())
@@ -191,7 +194,7 @@ def test_bytes_of_the_reshuffle(lengths, heads, groups):
         part = slice(*layout.range(comm.rank))
         comm.traffic.clear()
         own = (x[:, :, part] for x in (q, k, v))
-        sharded_softmax_attention(Sharding(comm, layout, layout), *own, causal=True)
+        sharded_softmax_attention(Sharding(comm, layout, layout), SoftmaxCall(*own, causal=True))
         return [(event.label, event.bytes_sent) for event in comm.traffic.events]
 
     repeats = heads // groups
@@ -271,6 +274,6 @@ def test_documents_of_one_side_alone_are_refused(exchange):
 
     def body(comm: Communicator) -> None:
         with pytest.raises(InputError, match="give both, or neither"):
-            EXCHANGES[exchange](Sharding(comm, layout, memory), q, k, v, causal=False)
+            EXCHANGES[exchange](Sharding(comm, layout, memory), SoftmaxCall(q, k, v, causal=False))
 
     run_simulated(body, 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache, LocalSequenceOps
-from dist_attn.ops.softmax_attention import Placement, softmax_attention_naive
+from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, softmax_attention_naive
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.sharding import Sharding
 from dist_attn.sharded.softmax import attend_over_spread_cache, attend_over_whole_cache, last_document
@@ -56,13 +56,13 @@ def _on_a_rank(comm: Communicator, blocks: list[SequenceLayout], kept: str) -> t
     for block in blocks:
         start, stop = (at + edge for edge in block.range(comm.rank))
         q, k, v = (x[:, :, start:stop] for x in inputs)
-        sharding = Sharding(comm, block, block)
+        sharding, call = Sharding(comm, block, block), SoftmaxCall(q, k, v, causal=True)
         if kept == "whole":
-            out, cache = attend_over_whole_cache(sharding, q, k, v, cache)
+            out, cache = attend_over_whole_cache(sharding, call, cache)
         elif cache.tokens:
-            out, cache = attend_over_spread_cache(sharding, q, k, v, cache)
+            out, cache = attend_over_spread_cache(sharding, call, cache)
         else:
-            out = sharded_softmax_attention(sharding, q, k, v, causal=True)
+            out = sharded_softmax_attention(sharding, call)
             cache = last_document(cache.appended(k, v, (block.lengths,)), block, comm.rank)
         outs.append(out)
         at += block.total

@@ -1,7 +1,7 @@
 """Softmax attention: the oracle, PyTorch's fused kernels, and tiles whose partial results merge."""
 
 from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly, softmax_attention
-from dist_attn.ops.softmax_attention.cache import KeyValueCache, softmax_attention_streaming
+from dist_attn.ops.softmax_attention.cache import KeyValueCache, attend_onward, softmax_attention_streaming
 from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
 from dist_attn.ops.softmax_attention.tiled import attend_partially, merge_partials
@@ -14,6 +14,7 @@ __all__ = [
     "SoftmaxOptions",
     "attend_documents",
     "attend_exactly",
+    "attend_onward",
     "attend_partially",
     "merge_partials",
     "softmax_attention",

@@ -159,32 +159,40 @@ def softmax_attention_streaming(
     Memory: the cache, and a copy of it while it grows; one token without gradients goes into its room (`with_token`).
     Raises: InputError for a cache that is spread over ranks, ShapeError for shapes that do not fit together.
     """
-    cache.require_whole()
-    length = q_BHLK.shape[2]
-    check_documents(documents, length)
-    if length == 1 and not documents:
-        return _attend_one_token(q_BHLK, k_BGLK, v_BGLV, cache, options)
-    past, after = cache.tokens, cache.appended(k_BGLK, v_BGLV)
-    if past:
-        placement = streaming_placement(past, length, documents, cache.dropped)
-        out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, after.k_BGSK, after.v_BGSV, True, options, placement))
-    elif documents:
-        out_BHLV = attend_documents(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options), documents)
-    else:
-        out_BHLV = attend_exactly(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options))
-    after = after.since(past + documents[-1]) if documents else after
-    return out_BHLV, after.within(options.window)
+    return attend_onward(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options), cache, documents)
 
 
-def _attend_one_token(
-    q_BH1K: torch.Tensor, k_BG1K: torch.Tensor, v_BG1V: torch.Tensor, cache: KeyValueCache, options: SoftmaxOptions
+def attend_onward(
+    call: SoftmaxCall, cache: KeyValueCache, documents: tuple[int, ...]
 ) -> tuple[torch.Tensor, KeyValueCache]:
+    """`softmax_attention_streaming` of a causal call.
+
+    Raises: as `softmax_attention_streaming`.
+    """
+    cache.require_whole()
+    check_documents(documents, call.queries)
+    if call.queries == 1 and not documents:
+        return _attend_one_token(call, cache)
+    past, after = cache.tokens, cache.appended(*call.qkv[1:])
+    if past:
+        placement = streaming_placement(past, call.queries, documents, cache.dropped)
+        out_BHLV = attend_exactly(call.over(after.k_BGSK, after.v_BGSV, placement))
+    elif documents:
+        out_BHLV = attend_documents(call, documents)
+    else:
+        out_BHLV = attend_exactly(call)
+    after = after.since(past + documents[-1]) if documents else after
+    return out_BHLV, after.within(call.options.window)
+
+
+def _attend_one_token(call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]:
     """The decode step: a token that sees all keys which are within its window."""
+    options, (_, k_BG1K, v_BG1V) = call.options, call.qkv
     after = cache.within(options.window).with_token(k_BG1K, v_BG1V)
     placement = None
     if options.relative is not None:
         placement = streaming_placement(cache.tokens, 1, (), after.dropped)
-    out_BH1V = attend_exactly(SoftmaxCall(q_BH1K, after.k_BGSK, after.v_BGSV, False, options, placement))
+    out_BH1V = attend_exactly(replace(call.over(after.k_BGSK, after.v_BGSV, placement), causal=False))
     return out_BH1V, after.within(options.window)
 
 

@@ -209,6 +209,10 @@ class SoftmaxCall:
         """The same call of other queries, keys and values."""
         return replace(self, q_BHLK=q_BHLK, k_BGSK=k_BGSK, v_BGSV=v_BGSV)
 
+    def over(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor, placement: Placement | None) -> "SoftmaxCall":
+        """The same queries over these keys and values."""
+        return replace(self, k_BGSK=k_BGSK, v_BGSV=v_BGSV, placement=placement)
+
     def tokens(self, start: int, stop: int) -> "SoftmaxCall":
         """The call of queries and keys from `start` to before `stop`; no placement, no prefix."""
         q, k, v = (t[:, :, start:stop] for t in self.qkv)
