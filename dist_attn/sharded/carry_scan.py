@@ -143,11 +143,11 @@ class _Segment:
             walks = TwoWalks(self.call)
             before, after = exclusive_scan(self.comm, self._of_keys(walks.behind), self.initial, self.exchange)
             return walks.attend(before), after
-        running = exclusive_scan_start(self.comm, self._absorb(0, None), self.initial, self.exchange)
+        finish = exclusive_scan_start(self.comm, self._absorb(0, None), self.initial, self.exchange)
         split = SplitSequence(self.call, (first, tokens) if first < tokens else (tokens,))
         sums, first_state = self._sums(split.part(0), None)
         sums = collectives.marked(self.comm, sums, LOCAL_PASS)
-        before, after = running.wait()
+        before, after = finish()
         outputs = [_complete(split.part(0), before, sums)]
         if first < tokens:
             rest = replace(split.part(1), state=before.combine(first_state))
@@ -168,22 +168,22 @@ class _Segment:
         sums: list[torch.Tensor] = []
         outputs: list[torch.Tensor] = []
         own: LinearState | None = None
-        running = None
+        finish = None
         for number, (start, _) in enumerate(pairwise((0, *cuts))):
             if start == late:
                 element = self._of_keys(self._absorb(late, own))
-                running = exclusive_scan_start(self.comm, element, self.initial, self.exchange)
+                finish = exclusive_scan_start(self.comm, element, self.initial, self.exchange)
             if start < known or not tokens:
                 part, own = self._sums(split.part(number), own)
                 sums.append(part)
             else:
                 part, own = attend(replace(split.part(number), state=own).streaming_if_empty())
                 outputs.append(part)
-        if running is None:
+        if finish is None:
             assert own is not None  # there was a part
-            running = exclusive_scan_start(self.comm, self._of_keys(own), self.initial, self.exchange)
+            finish = exclusive_scan_start(self.comm, self._of_keys(own), self.initial, self.exchange)
         sums[-1] = collectives.marked(self.comm, sums[-1], LOCAL_PASS)
-        before, after = running.wait()
+        before, after = finish()
         if len(sums) == 1:
             first = _complete(split.part(0), before, sums[0])
         else:

@@ -4,7 +4,6 @@ from dist_attn.ops.monoid import LegsForgets, LogDecay, Matrix, Monoid, Powers
 from dist_attn.sharded.prefix_scan.scan import (
     Algorithm,
     Exchange,
-    RunningScan,
     exclusive_scan,
     exclusive_scan_start,
     scan_over_ranks,
@@ -20,7 +19,6 @@ __all__ = [
     "Matrix",
     "Monoid",
     "Powers",
-    "RunningScan",
     "exclusive_scan",
     "exclusive_scan_start",
     "scan_over_ranks",

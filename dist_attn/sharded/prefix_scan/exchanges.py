@@ -7,7 +7,7 @@ rows of which there are none, so that no number changes.
 Shape letters: X numbers of a message; what is said of [B, H, X] holds for any leading dimensions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,32 +49,14 @@ class _Tied(torch.autograd.Function):
         return grad, grad.new_zeros(shape, dtype=dtype)
 
 
-def swap(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> torch.Tensor:
-    """This rank's message for that of `partner`; the identity where there is no such rank."""
-    counts = _counts(comm, partner)
-    return from_one(collectives.send_receive(comm, _row(message_BHX, counts), counts, counts, label=LABEL))
+def _start_swap(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> Callable[[], torch.Tensor]:
+    """Launch the swap of this rank's message for that of `partner`; waiting gives that one.
 
-
-def swap_start(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> collectives.Launched | collectives.Done:
-    """Launch a `swap`; `from_one` makes a message of what the wait gives."""
-    counts = _counts(comm, partner)
-    return collectives.send_receive_start(comm, _row(message_BHX, counts), counts, counts, label=LABEL)
-
-
-def from_one(rows: torch.Tensor) -> torch.Tensor:
-    """The message in one row, the identity where there is none.
-
-    Shapes: [1 or 0, B, H, X] -> [B, H, X].
+    It is the identity where there is no such rank.
     """
-    return rows.sum(0)
-
-
-def _counts(comm: Communicator, partner: int) -> dict[int, int]:
-    return {partner: 1} if 0 <= partner < comm.size else {}
-
-
-def _row(message_BHX: torch.Tensor, counts: Mapping[int, int]) -> torch.Tensor:
-    return message_BHX[None][: len(counts)]
+    counts = {partner: 1} if 0 <= partner < comm.size else {}
+    launched = collectives.send_receive_start(comm, message_BHX[None][: len(counts)], counts, counts, label=LABEL)
+    return lambda: launched.wait().sum(0)
 
 
 def start_pair(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor) -> Finish:
@@ -87,10 +69,10 @@ def start_pair(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor) ->
     """
     if comm.size != 2:
         raise ConfigError(f"the exchange `pair` is for 2 ranks, there are {comm.size}; use `gather` or `log_step`")
-    launched = swap_start(comm, element_BHX, 1 - comm.rank)
+    swapped = _start_swap(comm, element_BHX, 1 - comm.rank)
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
-        other_BHX = from_one(launched.wait())
+        other_BHX = swapped()
         if comm.rank == 0:
             return torch.zeros_like(element_BHX), monoid.combine(element_BHX, other_BHX)
         return other_BHX, monoid.combine(other_BHX, element_BHX)
@@ -154,12 +136,12 @@ def start_log_step(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor
     Reference: Hillis and Steele, Data Parallel Algorithms (1986); the form for any operator that need not commute is
         that of MPI_Scan over recursive doubling.
     """
-    first = swap_start(comm, element_BHX, comm.rank ^ 1)
+    swapped = _start_swap(comm, element_BHX, comm.rank ^ 1)
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
         before_BHX, block_BHX = torch.zeros_like(element_BHX), element_BHX
         distance = 1
-        received_BHX = from_one(first.wait())
+        received_BHX = swapped()
         while True:
             if comm.rank & distance:
                 before_BHX = monoid.combine(received_BHX, before_BHX)
@@ -169,7 +151,7 @@ def start_log_step(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor
             distance *= 2
             if distance >= comm.size:
                 break
-            received_BHX = swap(comm, block_BHX, comm.rank ^ distance)
+            received_BHX = _start_swap(comm, block_BHX, comm.rank ^ distance)()
         if comm.size & (comm.size - 1):
             block_BHX = collectives.broadcast(comm, block_BHX, comm.size - 1, label=LABEL)
         return before_BHX, block_BHX

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar, cast, final
+from typing import TypeVar, cast
 
 import torch
 
@@ -23,7 +23,6 @@ from dist_attn.sharded.prefix_scan.exchanges import (
 from dist_attn.sharded.prefix_scan.pieces import start_pipelined_ring, start_two_level
 from dist_attn.wire.choices import EXCHANGES, StateExchange
 
-Value = TypeVar("Value")
 State = TypeVar("State", bound=Carry)
 Algorithm = StateExchange
 
@@ -74,18 +73,6 @@ def settle(comm: Communicator, exchange: Exchange) -> Exchange:
     return replace(exchange, calibration=Calibration.from_json(text), hosts=exchange.hosts or comm.hosts())
 
 
-@final
-class RunningScan(Generic[Value]):
-    """A scan that is under way; `wait` on every rank, once."""
-
-    def __init__(self, finish: Callable[[], tuple[Value, Value]]) -> None:
-        self._finish = finish
-
-    def wait(self) -> tuple[Value, Value]:
-        """What lies before this rank's first token and what is there after the last token of all ranks."""
-        return self._finish()
-
-
 def scan_over_ranks(
     comm: Communicator,
     monoid: Monoid,
@@ -102,7 +89,7 @@ def scan_over_ranks(
     Cost: that of the exchange with |x| bytes in a message: see the `start` of each algorithm and `costs.scan_cost`.
         One rank alone exchanges nothing.
     """
-    return scan_over_ranks_start(comm, monoid, own, initial, exchange).wait()
+    return scan_over_ranks_start(comm, monoid, own, initial, exchange)()
 
 
 def scan_over_ranks_start(
@@ -111,14 +98,17 @@ def scan_over_ranks_start(
     own: torch.Tensor,
     initial: torch.Tensor | None = None,
     exchange: Exchange | None = None,
-) -> RunningScan[torch.Tensor]:
-    """Launch `scan_over_ranks`: what its algorithm can send before it has received anything is under way."""
+) -> Finish:
+    """Launch `scan_over_ranks`: what its algorithm can send before it has received anything is under way.
+
+    What it gives waits for the rest; every rank calls that once.
+    """
     first = torch.zeros_like(own)
     if initial is not None:  # on every rank in the same graph
         first = torch.where(torch.full((), comm.rank == 0, device=own.device), initial, first)
     with_first = monoid.combine(first, own)
     if comm.size == 1:
-        return RunningScan(lambda: (first, with_first))
+        return lambda: (first, with_first)
     settled = settle(comm, Exchange() if exchange is None else exchange)
     chosen = settled.resolved(comm, with_first.numel() * with_first.element_size())
     finish = _starter(chosen)(comm, monoid, with_first)
@@ -128,7 +118,7 @@ def scan_over_ranks_start(
         before, after = torch.stack(finish()).unbind(0)
         return monoid.combine(first, before), after
 
-    return RunningScan(results)
+    return results
 
 
 def exclusive_scan(
@@ -139,23 +129,23 @@ def exclusive_scan(
     Cost: |x| bytes of a message: of kernel attention 4 B H (M (V + 1) + 2), of an affine recurrence 4 B H (K V + |A|)
         with 1, K or K^2 numbers |A| (8 in place of 4 for float64).
     """
-    return exclusive_scan_start(comm, element, initial, exchange).wait()
+    return exclusive_scan_start(comm, element, initial, exchange)()
 
 
 def exclusive_scan_start(
     comm: Communicator, element: State, initial: State | None = None, exchange: Exchange | None = None
-) -> RunningScan[State]:
-    """Launch an `exclusive_scan`."""
+) -> Callable[[], tuple[State, State]]:
+    """Launch an `exclusive_scan`, as `scan_over_ranks_start`."""
     before_all = None if initial is None else initial.pack()
-    running = scan_over_ranks_start(comm, element.monoid, element.pack(), before_all, exchange)
+    finish = scan_over_ranks_start(comm, element.monoid, element.pack(), before_all, exchange)
     # Of what is no number of a message, such as a flag of kernel attention, elements have none, but `initial` may.
     like = element if initial is None else initial
 
     def states() -> tuple[State, State]:
-        before, after = running.wait()
+        before, after = finish()
         return like.unpack(before), like.unpack(after)
 
-    return RunningScan(states)
+    return states
 
 
 def _starter(exchange: Exchange) -> Callable[[Communicator, Monoid, torch.Tensor], Finish]:
