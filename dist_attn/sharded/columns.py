@@ -79,9 +79,18 @@ def sharded_fourier_mix(
     """`ops.fourier_mix` on this rank's slice; of every document by itself where the layout has some.
 
     Shapes: x [B, L local, D] -> [B, L local, D].
-    Cost: two all-to-alls; per rank and batch element (P - 1) / P of 2 L local (D // 2 + 1) elements each way.
+    Cost: two all-to-alls; per rank and batch element (P - 1) / P of 2 L local (D // 2 + 1) elements each way. Of packed
+        documents the tokens of those that lie on several ranks count; nothing where there are none.
     Reference: A Unified View of Long-Sequence Models, Sec. 6.2.
     """
+    across = partial(_fourier_over_ranks, comm, norm=norm)
+    return _apart(comm, layout, x_BLD, partial(fourier_mix, norm=norm), across)
+
+
+def _fourier_over_ranks(
+    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, *, norm: FourierNorm
+) -> torch.Tensor:
+    """`sharded_fourier_mix` with all tokens exchanged, whichever documents they are of."""
     batch, length, size = x_BLD.shape
     wide = torch.promote_types(x_BLD.dtype, torch.float32)
     if not (batch and size and layout.total):
@@ -131,76 +140,44 @@ def sharded_long_convolve(
 
     Shapes: x [B, L local, D], kernels [K, D] -> [B, L local, D].
     Cost: two all-to-alls; a rank with D' of the D channels sends B L local (D - D') elements and then
-        B (L - L local) D'.
+        B (L - L local) D'. Of packed documents the tokens of those that lie on several ranks count; nothing where there
+        are none.
     """
     check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
     channels = x_BLD.shape[2]
-    start, stop = tuple(pairwise(column_cuts(channels, comm.size)))[comm.rank]
-    columns_CTB = tokens_to_columns(comm, layout, x_BLD.permute(2, 1, 0), label="long convolution")
-    y_BTC = long_convolve(
-        columns_CTB.permute(2, 1, 0),
-        kernel_LD[:, start:stop],
-        backward_kernel_LD=None if backward_kernel_LD is None else backward_kernel_LD[:, start:stop],
-        documents=layout.documents or (),
-    )
-    return columns_to_tokens(comm, layout, y_BTC.permute(2, 1, 0), channels, label="long convolution back").permute(
-        2, 1, 0
-    )
+    own = slice(*column_cuts(channels, comm.size)[comm.rank : comm.rank + 2])
+    own_backward = None if backward_kernel_LD is None else backward_kernel_LD[:, own]
 
+    def across(layout: SequenceLayout, x_BLD: torch.Tensor) -> torch.Tensor:
+        columns_CTB = tokens_to_columns(comm, layout, x_BLD.permute(2, 1, 0), label="long convolution")
+        y_BTC = long_convolve(
+            columns_CTB.permute(2, 1, 0),
+            kernel_LD[:, own],
+            backward_kernel_LD=own_backward,
+            documents=layout.documents or (),
+        )
+        y_CTB = y_BTC.permute(2, 1, 0)
+        return columns_to_tokens(comm, layout, y_CTB, channels, label="long convolution back").permute(2, 1, 0)
 
-def sharded_packed_fourier_mix(
-    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, *, norm: FourierNorm = None
-) -> torch.Tensor:
-    """`ops.fourier_mix` of every document by itself on this rank's slice.
-
-    Cost: that of `sharded_fourier_mix` for the tokens of documents that lie on several ranks; nothing where there are
-        none.
-    """
-    return _apart(
-        comm,
-        layout,
-        x_BLD,
-        inside=partial(fourier_mix, norm=norm),
-        across=partial(sharded_fourier_mix, norm=norm),
-    )
-
-
-def sharded_packed_long_convolve(
-    comm: Communicator,
-    layout: SequenceLayout,
-    x_BLD: torch.Tensor,
-    kernel_LD: torch.Tensor,
-    *,
-    backward_kernel_LD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`ops.long_convolve` of every document by itself on this rank's slice.
-
-    Cost: that of `sharded_long_convolve` for the tokens of documents that lie on several ranks; nothing where there
-        are none.
-    """
-    return _apart(
-        comm,
-        layout,
-        x_BLD,
-        inside=partial(long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD),
-        across=partial(sharded_long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD),
-    )
+    inside = partial(long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD)
+    return _apart(comm, layout, x_BLD, inside, across)
 
 
 def _apart(
     comm: Communicator,
     layout: SequenceLayout,
     x_BLD: torch.Tensor,
-    *,
     inside: Callable[..., torch.Tensor],
-    across: Callable[..., torch.Tensor],
+    across: Callable[[SequenceLayout, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """`inside` for the tokens of documents that lie whole on this rank, `across` ranks for the others."""
+    if not layout.documents:
+        return across(layout, x_BLD)
     if not layout.crosses_cuts:
         return inside(x_BLD, documents=layout.documents_on(comm.rank))
     parts = layout.pieces(comm.rank)
     x0, x1, x2 = x_BLD.split(parts, dim=1)
-    across_BLD = across(comm, layout.across_cuts, torch.cat([x0, x2], dim=1))
+    across_BLD = across(layout.across_cuts, torch.cat([x0, x2], dim=1))
     inside_BLD = inside(x1, documents=starts_inside(layout, comm.rank))
     first, last = across_BLD.split((parts[0], parts[2]), dim=1)
     return torch.cat([first, inside_BLD, last], dim=1)

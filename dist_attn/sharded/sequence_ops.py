@@ -19,12 +19,7 @@ from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.softmax_attention import SoftmaxCall
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.affine import recur_over_ranks, threads_of
-from dist_attn.sharded.columns import (
-    sharded_fourier_mix,
-    sharded_long_convolve,
-    sharded_packed_fourier_mix,
-    sharded_packed_long_convolve,
-)
+from dist_attn.sharded.columns import sharded_fourier_mix, sharded_long_convolve
 from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.linear import attend_over_layouts
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
@@ -173,8 +168,7 @@ class ShardedSequenceOps(SequenceOps):
         """See `sharded.columns.sharded_fourier_mix`."""
         self._sharding.refuse_deterministic("Fourier mixing")
         self._sharding.agree_on_tokens("fourier_mix", {"x": x_BLD}, norm=norm)
-        mix = sharded_packed_fourier_mix if self._sharding.packed else sharded_fourier_mix
-        return mix(self._comm, self._layout, x_BLD, norm=norm)
+        return sharded_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
 
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
@@ -184,8 +178,7 @@ class ShardedSequenceOps(SequenceOps):
         self._sharding.agree_on_tokens(
             "long_convolve", {"x": x_BLD}, kernel=kernel_LD, backward_kernel=backward_kernel_LD
         )
-        convolve = sharded_packed_long_convolve if self._sharding.packed else sharded_long_convolve
-        return convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
+        return sharded_long_convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
     def diagonal_scan(
         self,
