@@ -33,7 +33,7 @@ from dist_attn.ops.softmax_attention import (
     attend_onward,
 )
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.token_mixing import Activation, mix_tokens
+from dist_attn.ops.token_mixing import TokenMlp, apply_token_mlp
 from dist_attn.ops.token_routing import route_tokens
 from dist_attn.ops.token_selection import Interpolation, select_tokens, upsample
 
@@ -151,19 +151,9 @@ class LocalSequenceOps(SequenceOps):
         self._refuse_documents("legs_memory")
         return legs_memory(f_BLD, read_DN, state=state)
 
-    def mix_tokens(
-        self,
-        x_BLD: torch.Tensor,
-        w_in_LS: torch.Tensor,
-        w_out_SL: torch.Tensor,
-        *,
-        bias_in_S: torch.Tensor | None = None,
-        bias_out_L: torch.Tensor | None = None,
-        activation: Activation = "gelu_tanh",
-    ) -> torch.Tensor:
-        """See `dist_attn.ops.mix_tokens`; one unbroken sequence only."""
+    def _mix_tokens(self, x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor:
         self._refuse_documents("mix_tokens")
-        return mix_tokens(x_BLD, w_in_LS, w_out_SL, bias_in_S=bias_in_S, bias_out_L=bias_out_L, activation=activation)
+        return apply_token_mlp(x_BLD, mlp)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `dist_attn.ops.fourier_mix`."""

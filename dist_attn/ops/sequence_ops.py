@@ -21,7 +21,7 @@ from dist_attn.ops.relative_attention import RelativeCall, RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.softmax_attention import KeyValueCache, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.token_mixing import Activation
+from dist_attn.ops.token_mixing import Activation, TokenMlp
 from dist_attn.ops.token_selection import Interpolation
 
 __all__ = ["RoutedTokens", "SelectedTokens", "SequenceOps"]
@@ -68,8 +68,8 @@ class SelectedTokens(Protocol):
 class SequenceOps(ABC):
     """What mixes along the sequence, on whatever slice of it this process holds.
 
-    Operations are those of `dist_attn.ops` by the same names, which explain them. Attention and affine recurrences make
-    one value of their arguments, the call, which implementations compute.
+    Operations are those of `dist_attn.ops` by the same names, which explain them. Those with many arguments make one
+    value of them, the call, which implementations compute.
     """
 
     def linear_attention(
@@ -261,7 +261,6 @@ class SequenceOps(ABC):
         self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
     ) -> tuple[torch.Tensor, LegsState]: ...
 
-    @abstractmethod
     def mix_tokens(
         self,
         x_BLD: torch.Tensor,
@@ -271,7 +270,12 @@ class SequenceOps(ABC):
         bias_in_S: torch.Tensor | None = None,
         bias_out_L: torch.Tensor | None = None,
         activation: Activation = "gelu_tanh",
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.mix_tokens`; one unbroken sequence only, weights for all of its tokens."""
+        return self._mix_tokens(x_BLD, TokenMlp(w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation))
+
+    @abstractmethod
+    def _mix_tokens(self, x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor: ...
 
     @abstractmethod
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...

@@ -1,6 +1,7 @@
 """Token mixing (MLP-Mixer) by two matrix products along the sequence, with weights shared by all channels."""
 
 import math
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -28,61 +29,71 @@ def mix_tokens(
     Raises: ShapeError when they do not fit together; InputError for another activation.
     Reference: A Unified View of Long-Sequence Models, Eq. 12 (with the GELU that it leaves out).
     """
+    return apply_token_mlp(x_BLD, TokenMlp(w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation))
+
+
+@dataclass(frozen=True)
+class TokenMlp:
+    """The arguments of `mix_tokens` beside the tokens, which explains them."""
+
+    w_in_LS: torch.Tensor
+    w_out_SL: torch.Tensor
+    bias_in_S: torch.Tensor | None = None
+    bias_out_L: torch.Tensor | None = None
+    activation: Activation = "gelu_tanh"
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """Weights and biases by name."""
+        return {"w_in": self.w_in_LS, "w_out": self.w_out_SL, "bias_in": self.bias_in_S, "bias_out": self.bias_out_L}
+
+    def of_tokens(self, tokens: slice) -> "TokenMlp":
+        """The part that is about these tokens: their share of the sums, and what is made at their places."""
+        bias_out_L = None if self.bias_out_L is None else self.bias_out_L[tokens]
+        return replace(self, w_in_LS=self.w_in_LS[tokens], w_out_SL=self.w_out_SL[:, tokens], bias_out_L=bias_out_L)
+
+    def sums(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The S weighed sums of tokens that the hidden numbers are made of; those of slices add up.
+
+        Shapes: x [B, L, D] -> [B, S, D].
+        """
+        return self.w_in_LS.to(x_BLD.dtype).T @ x_BLD
+
+    def outputs(self, sums_BSD: torch.Tensor) -> torch.Tensor:
+        """The outputs at the places of `w_out`, from the sums over all tokens.
+
+        Shapes: sums [B, S, D] -> [B, L, D].
+        """
+        h_BSD = sums_BSD if self.bias_in_S is None else sums_BSD + self.bias_in_S.to(sums_BSD.dtype)[:, None]
+        if self.activation == "relu":
+            h_BSD = F.relu(h_BSD)
+        else:
+            h_BSD = F.gelu(h_BSD, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        y_BLD = self.w_out_SL.to(h_BSD.dtype).T @ h_BSD
+        return y_BLD if self.bias_out_L is None else y_BLD + self.bias_out_L.to(y_BLD.dtype)[:, None]
+
+    def check(self, length: int) -> None:
+        """Raises ShapeError when these are not weights of `length` tokens, InputError for another activation."""
+        if self.activation not in get_args(Activation):
+            raise InputError(f"activation {self.activation!r} was given; there are {', '.join(get_args(Activation))}")
+        hidden = self.w_in_LS.shape[1] if self.w_in_LS.dim() == 2 else 0
+        wanted = {"w_in": (length, hidden), "w_out": (hidden, length), "bias_in": (hidden,), "bias_out": (length,)}
+        shapes = {name: tuple(t.shape) for name, t in self.tensors().items() if t is not None}
+        if any(shape != wanted[name] for name, shape in shapes.items()):
+            raise ShapeError(
+                f"the weights have shapes {shapes}; for {length} tokens w_in is [{length}, S], w_out [S, {length}], "
+                f"bias_in [S] and bias_out [{length}]"
+            )
+
+
+def apply_token_mlp(x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor:
+    """`mix_tokens` by this MLP.
+
+    Raises: as `mix_tokens`.
+    """
     if x_BLD.dim() != 3:
         raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
-    check_token_mlp(x_BLD.shape[1], w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)
-    sums_BSD = sums_over_tokens(x_BLD, w_in_LS)
-    return tokens_of_sums(sums_BSD, w_out_SL, bias_in_S, bias_out_L, activation).to(x_BLD.dtype)
-
-
-def sums_over_tokens(x_BLD: torch.Tensor, w_in_LS: torch.Tensor) -> torch.Tensor:
-    """The S weighed sums of tokens that the MLP's hidden numbers are made of; those of slices add up.
-
-    Shapes: x [B, L, D], w_in [L, S] -> [B, S, D].
-    """
-    return w_in_LS.to(x_BLD.dtype).T @ x_BLD
-
-
-def tokens_of_sums(
-    sums_BSD: torch.Tensor,
-    w_out_SL: torch.Tensor,
-    bias_in_S: torch.Tensor | None,
-    bias_out_L: torch.Tensor | None,
-    activation: Activation,
-) -> torch.Tensor:
-    """The MLP's outputs at the places of `w_out`, from the sums over all tokens.
-
-    Shapes: sums [B, S, D], w_out [S, L], bias_in [S], bias_out [L] -> [B, L, D].
-    """
-    h_BSD = sums_BSD if bias_in_S is None else sums_BSD + bias_in_S.to(sums_BSD.dtype)[:, None]
-    if activation == "relu":
-        h_BSD = F.relu(h_BSD)
-    else:
-        h_BSD = F.gelu(h_BSD, approximate="tanh" if activation == "gelu_tanh" else "none")
-    y_BLD = w_out_SL.to(h_BSD.dtype).T @ h_BSD
-    return y_BLD if bias_out_L is None else y_BLD + bias_out_L.to(y_BLD.dtype)[:, None]
-
-
-def check_token_mlp(
-    length: int,
-    w_in: torch.Tensor,
-    w_out: torch.Tensor,
-    bias_in: torch.Tensor | None,
-    bias_out: torch.Tensor | None,
-    activation: Activation,
-) -> None:
-    """Raises ShapeError when weights and biases are not those of `length` tokens, InputError for another activation."""
-    if activation not in get_args(Activation):
-        raise InputError(f"activation {activation!r} was given; there are {', '.join(get_args(Activation))}")
-    hidden = w_in.shape[1] if w_in.dim() == 2 else 0
-    wanted = {"w_in": (length, hidden), "w_out": (hidden, length), "bias_in": (hidden,), "bias_out": (length,)}
-    given = {"w_in": w_in, "w_out": w_out, "bias_in": bias_in, "bias_out": bias_out}
-    shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
-    if any(shape != wanted[name] for name, shape in shapes.items()):
-        raise ShapeError(
-            f"the weights have shapes {shapes}; for {length} tokens w_in is [{length}, S], w_out [S, {length}], "
-            f"bias_in [S] and bias_out [{length}]"
-        )
+    mlp.check(x_BLD.shape[1])
+    return mlp.outputs(mlp.sums(x_BLD)).to(x_BLD.dtype)
 
 
 def mix_tokens_naive(

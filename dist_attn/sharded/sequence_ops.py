@@ -17,7 +17,7 @@ from dist_attn.ops.linear_attention import Implementation, LinearCall, check_pre
 from dist_attn.ops.relative_attention import RelativeCall, RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.softmax_attention import SoftmaxCall
-from dist_attn.ops.token_mixing import Activation
+from dist_attn.ops.token_mixing import TokenMlp
 from dist_attn.sharded.affine import recur_over_ranks, threads_of
 from dist_attn.sharded.columns import sharded_fourier_mix, sharded_long_convolve
 from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
@@ -245,37 +245,11 @@ class ShardedSequenceOps(SequenceOps):
         self._sharding.agree_on_tokens("legs_memory", {"f": f_BLD}, read=read_DN, state=before)
         return sharded_legs_memory(self._sharding, f_BLD, read_DN, state=state)
 
-    def mix_tokens(
-        self,
-        x_BLD: torch.Tensor,
-        w_in_LS: torch.Tensor,
-        w_out_SL: torch.Tensor,
-        *,
-        bias_in_S: torch.Tensor | None = None,
-        bias_out_L: torch.Tensor | None = None,
-        activation: Activation = "gelu_tanh",
-    ) -> torch.Tensor:
-        """See `sharded.sums.sharded_mix_tokens`; weights for all tokens; one unbroken sequence only."""
+    def _mix_tokens(self, x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor:
         self._sharding.refuse_documents("mix_tokens")
         self._sharding.refuse_deterministic("token mixing")
-        self._sharding.agree_on_tokens(
-            "mix_tokens",
-            {"x": x_BLD},
-            w_in=w_in_LS,
-            w_out=w_out_SL,
-            bias_in=bias_in_S,
-            bias_out=bias_out_L,
-            activation=activation,
-        )
-        return sharded_mix_tokens(
-            self._sharding,
-            x_BLD,
-            w_in_LS,
-            w_out_SL,
-            bias_in_S=bias_in_S,
-            bias_out_L=bias_out_L,
-            activation=activation,
-        )
+        self._sharding.agree_on_tokens("mix_tokens", {"x": x_BLD}, 1, **mlp.tensors(), activation=mlp.activation)
+        return sharded_mix_tokens(self._sharding, x_BLD, mlp)
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `sharded.convolution.sharded_convolve`."""

@@ -9,20 +9,11 @@ import torch
 
 from dist_attn.comm import differentiable as collectives
 from dist_attn.ops.running_maximum import Element, Maxima, join, maxima, scan_elements
-from dist_attn.ops.token_mixing import Activation, check_token_mlp, sums_over_tokens, tokens_of_sums
+from dist_attn.ops.token_mixing import TokenMlp
 from dist_attn.sharded.sharding import Sharding
 
 
-def sharded_mix_tokens(
-    sharding: Sharding,
-    x_BLD: torch.Tensor,
-    w_in_LS: torch.Tensor,
-    w_out_SL: torch.Tensor,
-    *,
-    bias_in_S: torch.Tensor | None = None,
-    bias_out_L: torch.Tensor | None = None,
-    activation: Activation = "gelu_tanh",
-) -> torch.Tensor:
+def sharded_mix_tokens(sharding: Sharding, x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor:
     """`ops.mix_tokens` on this rank's slice; weights and biases are those of all tokens, equal on all ranks.
 
     Of the weights only those of this rank's places are used, so their gradients are zero elsewhere; that of the inner
@@ -32,11 +23,10 @@ def sharded_mix_tokens(
     Cost: one all-reduce of B S D elements, whatever the length.
     """
     comm, layout = sharding.comm, sharding.layout
-    check_token_mlp(layout.total, w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)
-    here = slice(*layout.range(comm.rank))
-    sums_BSD = collectives.all_reduce_sum(comm, sums_over_tokens(x_BLD, w_in_LS[here]), label="token mixing")
-    bias_here = None if bias_out_L is None else bias_out_L[here]
-    return tokens_of_sums(sums_BSD, w_out_SL[:, here], bias_in_S, bias_here, activation).to(x_BLD.dtype)
+    mlp.check(layout.total)
+    here = mlp.of_tokens(slice(*layout.range(comm.rank)))
+    sums_BSD = collectives.all_reduce_sum(comm, here.sums(x_BLD), label="token mixing")
+    return here.outputs(sums_BSD).to(x_BLD.dtype)
 
 
 def sharded_running_maximum(
