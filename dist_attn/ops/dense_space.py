@@ -66,10 +66,43 @@ def dense_scan(
     Cost: per token and channel N^2 / 64 + (64 + 2 N) M multiplications and N to absorb it; N^3 log L for the powers.
     Raises: ShapeError when they do not fit together.
     """
-    _check(u_BLD, a_DNN, b_DN, c_DMN, state)
-    tensors = (u_BLD, a_DNN, b_DN, c_DMN, *(() if state is None else (state,)))
+    return scan_dense(DenseCall(u_BLD, a_DNN, b_DN, c_DMN, state))
+
+
+@dataclass(frozen=True)
+class DenseCall:
+    """The arguments of `dense_scan`, which explains them."""
+
+    u_BLD: torch.Tensor
+    a_DNN: torch.Tensor
+    b_DN: torch.Tensor
+    c_DMN: torch.Tensor
+    state: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Raises ShapeError in words when the tensors do not fit together."""
+        u, a, b, c, state = self.u_BLD, self.a_DNN, self.b_DN, self.c_DMN, self.state
+        fits = u.dim() == 3 and b.dim() == 2 and c.dim() == 3 and b.shape[0] == u.shape[2]
+        if not fits or a.shape != (*b.shape, b.shape[1]) or (c.shape[0], c.shape[2]) != tuple(b.shape):
+            raise ShapeError(
+                f"u {tuple(u.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}: needed are u "
+                "[B, L, D], a [D, N, N], b [D, N] and c [D, M, N]"
+            )
+        wanted = (u.shape[0], *b.shape)
+        if state is not None and tuple(state.shape) != wanted:
+            raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")
+
+
+def scan_dense(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dense_scan` of a call.
+
+    Raises: as `dense_scan`.
+    """
+    call.check()
+    u_BLD, system, state = call.u_BLD, (call.a_DNN, call.b_DN, call.c_DMN), call.state
+    tensors = (u_BLD, *system, *(() if state is None else (state,)))
     real = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    a, b, c = (t.to(real) for t in (a_DNN, b_DN, c_DMN))
+    a, b, c = (t.to(real) for t in system)
     write_DNC = columns_of_powers(a, b, CHUNK_TOKENS)
     with without_autocast(u_BLD.device):
         kernel_DMC = c @ write_DNC
@@ -140,19 +173,6 @@ def _decays(a_DNN: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tenso
 
 def _start(u_BDL: torch.Tensor, a_DNN: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
     return u_BDL.new_zeros((*u_BDL.shape[:2], a_DNN.shape[1])) if state is None else state.to(a_DNN.dtype)
-
-
-def _check(u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor | None) -> None:
-    """Raises ShapeError in words when the inputs do not fit together."""
-    fits = u.dim() == 3 and b.dim() == 2 and c.dim() == 3 and b.shape[0] == u.shape[2]
-    if not fits or a.shape != (*b.shape, b.shape[1]) or (c.shape[0], c.shape[2]) != tuple(b.shape):
-        raise ShapeError(
-            f"u {tuple(u.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}: needed are u [B, L, D], "
-            "a [D, N, N], b [D, N] and c [D, M, N]"
-        )
-    wanted = (u.shape[0], *b.shape)
-    if state is not None and tuple(state.shape) != wanted:
-        raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")
 
 
 def dense_scan_naive(

@@ -7,7 +7,7 @@ whole ones, by products: exact at 0, and differentiable everywhere. Packed docum
 Reference: A Unified View of Long-Sequence Models, Sec. 7 (S4D, recurrent form).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -65,10 +65,54 @@ def diagonal_scan(
     Cost: one scan per length of document that occurs, at most sqrt(2 L) of them.
     Raises: ShapeError when they do not fit together.
     """
-    if documents:
-        return _scan_documents(u_BLD, (a_DN, b_DN, c_DN), documents, state)
-    _check(u_BLD, a_DN, b_DN, c_DN, state)
-    real, a, b, c = _widened(u_BLD, a_DN, b_DN, c_DN, state)
+    return scan_diagonal(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state, documents or ()))
+
+
+@dataclass(frozen=True)
+class DiagonalCall:
+    """The arguments of `diagonal_scan`, which explains them."""
+
+    u_BLD: torch.Tensor
+    a_DN: torch.Tensor
+    b_DN: torch.Tensor
+    c_DN: torch.Tensor
+    state: torch.Tensor | None = None
+    documents: tuple[int, ...] = ()
+
+    @property
+    def types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The real and the complex type of sums."""
+        return state_types(self.u_BLD, self.a_DN, self.b_DN, self.c_DN, self.state)
+
+    def check(self) -> None:
+        """Raises ShapeError in words when the tensors do not fit together."""
+        u, a, b, c = self.u_BLD, self.a_DN, self.b_DN, self.c_DN
+        if (
+            u.dim() != 3
+            or u.is_complex()
+            or a.dim() != 2
+            or not u.shape[2:] == a.shape[:1]
+            or not a.shape == b.shape == c.shape
+        ):
+            raise ShapeError(
+                f"u {tuple(u.shape)} ({u.dtype}), a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}: needed "
+                "are a real u [B, L, D] and a, b, c [D, N]"
+            )
+        wanted = (u.shape[0], *a.shape)
+        if self.state is not None and tuple(self.state.shape) != wanted:
+            raise ShapeError(f"the state has shape {tuple(self.state.shape)}; needed is [B, D, N] = {wanted}")
+
+
+def scan_diagonal(call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`diagonal_scan` of a call.
+
+    Raises: as `diagonal_scan`.
+    """
+    if call.documents:
+        return _scan_documents(call)
+    call.check()
+    u_BLD, (real, kind) = call.u_BLD, call.types
+    a, b, c = (t.to(kind) for t in (call.a_DN, call.b_DN, call.c_DN))
     powers_DNC = powers(a, CHUNK_TOKENS + 1)
     write_DNC = powers_DNC[..., :-1] * b[..., None]
     read_DNC = powers_DNC[..., 1:] * c[..., None]
@@ -79,7 +123,7 @@ def diagonal_scan(
         _Respond(),
         chunk_blocks(u_BLD.shape[1], CHUNK_TOKENS, BLOCK_CHUNKS * CHUNK_TOKENS),
         (u_BDL,),
-        (_start(u_BDL, a, state),),
+        (_start(u_BDL, a, call.state),),
         parameters,
         output_shape=tuple(u_BDL.shape),
         output_dtype=real,
@@ -91,7 +135,7 @@ def absorb_inputs(
     u_BLD: torch.Tensor, a_DN: torch.Tensor, b_DN: torch.Tensor, *, like: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """The state [B, D, N] that these tokens leave behind when they start from 0, in at least the precision `like`."""
-    _check(u_BLD, a_DN, b_DN, b_DN, None)
+    DiagonalCall(u_BLD, a_DN, b_DN, b_DN).check()
     real = torch.promote_types(like, state_types(u_BLD, a_DN, b_DN)[0])
     a, b = (t.to(_complex(real)) for t in (a_DN, b_DN))
     powers_DNC = powers(a, CHUNK_TOKENS + 1)
@@ -171,13 +215,6 @@ def _states(
     return torch.view_as_real(before_DBGN), torch.view_as_real(states[-1].transpose(0, 1))
 
 
-def _widened(
-    u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor | None
-) -> tuple[torch.dtype, torch.Tensor, torch.Tensor, torch.Tensor]:
-    real, kind = state_types(u, a, b, c, state)
-    return real, a.to(kind), b.to(kind), c.to(kind)
-
-
 def _start(u_BDL: torch.Tensor, a_DN: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
     if state is None:
         return u_BDL.new_zeros((u_BDL.shape[0], *a_DN.shape, 2))
@@ -188,39 +225,19 @@ def _complex(real: torch.dtype) -> torch.dtype:
     return torch.complex128 if real == torch.float64 else torch.complex64
 
 
-def _check(u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor | None) -> None:
-    """Raises ShapeError in words when the inputs do not fit together."""
-    if (
-        u.dim() != 3
-        or u.is_complex()
-        or a.dim() != 2
-        or not u.shape[2:] == a.shape[:1]
-        or not a.shape == b.shape == c.shape
-    ):
-        raise ShapeError(
-            f"u {tuple(u.shape)} ({u.dtype}), a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}: needed are a "
-            "real u [B, L, D] and a, b, c [D, N]"
-        )
-    wanted = (u.shape[0], *a.shape)
-    if state is not None and tuple(state.shape) != wanted:
-        raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")
-
-
-def _scan_documents(
-    u_BLD: torch.Tensor, system: Tensors, documents: tuple[int, ...], state: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    length = u_BLD.shape[1]
+def _scan_documents(call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    u_BLD, documents, alone = call.u_BLD, call.documents, replace(call, documents=())
+    length, first = u_BLD.shape[1], documents[0]
     check_documents(documents, length)
-    first = documents[0]
     head_BLD, u_BTD = u_BLD.split((first, length - first), dim=1)
-    y_head_BLD, after = diagonal_scan(head_BLD, *system, state=state)
+    y_head_BLD, after = scan_diagonal(replace(alone, u_BLD=head_BLD))
     starts_of = documents_by_length(tuple(start - first for start in documents), length - first)
     done, order = [], []
     for tokens, starts in starts_of:
         at_NT = torch.tensor(starts, device="cpu")[:, None] + torch.arange(tokens, device="cpu")
         at_NT = send(at_NT, u_BLD.device)
         rows_RTD = u_BTD[:, at_NT.flatten()].unflatten(1, (len(starts), tokens)).flatten(0, 1)
-        y_RTD, after_RDN = diagonal_scan(rows_RTD, *system)
+        y_RTD, after_RDN = scan_diagonal(replace(alone, u_BLD=rows_RTD, state=None))
         done.append(y_RTD.unflatten(0, (u_BLD.shape[0], len(starts))).flatten(1, 2))
         order.append(at_NT.flatten())
         if starts[-1] == documents[-1] - first:

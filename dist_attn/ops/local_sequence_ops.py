@@ -7,8 +7,8 @@ import torch
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.affine import AffineCall, AffineState, recur
 from dist_attn.ops.convolution import convolve, convolve_streaming
-from dist_attn.ops.dense_space import dense_scan
-from dist_attn.ops.diagonal import diagonal_scan
+from dist_attn.ops.dense_space import DenseCall, scan_dense
+from dist_attn.ops.diagonal import DiagonalCall, scan_diagonal
 from dist_attn.ops.documents import (
     DocumentPlaces,
     check_documents,
@@ -23,7 +23,7 @@ from dist_attn.ops.linear_attention import Implementation, LinearCall, attend, c
 from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import RelativeCall, RelativeState, attend_relative, stream_relative
 from dist_attn.ops.running_maximum import Maxima, running_maximum
-from dist_attn.ops.selective_scan import gated_scan, selective_scan
+from dist_attn.ops.selective_scan import SelectiveCall, gated_scan, scan_selected
 from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
@@ -99,17 +99,8 @@ class LocalSequenceOps(SequenceOps):
         """See `dist_attn.ops.long_convolve`."""
         return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD, documents=self.documents)
 
-    def diagonal_scan(
-        self,
-        u_BLD: torch.Tensor,
-        a_DN: torch.Tensor,
-        b_DN: torch.Tensor,
-        c_DN: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dist_attn.ops.diagonal_scan`."""
-        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state, documents=self.documents)
+    def _scan_diagonal(self, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
+        return scan_diagonal(replace(call, documents=self.documents or ()))
 
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
@@ -117,32 +108,12 @@ class LocalSequenceOps(SequenceOps):
         """See `dist_attn.ops.gated_scan`."""
         return gated_scan(x_BLD, log_decay_BLD, state=state, documents=self.documents)
 
-    def selective_scan(
-        self,
-        x_BLD: torch.Tensor,
-        dt_BLD: torch.Tensor,
-        a_DN: torch.Tensor,
-        b_BLN: torch.Tensor,
-        c_BLN: torch.Tensor,
-        *,
-        skip_D: torch.Tensor | None = None,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dist_attn.ops.selective_scan`."""
-        return selective_scan(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D=skip_D, state=state, documents=self.documents)
+    def _scan_selected(self, call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
+        return scan_selected(replace(call, documents=self.documents or ()))
 
-    def dense_scan(
-        self,
-        u_BLD: torch.Tensor,
-        a_DNN: torch.Tensor,
-        b_DN: torch.Tensor,
-        c_DMN: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dist_attn.ops.dense_scan`; one unbroken sequence only."""
+    def _scan_dense(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
         self._refuse_documents("dense_scan")
-        return dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=state)
+        return scan_dense(call)
 
     def legs_memory(
         self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None

@@ -24,11 +24,13 @@ from dist_attn.ops.scan import BlockBody, MaybeTensors, Tensors, scan
 from dist_attn.ops.state import writes_in_place
 
 __all__ = [
+    "SelectiveCall",
     "absorb_gated",
     "absorb_selected",
     "gated_scan",
     "gated_scan_naive",
     "gated_step",
+    "scan_selected",
     "selective_scan",
     "selective_scan_naive",
     "selective_step",
@@ -85,11 +87,57 @@ def selective_scan(
     Raises: ShapeError when they do not fit together.
     Reference: Gu and Dao 2023, Mamba, Algorithm 2.
     """
-    _check_selected(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state)
-    dtype = sums_dtype(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state)
-    first_BDN = _first((x_BLD.shape[0], *a_DN.shape), dtype, x_BLD.device, state)
-    parameters = (a_DN,) if skip_D is None else (a_DN, skip_D)
-    return _scanned(_Selected(dtype), (x_BLD, dt_BLD, b_BLN, c_BLN), first_BDN, parameters, documents or ())
+    return scan_selected(SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state, documents or ()))
+
+
+@dataclass(frozen=True)
+class SelectiveCall:
+    """The arguments of `selective_scan`, which explains them."""
+
+    x_BLD: torch.Tensor
+    dt_BLD: torch.Tensor
+    a_DN: torch.Tensor
+    b_BLN: torch.Tensor
+    c_BLN: torch.Tensor
+    skip_D: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+    documents: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the state."""
+        return sums_dtype(self.x_BLD, self.dt_BLD, self.a_DN, self.b_BLN, self.c_BLN, self.skip_D, self.state)
+
+    def check(self) -> None:
+        """Raises ShapeError in words when the tensors do not fit together."""
+        x, dt, a, b, c, skip = self.x_BLD, self.dt_BLD, self.a_DN, self.b_BLN, self.c_BLN, self.skip_D
+        if (
+            x.dim() != 3
+            or a.dim() != 2
+            or x.shape != dt.shape
+            or a.shape[0] != x.shape[2]
+            or not b.shape == c.shape == (*x.shape[:2], a.shape[1])
+        ):
+            raise ShapeError(
+                f"x {tuple(x.shape)}, dt {tuple(dt.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, c "
+                f"{tuple(c.shape)}: needed are x and dt [B, L, D], a [D, N], b and c [B, L, N]"
+            )
+        if skip is not None and skip.shape != a.shape[:1]:
+            raise ShapeError(f"skip has shape {tuple(skip.shape)}; needed is [D] = {tuple(a.shape[:1])}")
+        _check_state(self.state, (x.shape[0], *a.shape), "[B, D, N]")
+
+
+def scan_selected(call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`selective_scan` of a call.
+
+    Raises: as `selective_scan`.
+    """
+    call.check()
+    x_BLD, a_DN, dtype = call.x_BLD, call.a_DN, call.dtype
+    first_BDN = _first((x_BLD.shape[0], *a_DN.shape), dtype, x_BLD.device, call.state)
+    parameters = (a_DN,) if call.skip_D is None else (a_DN, call.skip_D)
+    sequence = (x_BLD, call.dt_BLD, call.b_BLN, call.c_BLN)
+    return _scanned(_Selected(dtype), sequence, first_BDN, parameters, call.documents)
 
 
 def absorb_gated(x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, like: torch.dtype) -> torch.Tensor:
@@ -104,7 +152,7 @@ def absorb_selected(
     x_BLD: torch.Tensor, dt_BLD: torch.Tensor, a_DN: torch.Tensor, b_BLN: torch.Tensor, *, like: torch.dtype
 ) -> torch.Tensor:
     """The state [B, D, N] of `selective_scan` after these tokens, from zeros, in at least the precision `like`."""
-    _check_selected(x_BLD, dt_BLD, a_DN, b_BLN, b_BLN, None, None)
+    SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, b_BLN).check()
     dtype = torch.promote_types(like, sums_dtype(x_BLD, dt_BLD, a_DN, b_BLN))
     first_BDN = _first((x_BLD.shape[0], *a_DN.shape), dtype, x_BLD.device, None)
     return _scanned(_Selected(dtype, has_output=False), (x_BLD, dt_BLD, b_BLN, None), first_BDN, (a_DN,), ())[1]
@@ -279,32 +327,6 @@ def _check_gated(x: torch.Tensor, log_decay: torch.Tensor, state: torch.Tensor |
     if x.dim() != 3 or x.shape != log_decay.shape:
         raise ShapeError(f"x {tuple(x.shape)}, log_decay {tuple(log_decay.shape)}: needed are two times [B, L, D]")
     _check_state(state, tuple(x.shape[::2]), "[B, D]")
-
-
-def _check_selected(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    skip: torch.Tensor | None,
-    state: torch.Tensor | None,
-) -> None:
-    """Raises ShapeError in words when the inputs do not fit together."""
-    if (
-        x.dim() != 3
-        or a.dim() != 2
-        or x.shape != dt.shape
-        or a.shape[0] != x.shape[2]
-        or not b.shape == c.shape == (*x.shape[:2], a.shape[1])
-    ):
-        raise ShapeError(
-            f"x {tuple(x.shape)}, dt {tuple(dt.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}: "
-            "needed are x and dt [B, L, D], a [D, N], b and c [B, L, N]"
-        )
-    if skip is not None and skip.shape != a.shape[:1]:
-        raise ShapeError(f"skip has shape {tuple(skip.shape)}; needed is [D] = {tuple(a.shape[:1])}")
-    _check_state(state, (x.shape[0], *a.shape), "[B, D, N]")
 
 
 def _check_state(state: torch.Tensor | None, needed: tuple[int, ...], letters: str) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from dist_attn.ops.affine import AffineCall, AffineState, Read
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.dense_space import DenseCall
+from dist_attn.ops.diagonal import DiagonalCall
 from dist_attn.ops.documents import DocumentPlaces
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm
@@ -19,6 +21,7 @@ from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
 from dist_attn.ops.relative_attention import RelativeCall, RelativeState
 from dist_attn.ops.running_maximum import Maxima
+from dist_attn.ops.selective_scan import SelectiveCall
 from dist_attn.ops.softmax_attention import KeyValueCache, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, TokenMlp
@@ -216,7 +219,6 @@ class SequenceOps(ABC):
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
-    @abstractmethod
     def diagonal_scan(
         self,
         u_BLD: torch.Tensor,
@@ -225,14 +227,18 @@ class SequenceOps(ABC):
         c_DN: torch.Tensor,
         *,
         state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.diagonal_scan`."""
+        return self._scan_diagonal(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state))
+
+    @abstractmethod
+    def _scan_diagonal(self, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @abstractmethod
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    @abstractmethod
     def selective_scan(
         self,
         x_BLD: torch.Tensor,
@@ -243,9 +249,13 @@ class SequenceOps(ABC):
         *,
         skip_D: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.selective_scan`."""
+        return self._scan_selected(SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state))
 
     @abstractmethod
+    def _scan_selected(self, call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     def dense_scan(
         self,
         u_BLD: torch.Tensor,
@@ -254,7 +264,12 @@ class SequenceOps(ABC):
         c_DMN: torch.Tensor,
         *,
         state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.dense_scan`; one unbroken sequence only."""
+        return self._scan_dense(DenseCall(u_BLD, a_DNN, b_DN, c_DMN, state))
+
+    @abstractmethod
+    def _scan_dense(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @abstractmethod
     def legs_memory(

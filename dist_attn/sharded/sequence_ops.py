@@ -10,12 +10,15 @@ from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache, LinearState, SequenceOps
 from dist_attn.ops.affine import AffineCall, AffineState
+from dist_attn.ops.dense_space import DenseCall
+from dist_attn.ops.diagonal import DiagonalCall
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
 from dist_attn.ops.linear_attention import Implementation, LinearCall, check_prefix
 from dist_attn.ops.relative_attention import RelativeCall, RelativeState
 from dist_attn.ops.running_maximum import Maxima
+from dist_attn.ops.selective_scan import SelectiveCall
 from dist_attn.ops.softmax_attention import SoftmaxCall
 from dist_attn.ops.token_mixing import TokenMlp
 from dist_attn.sharded.affine import recur_over_ranks, threads_of
@@ -35,7 +38,6 @@ from dist_attn.sharded.state_spaces import (
     sharded_diagonal_scan,
     sharded_gated_scan,
     sharded_legs_memory,
-    sharded_packed_diagonal_scan,
     sharded_selective_scan,
 )
 from dist_attn.sharded.sums import sharded_mix_tokens, sharded_running_maximum
@@ -180,20 +182,11 @@ class ShardedSequenceOps(SequenceOps):
         )
         return sharded_long_convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
-    def diagonal_scan(
-        self,
-        u_BLD: torch.Tensor,
-        a_DN: torch.Tensor,
-        b_DN: torch.Tensor,
-        c_DN: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.state_spaces.sharded_diagonal_scan`."""
+    def _scan_diagonal(self, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
         self._sharding.refuse_deterministic("the diagonal scan")
-        self._sharding.agree_on_tokens("diagonal_scan", {"u": u_BLD}, a=a_DN, b=b_DN, c=c_DN, state=state)
-        scan = sharded_packed_diagonal_scan if self._sharding.packed else sharded_diagonal_scan
-        return scan(self._sharding, u_BLD, a_DN, b_DN, c_DN, state=state)
+        system = {"a": call.a_DN, "b": call.b_DN, "c": call.c_DN}
+        self._sharding.agree_on_tokens("diagonal_scan", {"u": call.u_BLD}, 1, **system, state=call.state)
+        return sharded_diagonal_scan(self._sharding, call)
 
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
@@ -203,37 +196,18 @@ class ShardedSequenceOps(SequenceOps):
         self._sharding.agree_on_tokens("gated_scan", {"x": x_BLD, "log_decay": log_decay_BLD}, state=state)
         return sharded_gated_scan(self._sharding, x_BLD, log_decay_BLD, state=state)
 
-    def selective_scan(
-        self,
-        x_BLD: torch.Tensor,
-        dt_BLD: torch.Tensor,
-        a_DN: torch.Tensor,
-        b_BLN: torch.Tensor,
-        c_BLN: torch.Tensor,
-        *,
-        skip_D: torch.Tensor | None = None,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.state_spaces.sharded_selective_scan`."""
+    def _scan_selected(self, call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
         self._sharding.refuse_deterministic("the selective scan")
-        along = {"x": x_BLD, "dt": dt_BLD, "b": b_BLN, "c": c_BLN}
-        self._sharding.agree_on_tokens("selective_scan", along, a=a_DN, skip=skip_D, state=state)
-        return sharded_selective_scan(self._sharding, x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D=skip_D, state=state)
+        along = {"x": call.x_BLD, "dt": call.dt_BLD, "b": call.b_BLN, "c": call.c_BLN}
+        self._sharding.agree_on_tokens("selective_scan", along, a=call.a_DN, skip=call.skip_D, state=call.state)
+        return sharded_selective_scan(self._sharding, call)
 
-    def dense_scan(
-        self,
-        u_BLD: torch.Tensor,
-        a_DNN: torch.Tensor,
-        b_DN: torch.Tensor,
-        c_DMN: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.state_spaces.sharded_dense_scan`; one unbroken sequence only."""
+    def _scan_dense(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
         self._sharding.refuse_documents("dense_scan")
         self._sharding.refuse_deterministic("the scan of a state space")
-        self._sharding.agree_on_tokens("dense_scan", {"u": u_BLD}, a=a_DNN, b=b_DN, c=c_DMN, state=state)
-        return sharded_dense_scan(self._sharding, u_BLD, a_DNN, b_DN, c_DMN, state=state)
+        system = {"a": call.a_DNN, "b": call.b_DN, "c": call.c_DMN}
+        self._sharding.agree_on_tokens("dense_scan", {"u": call.u_BLD}, 1, **system, state=call.state)
+        return sharded_dense_scan(self._sharding, call)
 
     def legs_memory(
         self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None

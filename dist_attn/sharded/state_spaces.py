@@ -12,56 +12,49 @@ Of packed documents that are cut across ranks, states go where a document goes o
 Shape letters: B batch, L tokens here, D channels, N numbers of a channel's state, M outputs of a channel.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
-from dist_attn.ops import diagonal_scan, gated_scan, legs_memory, selective_scan
-from dist_attn.ops.dense_space import absorb_dense_inputs, dense_scan
-from dist_attn.ops.diagonal import absorb_inputs, power, state_types
-from dist_attn.ops.legs import LegsState, absorb_signal
-from dist_attn.ops.selective_scan import absorb_gated, absorb_selected, sums_dtype
+from dist_attn.ops.dense_space import DenseCall, absorb_dense_inputs, scan_dense
+from dist_attn.ops.diagonal import DiagonalCall, absorb_inputs, power, scan_diagonal
+from dist_attn.ops.legs import LegsState, absorb_signal, legs_memory
+from dist_attn.ops.selective_scan import (
+    SelectiveCall,
+    absorb_gated,
+    absorb_selected,
+    gated_scan,
+    scan_selected,
+    sums_dtype,
+)
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import hear_from, ranks_heard
 from dist_attn.sharded.prefix_scan import LegsForgets, LogDecay, Powers, scan_over_ranks
 from dist_attn.sharded.sharding import Sharding
 
 
-def sharded_diagonal_scan(
-    sharding: Sharding,
-    u_BLD: torch.Tensor,
-    a_DN: torch.Tensor,
-    b_DN: torch.Tensor,
-    c_DN: torch.Tensor,
-    *,
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.diagonal_scan` on this rank's slice.
+def sharded_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.diagonal_scan` on this rank's slice, whose documents are the layout's.
 
-    `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of a, b, c and of the state are this rank's share.
+    The call's state is the one before the first global token, equal on all ranks; the state returned is the global
+    final one, on every rank. Gradients of a, b, c and of the state are this rank's share.
 
     Shapes: as `ops.diagonal_scan`, L local, which may be 0.
     Cost: a scan of 8 B D N + 8 bytes (twice for float64); a second pass over the local inputs for the state they
         leave. One rank alone: nothing of both.
     """
+    if sharding.packed:
+        return _packed_diagonal_scan(sharding, call)
     if sharding.comm.size == 1:
-        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
-    real, kind = state_types(u_BLD, a_DN, b_DN, c_DN, state)
-    own_BDN = absorb_inputs(u_BLD, a_DN, b_DN, like=real)
-    before_BDN, after_BDN = _scan_powers(sharding, a_DN.to(kind), own_BDN, state)
-    y_BLD, _ = diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=before_BDN)
-    return y_BLD, after_BDN
+        return scan_diagonal(call)
+    real, kind = call.types
+    own_BDN = absorb_inputs(call.u_BLD, call.a_DN, call.b_DN, like=real)
+    before_BDN, after_BDN = _scan_powers(sharding, call.a_DN.to(kind), own_BDN, call.state)
+    return scan_diagonal(replace(call, state=before_BDN))[0], after_BDN
 
 
-def sharded_dense_scan(
-    sharding: Sharding,
-    u_BLD: torch.Tensor,
-    a_DNN: torch.Tensor,
-    b_DN: torch.Tensor,
-    c_DMN: torch.Tensor,
-    *,
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sharded_dense_scan(sharding: Sharding, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.dense_scan` on this rank's slice; states and gradients as in `sharded_diagonal_scan`.
 
     Shapes: as `ops.dense_scan`, L local, which may be 0.
@@ -69,12 +62,12 @@ def sharded_dense_scan(
         leave, and powers of A where two states join. One rank alone: nothing.
     """
     if sharding.comm.size == 1:
-        return dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=state)
-    like = c_DMN.dtype if state is None else torch.promote_types(c_DMN.dtype, state.dtype)
-    own_BDN = absorb_dense_inputs(u_BLD, a_DNN, b_DN, like=torch.promote_types(like, torch.float32))
-    before_BDN, after_BDN = _scan_powers(sharding, a_DNN.to(own_BDN.dtype), own_BDN, state)
-    y_BLDM, _ = dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=before_BDN)
-    return y_BLDM, after_BDN
+        return scan_dense(call)
+    like = call.c_DMN.dtype if call.state is None else torch.promote_types(call.c_DMN.dtype, call.state.dtype)
+    like = torch.promote_types(like, torch.float32)
+    own_BDN = absorb_dense_inputs(call.u_BLD, call.a_DNN, call.b_DN, like=like)
+    before_BDN, after_BDN = _scan_powers(sharding, call.a_DNN.to(own_BDN.dtype), own_BDN, call.state)
+    return scan_dense(replace(call, state=before_BDN))[0], after_BDN
 
 
 def _scan_powers(
@@ -115,31 +108,24 @@ def sharded_legs_memory(
     return y_BLD, LegsState(after_BDN, first.seen_B + layout.total)
 
 
-def sharded_packed_diagonal_scan(
-    sharding: Sharding,
-    u_BLD: torch.Tensor,
-    a_DN: torch.Tensor,
-    b_DN: torch.Tensor,
-    c_DN: torch.Tensor,
-    *,
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.diagonal_scan` of every document by itself on this rank's slice.
+def _packed_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sharded_diagonal_scan` of every document by itself.
 
-    `state` is the one before the first global token. If it is given, the global final state is returned on every rank;
-    otherwise the state after this rank's last token, as in `sharded_packed_linear_attention`.
+    If the state before the first global token is given, the global final state is returned on every rank; otherwise
+    the state after this rank's last token, as in `sharded_packed_linear_attention`.
 
     Shapes: as `ops.diagonal_scan`, L local, which may be 0.
     Cost: per rank that hears from this one a message of 8 B D N bytes (16 for float64), backward the same the other
         way, and a second pass over the inputs of the last document here. No document over a cut and no state: nothing.
     """
-    comm, layout = sharding.comm, sharding.layout
+    comm, layout, state = sharding.comm, sharding.layout, call.state
     sources = ranks_heard(layout, causal=True, final=state is not None)
     starts = layout.documents_on(comm.rank)
+    call = replace(call, documents=starts)
     if not any(sources):
-        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, documents=starts, state=state)
-    real, kind = state_types(u_BLD, a_DN, b_DN, c_DN, state)
-    left_BDN = absorb_inputs(u_BLD[:, starts[-1] if starts else 0 :], a_DN, b_DN, like=real)
+        return scan_diagonal(call)
+    real, kind = call.types
+    left_BDN = absorb_inputs(call.u_BLD[:, starts[-1] if starts else 0 :], call.a_DN, call.b_DN, like=real)
     heard = hear_from(comm, sources, torch.view_as_real(left_BDN), label="carry")
 
     def after(ranks: tuple[int, ...], begun: bool) -> torch.Tensor:
@@ -148,13 +134,11 @@ def sharded_packed_diagonal_scan(
         for rank in ranks:
             own = left_BDN if rank == comm.rank else torch.view_as_complex(heard.messages[rank])
             # Where the document starts on that rank x is 0, so its power counts for nothing.
-            x_BDN = power(a_DN.to(kind), layout.lengths[rank]) * x_BDN + own
+            x_BDN = power(call.a_DN.to(kind), layout.lengths[rank]) * x_BDN + own
         return torch.view_as_complex(heard.connect(torch.view_as_real(x_BDN)))
 
     first, last = layout.document_of(layout.range(comm.rank)[0]), layout.document_of(layout.total - 1)
-    y_BLD, here_BDN = diagonal_scan(
-        u_BLD, a_DN, b_DN, c_DN, documents=starts, state=after(layout.ranks_before(comm.rank), first > 0)
-    )
+    y_BLD, here_BDN = scan_diagonal(replace(call, state=after(layout.ranks_before(comm.rank), first > 0)))
     return y_BLD, here_BDN if state is None else after(layout.ranks_of_last_document(), last > 0)
 
 
@@ -186,17 +170,7 @@ def sharded_gated_scan(
     return h_BLD.to(x_BLD.dtype), after_BD1[..., 0]
 
 
-def sharded_selective_scan(
-    sharding: Sharding,
-    x_BLD: torch.Tensor,
-    dt_BLD: torch.Tensor,
-    a_DN: torch.Tensor,
-    b_BLN: torch.Tensor,
-    c_BLN: torch.Tensor,
-    *,
-    skip_D: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sharded_selective_scan(sharding: Sharding, call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.selective_scan` on this rank's slice; states as in `sharded_gated_scan`.
 
     Gradients of a, skip and the state are this rank's share.
@@ -206,16 +180,17 @@ def sharded_selective_scan(
         rank alone, or no state given and no document over a cut: nothing of both.
     """
     documents = sharding.layout.documents_on(sharding.comm.rank)
-    if _alone(sharding, state):
-        return selective_scan(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D=skip_D, state=state, documents=documents)
-    dtype = sums_dtype(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state)
-    x, dt, b = (widened_for_grad_accumulation(t, dtype) for t in (x_BLD, dt_BLD, b_BLN))
+    call = replace(call, documents=documents)
+    if _alone(sharding, call.state):
+        return scan_selected(call)
+    a_DN, dtype = call.a_DN, call.dtype
+    x, dt, b = (widened_for_grad_accumulation(t, dtype) for t in (call.x_BLD, call.dt_BLD, call.b_BLN))
     last = documents[-1] if documents else 0
     own_BDN = absorb_selected(x[:, last:], dt[:, last:], a_DN, b[:, last:], like=dtype)
     log_decay_BDN = _forgotten(documents, dt.to(dtype).sum(1)[..., None] * a_DN)
-    before_BDN, after_BDN = _scan(sharding, own_BDN, log_decay_BDN, state)
-    y_BLD, _ = selective_scan(x, dt, a_DN, b, c_BLN, skip_D=skip_D, state=before_BDN, documents=documents)
-    return y_BLD.to(x_BLD.dtype), after_BDN
+    before_BDN, after_BDN = _scan(sharding, own_BDN, log_decay_BDN, call.state)
+    y_BLD, _ = scan_selected(replace(call, x_BLD=x, dt_BLD=dt, b_BLN=b, state=before_BDN))
+    return y_BLD.to(call.x_BLD.dtype), after_BDN
 
 
 def _alone(sharding: Sharding, state: torch.Tensor | None) -> bool:
