@@ -8,7 +8,7 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import linear_attention
-from dist_attn.ops.linear_attention.naive import linear_attention_naive
+from dist_attn.ops.linear_attention import linear_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 

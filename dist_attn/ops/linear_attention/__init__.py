@@ -18,11 +18,10 @@ from dist_attn.ops.linear_attention.implementation import (
     kernels_taken,
     why_no_library,
 )
-from dist_attn.ops.linear_attention.naive import linear_attention_naive
 from dist_attn.ops.linear_attention.native import TwoWalks
 from dist_attn.ops.linear_attention.native_call import half_products
 from dist_attn.ops.linear_attention.split import SplitSequence, complete_sums, local_sums, tokens_until_forgotten
-from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
+from dist_attn.ops.linear_attention.step import linear_attention_naive, linear_attention_read, linear_attention_step
 
 __all__ = [
     "Attend",

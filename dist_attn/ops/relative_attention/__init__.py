@@ -1,11 +1,11 @@
 """Relative attention (Scaleformer): the oracle, the windowed form in O(L), and the decode step."""
 
 from dist_attn.ops.relative_attention.call import RelativeCall, check_relative_choice, choose_relative
-from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.relative_attention.windowed import (
     attend_relative,
     relative_attention,
+    relative_attention_naive,
     relative_attention_step,
     relative_attention_streaming,
     stream_relative,

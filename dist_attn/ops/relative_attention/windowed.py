@@ -22,7 +22,6 @@ from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_relative
-from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.numerators import Carry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
@@ -58,6 +57,32 @@ def relative_attention(
     return attend_relative(
         RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal, form, implementation=implementation)
     )
+
+
+def relative_attention_naive(
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """The oracle: phi(q_i).phi(k_j) + phi(q_i).phi(rp)_{clip(j - i, -k, k) + k} divided by its row sums, in O(L S).
+
+    A query with no weight on any key, as one that sees none, has the output 0.
+    """
+    queries, keys, device = phi_q_BHLK.shape[2], phi_k_BHSK.shape[2], phi_q_BHLK.device
+    reach = phi_rp_HRK.shape[1] // 2
+    distance_LS = torch.arange(keys, device=device)[None, :] - torch.arange(queries, device=device)[:, None]
+    row_LS = distance_LS.clamp(-reach, reach) + reach
+    scores_BHLS = phi_q_BHLK @ phi_k_BHSK.transpose(-1, -2)
+    positions_BHLR = phi_q_BHLK @ phi_rp_HRK.transpose(-1, -2)
+    scores_BHLS = scores_BHLS + positions_BHLR.gather(-1, row_LS.expand_as(scores_BHLS))
+    if causal:
+        scores_BHLS = scores_BHLS.masked_fill(distance_LS > 0, 0.0)
+    sums_BHL1 = scores_BHLS.sum(-1, keepdim=True)
+    weights_BHLS = scores_BHLS / torch.where(sums_BHL1 == 0, torch.ones_like(sums_BHL1), sums_BHL1)
+    return weights_BHLS.masked_fill(sums_BHL1 == 0, 0.0) @ v_BHSV
 
 
 def attend_relative(call: RelativeCall) -> torch.Tensor:

@@ -1,9 +1,13 @@
 """Softmax attention: the oracle, PyTorch's fused kernels, and tiles whose partial results merge."""
 
-from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly, softmax_attention
+from dist_attn.ops.softmax_attention.attention import (
+    attend_documents,
+    attend_exactly,
+    softmax_attention,
+    softmax_attention_naive,
+)
 from dist_attn.ops.softmax_attention.cache import KeyValueCache, attend_onward, softmax_attention_streaming
 from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
-from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
 from dist_attn.ops.softmax_attention.tiled import attend_partially, merge_partials
 
 __all__ = [
