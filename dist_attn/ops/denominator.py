@@ -47,11 +47,19 @@ class Denominator:
 
         Shapes: num [B, H, ..., V], den [B, H, ...], mass broadcastable to den.
         """
-        divisor = self.guard(den, mass)
+        self.tell_watch(den, mass)
+        return num / self.guard(den, mass)[..., None]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a `Watch` counts the denominators that the policy replaces: mass and one replace all of them."""
+        return current_watch() is not None and self.kind not in ("mass", "one")
+
+    def tell_watch(self, den: torch.Tensor, mass: torch.Tensor) -> None:
+        """Have a `Watch`, where there is one, count the denominators that the policy replaces."""
         watch = current_watch()
-        if watch is not None and self.kind not in ("mass", "one"):
-            watch.count(den, divisor)
-        return num / divisor[..., None]
+        if watch is not None and self.is_watched:
+            watch.count(den, self.guard(den, mass))
 
     def guard(self, den: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
         """The divisor that the policy puts in the place of `den`."""

@@ -7,7 +7,6 @@ from dist_attn.ops.affine.native_call import kernels
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.gpu_record import FlaOperation, GpuRecord, record_of
 from dist_attn.ops.linear_attention.implementation import (
-    ELSEWHERE,
     FLA_DTYPES,
     LARGEST,
     NATIVE_DTYPES,
@@ -16,6 +15,7 @@ from dist_attn.ops.linear_attention.implementation import (
     resolve,
     why_case_not_faster,
     why_no_fla,
+    why_not_for_c,
 )
 
 __all__ = ["choose", "fla_operation", "why_not_faster"]
@@ -112,13 +112,8 @@ def _unsupported_by_c(call: AffineCall) -> str | None:
     """Why the C kernels cannot take a call, or None."""
     state = None if call.state is None else call.state.s_BHKV
     there = [t for t in (*call.sequence, call.bonus_HK, state) if t is not None]
-    for tensor in there:
-        if tensor.device.type != "cpu":
-            return f"{ELSEWHERE} {tensor.device.type}"
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return f"there is a {type(tensor).__name__}: C kernels take plain tensors"
-    if torch.compiler.is_compiling():
-        return "the call is being compiled, and a compiled graph takes the streaming form"
+    if (reason := why_not_for_c(there)) is not None:
+        return reason
     if (other := next((t.dtype for t in there if t.dtype not in NATIVE_DTYPES), None)) is not None:
         return f"there is a tensor of {other}: the kernels take float32 and bfloat16"
     if state is not None and state.dtype != torch.float32:

@@ -90,6 +90,12 @@ class LinearCall:
         return () if self.feature_map is None else self.feature_map.tensors()
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that are there: along the tokens, of the feature map, of the state."""
+        state = () if self.state is None else self.state.tensors()
+        return [t for t in (*self.sequence, *self.map_tensors, *state) if t is not None]
+
+    @property
     def map_tensor(self) -> torch.Tensor | None:
         """The only one of these, of maps that kernels know."""
         return next(iter(self.map_tensors), None)
@@ -135,6 +141,23 @@ class LinearCall:
         For calls that are checked already, so that a rank without tokens is not refused for that.
         """
         return self if self.queries else replace(self, implementation="streaming")
+
+    def num_features(self) -> int:
+        """M, whatever the feature map is."""
+        with torch.no_grad():
+            return self.features(self.k_BHSK[:1, :, :0]).shape[-1]
+
+    def state_before(self, features: int, dtype: torch.dtype = torch.float32) -> LinearState:
+        """The call's state, or that of no tokens, of so many features.
+
+        Raises: ShapeError for a state of other sizes.
+        """
+        v = self.v_BHSV
+        sizes = (*v.shape[:2], features, v.shape[3])
+        if self.state is None:
+            return LinearState.identity(*sizes, dtype=dtype, device=v.device)
+        self.state.check(*sizes)
+        return self.state
 
     def sums_dtype(self, at_least: torch.dtype = torch.float32) -> torch.dtype:
         """The precision of sums over the inputs: the widest of all, float32 at least."""

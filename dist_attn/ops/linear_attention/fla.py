@@ -40,13 +40,7 @@ def fla_linear_attention(call: LinearCall, *, undivided: bool = False) -> tuple[
     Shapes: q, k [B, H, L, K], v [B, H, L, V], gates [B, H, L] -> o [B, H, L, V] in v's dtype, or float32
         [B, H, L, V + 2] of numerators, denominators and masses; the float32 state after.
     """
-    v = call.v_BHSV
-    with torch.no_grad():
-        features = call.features(call.k_BHSK[:1, :, :0]).shape[-1]
-    sizes = *v.shape[:2], features, v.shape[3]
-    state = LinearState.identity(*sizes, device=v.device) if call.state is None else call.state
-    state.check(*sizes)
-    return _FlaKernels.of(call, undivided=undivided).attend(call, state)
+    return _FlaKernels.of(call, undivided=undivided).attend(call, call.state_before(call.num_features()))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Shape letters: B batch, H heads, S keys, V values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os import environ
@@ -61,7 +61,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
             or _unsupported_sizes(call, DTYPES, LARGEST)
         ),
         lambda: (
-            _unsupported_tensors(call)
+            why_not_for_c(call.tensors)
             or unsupported(any_lengths=True)
             or _unsupported_sizes(call, NATIVE_DTYPES, NATIVE_LARGEST)
             or why_no_library()
@@ -203,10 +203,7 @@ def choose_step(call: LinearCall) -> Choice:
 
 
 def _needs_gradients(call: LinearCall) -> bool:
-    state = () if call.state is None else call.state.tensors()
-    return torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*call.sequence, *call.map_tensors, *state)
-    )
+    return torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
 
 
 def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
@@ -264,9 +261,9 @@ def why_no_library() -> str | None:
     return None
 
 
-def _unsupported_tensors(call: LinearCall) -> str | None:
-    state = () if call.state is None else call.state.tensors()
-    for tensor in (call.v_BHSV, call.k_BHSK, call.q_BHLK, *call.map_tensors, *state):
+def why_not_for_c(tensors: Iterable[torch.Tensor]) -> str | None:
+    """Why C kernels cannot read these tensors, or None; their types are the operation's to judge."""
+    for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"{ELSEWHERE} {tensor.device.type}"
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

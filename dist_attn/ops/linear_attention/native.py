@@ -45,11 +45,9 @@ from dist_attn.ops.state import LinearState
 
 def native_linear_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of any shape: what queries and keys share, keys behind, queries behind."""
-    state = call.state
+    state = None if call.state is None else _state_before(call)
     outputs: list[torch.Tensor] = []
     shared = min(call.queries, call.keys) if call.causal else 0
-    if state is not None and not shared:
-        state.check(*_state_sizes(call))
     if shared:
         whole = shared == call.queries == call.keys
         part = call if whole else call.part(slice(shared), slice(shared))
@@ -94,17 +92,8 @@ def _read(call: LinearCall, state: LinearState, sums_BHLX: torch.Tensor | None) 
     return out.to(call.v_BHSV.dtype)
 
 
-def _state_sizes(call: LinearCall) -> tuple[int, int, int, int]:
-    batch, heads, _, size = call.k_BHSK.shape
-    return batch, heads, num_features(call.feature_map, size), call.v_BHSV.shape[3]
-
-
 def _state_before(call: LinearCall) -> LinearState:
-    sizes = _state_sizes(call)
-    if call.state is None:
-        return LinearState.identity(*sizes)
-    call.state.check(*sizes)
-    return call.state
+    return call.state_before(num_features(call.feature_map, call.k_BHSK.shape[3]))
 
 
 class _Attention(Terms):
@@ -179,7 +168,7 @@ class TwoWalks:
     """
 
     def __init__(self, call: LinearCall) -> None:
-        nothing = LinearState.identity(*_state_sizes(call))
+        nothing = _state_before(replace(call, state=None))
         terms = _Attention(call.feature_map, call.denominator)
         self._shared, self._inputs = _Shared(terms), inputs_of(call, nothing)
         s_BHMV, zm_BHE, self._link = _First.apply(self._shared, *self._inputs)  # type: ignore[no-untyped-call]

@@ -14,7 +14,6 @@ from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors,
 from dist_attn.ops.linear_attention.native_call import KernelCall
 from dist_attn.ops.parts import Place, empty_like
 from dist_attn.ops.processor import on_large_pages
-from dist_attn.ops.watch import current_watch
 
 
 class ReadInputs(NamedTuple, Generic[Each]):
@@ -59,7 +58,8 @@ def attend(terms: Terms, x: LinearTensors, *, keep: bool, denominators: bool = F
     call.write(out=out)
     call.point(s_after=s_after, zm_after=zm_after, kept=kept, **_den_mass(den_mass))
     call.run("attend")
-    _count(terms, den_mass)
+    if den_mass is not None:
+        terms.denominator.tell_watch(*den_mass)
     return Passed(Results(out, s_after, zm_after), kept, den_mass)
 
 
@@ -126,7 +126,8 @@ def read(terms: Terms, x: ReadTensors, out_dtype: torch.dtype) -> torch.Tensor:
     call.write(out=out)
     call.point(**_den_mass(den_mass))
     call.run("read")
-    _count(terms, den_mass)
+    if den_mass is not None:
+        terms.denominator.tell_watch(*den_mass)
     return out
 
 
@@ -196,13 +197,6 @@ def _den_mass(den_mass: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
 
 def _denominators(terms: Terms, tokens_BHL: torch.Tensor, asked: bool) -> torch.Tensor | None:
     """Memory for denominators and masses, where they are asked for or a watch counts them."""
-    if not asked and (current_watch() is None or terms.denominator.kind in ("mass", "one")):
+    if not (asked or terms.denominator.is_watched):
         return None
     return torch.empty(2, *tokens_BHL.shape[:3])
-
-
-def _count(terms: Terms, den_mass: torch.Tensor | None) -> None:
-    watch = current_watch()
-    if den_mass is not None and watch is not None and terms.denominator.kind not in ("mass", "one"):
-        den, mass = den_mass
-        watch.count(den, terms.denominator.guard(den, mass))

@@ -92,12 +92,7 @@ class _Stream:
 
     @staticmethod
     def begin(call: LinearCall, dtype: torch.dtype) -> "_Stream":
-        with torch.no_grad():
-            features = call.features(call.k_BHSK[:1, :, :0]).shape[-1]
-        sizes, state = (*call.v_BHSV.shape[:2], features, call.v_BHSV.shape[3]), call.state
-        if state is None:
-            state = LinearState.identity(*sizes, dtype=dtype, device=call.v_BHSV.device)
-        state.check(*sizes)
+        state = call.state_before(call.num_features(), dtype)
         sz_BHMW = torch.cat([state.s_BHMV, state.z_BHM[..., None]], dim=-1).to(dtype)
         return _Stream(
             AttentionBlock(call.feature_map, call.denominator, CHUNK_TOKENS, dtype, call.v_BHSV.device.type != "cpu"),

@@ -36,7 +36,6 @@ from dist_attn.ops.linear_attention.triton_forward import (
 )
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.watch import current_watch
 
 STATE_BYTES = 2**30
 
@@ -50,14 +49,10 @@ def triton_linear_attention(
         [B, H, L, V + 2] of numerators, denominators and masses; the float32 state after.
     """
     q, v = call.q_BHLK, call.v_BHSV
-    size, values = q.shape[3], v.shape[3]
     policy = Denominator("one") if undivided else call.denominator
-    plan = Plan.of(size, values, call.feature_map, policy, tiles or tiles_for(q, v, call.feature_map))
-    sizes = *q.shape[:2], plan.features, values
-    state = LinearState.identity(*sizes, device=v.device) if call.state is None else call.state
-    state.check(*sizes)
+    plan = Plan.of(q.shape[3], v.shape[3], call.feature_map, policy, tiles or tiles_for(q, v, call.feature_map))
     attention = _CausalKernels.of(call, undivided=undivided, plan=plan)
-    return attention.attend(call, state)
+    return attention.attend(call, call.state_before(plan.features))
 
 
 class _Part(NamedTuple):
@@ -73,7 +68,7 @@ class _CausalKernels(Terms):
 
     def forward(self, x: LinearTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         v, s, zm = present(x.v), present(x.s), present(x.zm)
-        values, policy = v.shape[3], self.denominator
+        values = v.shape[3]
         width, dtype = (values + 2, torch.float32) if self.undivided else (values, v.dtype)
         result = torch.empty((*v.shape[:3], width), dtype=dtype, device=v.device)
         state = Sums(s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous())
@@ -87,9 +82,7 @@ class _CausalKernels(Terms):
                 attended = outputs(stretch, gate, scanned.before, result[:, :, tokens, :values])
                 den[:, :, tokens], mass[:, :, tokens] = attended.den, attended.mass
                 state = scanned.end
-        watch = current_watch()
-        if watch is not None and policy.kind not in ("mass", "one"):
-            watch.count(den, policy.guard(den, mass))
+        self.denominator.tell_watch(den, mass)
         if self.undivided:
             result[..., -2], result[..., -1] = den, mass
         results = result, state.s.view_as(s), state.zm.view_as(zm)

@@ -14,7 +14,6 @@ from dist_attn.ops.linear_attention.triton_forward import Plan, blocks, either, 
 from dist_attn.ops.linear_attention.triton_outputs import guard
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 from dist_attn.ops.state import LinearState, writes_in_place
-from dist_attn.ops.watch import current_watch
 
 # A program keeps [32, 64] of the state in registers at a time; its tiles of w come out of the L2 cache.
 STEP_TILES = Tiles(block_d=32, block_v=64, warps=4, stages=2)
@@ -134,9 +133,7 @@ def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, Linear
             MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=power_tile(size),
             BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, num_warps=plan.tiles.warps,
         )  # fmt: skip
-    watch = current_watch()
-    if watch is not None and policy.kind not in ("mass", "one"):
-        watch.count(den[..., None], policy.guard(den, mass)[..., None])
+    policy.tell_watch(den[..., None], mass[..., None])
     log_decay_BH = state.log_decay_BH
     if log_gate is not None:
         log_decay_BH = log_decay_BH + log_gate.to(log_decay_BH.dtype)

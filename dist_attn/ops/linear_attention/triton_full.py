@@ -36,7 +36,6 @@ from dist_attn.ops.linear_attention.triton_forward import (
 )
 from dist_attn.ops.linear_attention.triton_tiles import tiles_for
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.watch import current_watch
 
 
 class SumInputs(NamedTuple, Generic[Each]):
@@ -80,11 +79,8 @@ def triton_absorb_keys(call: LinearCall) -> LinearState:
     Shapes: as `triton_full_attention`, S at least 1.
     """
     _, k, v, log_gate, key_scale = call.sequence
-    size, values, state = k.shape[3], v.shape[3], call.state
-    plan = Plan.of(size, values, call.feature_map, Denominator("one"), tiles_for(k, v, call.feature_map))
-    sizes = *k.shape[:2], plan.features, values
-    state = LinearState.identity(*sizes, device=v.device) if state is None else state
-    state.check(*sizes)
+    plan = Plan.of(k.shape[3], v.shape[3], call.feature_map, Denominator("one"), tiles_for(k, v, call.feature_map))
+    state = call.state_before(plan.features)
     weight = None if key_scale is None else key_scale.float()
     s, z, mass, log_decay = state.s_BHMV, state.z_BHM, state.mass_BH, state.log_decay_BH
     if log_gate is not None:
@@ -160,14 +156,13 @@ class _Read(KernelOperation[ReadTensors]):
     undivided: bool
 
     def forward(self, x: ReadTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
-        q, zm, policy = present(x.q), present(x.zm), self.plan.policy
+        q, zm = present(x.q), present(x.zm)
         stretch = _stretch(self.plan, q, q, x.w)
         with on_device(q.device):
             state = _one_state(x.s, zm, q.dtype)
             out, den = read(stretch, stretch.q, state, None, torch.float32 if self.undivided else q.dtype)
-        watch = current_watch()
-        if watch is not None and not self.undivided and policy.kind not in ("mass", "one"):
-            watch.count(den, policy.guard(den, zm[..., -1:].expand_as(den)))
+        if not self.undivided:
+            self.plan.policy.tell_watch(den, zm[..., -1:].expand_as(den))
         return ((out, den), ()) if self.undivided else ((out,), (out, den))
 
     def backward(self, x: ReadTensors, needs: ReadTensors, grads: Tensors, kept: Tensors) -> ReadTensors:
