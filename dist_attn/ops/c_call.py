@@ -62,7 +62,7 @@ def kernels_of(operation: str, fields: type[ctypes.Structure]) -> ctypes.CDLL:
     if read != written:
         raise NoLibraryError(
             f"the C kernels read calls of {read} bytes and Python writes {written}: csrc/{operation}_call.h and "
-            "native_call.py must have the same fields in the same order"
+            f"{fields.__module__} must have the same fields in the same order"
         )
     return library
 

@@ -12,7 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.ops import AffineState, LocalSequenceOps, affine_recurrence
 from dist_attn.ops.affine import AffineCall, absorb
 from dist_attn.ops.affine.implementation import choose, why_no_library
-from dist_attn.ops.affine.native_call import Call, kernels
+from dist_attn.ops.affine.native import Call, kernels
 from dist_attn.ops.c_call import BLOCK, CHUNK
 from dist_attn.ops.state import steps_in_place
 from tests.support.affine import KINDS, AffineInputs

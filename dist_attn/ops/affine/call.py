@@ -12,7 +12,7 @@ import torch
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.documents import check_documents
-from dist_attn.ops.kernel_operation import Each
+from dist_attn.ops.kernel_operation import Each, present
 from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.parts import Place
 
@@ -65,6 +65,13 @@ class AffineCall:
     documents: tuple[int, ...] = ()
     implementation: Implementation = "auto"
     buffers: AffineBuffers | None = None
+
+    @staticmethod
+    def of(x: AffineTensors, read: Read, documents: tuple[int, ...]) -> "AffineCall":
+        """The call whose `inputs` these are; where there are no queries, with the keys in their place."""
+        k, erase = present(x.k), None if x.a is None or x.b is None else (x.a, x.b)
+        q, state = k if x.q is None else x.q, None if x.s is None else AffineState(x.s)
+        return AffineCall(q, k, present(x.v), present(x.log_decay), erase, x.beta, x.bonus, read, state, documents)
 
     @property
     def tokens(self) -> int:

@@ -49,17 +49,11 @@ class _FlaKernels(KernelOperation[AffineTensors]):
         return gradients_again(self._results, x, needs, grads)
 
     def replay(self, x: AffineTensors) -> Tensors:
-        out, after = stream_recurrence(self._call(x))
+        out, after = stream_recurrence(AffineCall.of(x, self.read, self.documents))
         return out, after.s_BHKV
 
-    def _call(self, x: AffineTensors) -> AffineCall:
-        erase = None if x.a is None else (x.a, present(x.b))
-        state = None if x.s is None else AffineState(x.s)
-        q, k, v, log_decay = map(present, x[:4])
-        return AffineCall(q, k, v, log_decay, erase, x.beta, x.bonus, self.read, state, self.documents)
-
     def _results(self, x: AffineTensors) -> Tensors:
-        call = self._call(x)
+        call = AffineCall.of(x, self.read, self.documents)
         with without_autocast(call.v_BHLV.device):
             kernels, tensors = _kernels_of(call)
             before_BHKV = call.first_sums(torch.float32).contiguous()

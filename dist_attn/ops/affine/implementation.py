@@ -3,7 +3,7 @@
 import torch
 
 from dist_attn.ops.affine.call import AffineCall
-from dist_attn.ops.affine.native_call import kernels
+from dist_attn.ops.affine.native import kernels
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.gpu_record import FlaOperation, GpuRecord, record_of
 from dist_attn.ops.linear_attention.implementation import (

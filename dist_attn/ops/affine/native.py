@@ -9,17 +9,40 @@ results depend neither on the number of threads nor on what else is in the batch
 Shape letters: B batch, H heads, L tokens, K key size, V values.
 """
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import torch
 
 from dist_attn.ops.affine.call import AffineBuffers, AffineCall, AffineTensors, Inputs, Read
-from dist_attn.ops.affine.native_call import KernelCall
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import absorbed, stream_recurrence, stream_sums
+from dist_attn.ops.c_call import CCall, Chunks, ints, kernels_of, pointers, views
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, present
 from dist_attn.ops.parts import Place, empty_like
 from dist_attn.ops.state import writes_in_place
+
+
+class Call(ctypes.Structure):
+    """One call as the C kernels read it, `csrc/affine_call.h` field by field; what is not set is not there."""
+
+    _fields_ = [
+        *ints("batch heads tokens size values decays reads_before threads num_chunks save_every"),
+        *pointers("chunks fresh"),
+        *views("q k v out log_decay a b beta"),
+        *pointers("bonus s s_after kept"),
+        *views("grad_out grad_q grad_k grad_v grad_log_decay grad_a grad_b grad_beta"),
+        *pointers("grad_bonus grad_s_after grad_s memory"),
+        *ints("memory_floats"),
+    ]
+
+
+def kernels() -> ctypes.CDLL:
+    """The compiled kernels.
+
+    Raises: NoLibraryError where there are none.
+    """
+    return kernels_of("affine", Call)
 
 
 def native_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
@@ -79,18 +102,16 @@ class _Recurrence(KernelOperation[AffineTensors]):
         return totals._replace(bonus=None if bonus is None else bonus.sum(0).to(present(x.bonus).dtype))
 
     def replay(self, x: AffineTensors) -> Tensors:
-        k, v, log_decay, s = present(x.k), present(x.v), present(x.log_decay), present(x.s)
-        erase = None if x.a is None or x.b is None else (x.a, x.b)
-        q = k if x.q is None else x.q
-        call = AffineCall(q, k, v, log_decay, erase, x.beta, x.bonus, self.read, AffineState(s), self.documents)
+        call = AffineCall.of(x, self.read, self.documents)
         if x.q is None:
-            return None, stream_sums(call, s)
+            return None, stream_sums(call, present(x.s))
         out, after = stream_recurrence(call)
         return out, after.s_BHKV
 
-    def _call(self, x: AffineTensors) -> KernelCall:
+    def _call(self, x: AffineTensors) -> CCall:
         k, v, log_decay = present(x.k), present(x.v), present(x.log_decay)
-        call = KernelCall(k, v.shape[3], log_decay.shape[3], before=self.read == "before", documents=self.documents)
+        fields = Call(*k.shape, v.shape[3], log_decay.shape[3], self.read == "before")
+        call = CCall(kernels(), fields, Chunks.of(k.shape[2], self.documents))
         call.read(q=x.q, k=k, v=v, log_decay=log_decay, a=x.a, b=x.b, beta=x.beta)
         call.point(s=x.s, bonus=None if x.bonus is None else x.bonus.float())
         return call

@@ -1,4 +1,4 @@
-/* What Python hands over of an affine recurrence. Mirrors `affine/native_call.py`, field by field. */
+/* What Python hands over of an affine recurrence. Mirrors `Call` of `affine/native.py`, field by field. */
 #pragma once
 #include "matrices.h"
 
