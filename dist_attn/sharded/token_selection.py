@@ -29,7 +29,7 @@ from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
 
 @dataclass(frozen=True)
 class ShardedSelection:
-    """This rank's share of the kept tokens. `found` is the layout in which they were found, `layout` the even one."""
+    """This rank's share of the kept tokens; `found[r]` of them lie at positions of rank r, held as `layout` says."""
 
     x_NC: torch.Tensor
     position_N: torch.Tensor
@@ -45,8 +45,28 @@ class ShardedSelection:
         return self.layout.total
 
     def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
-        """See `sharded_upsample`."""
-        return sharded_upsample(self.comm, self.source, self.found, self.layout, z_ND, self.position_N, how)
+        """`ops.token_selection.upsample` at this rank's positions of `source`.
+
+        A rank takes the kept tokens of its own positions and `how.reach` on either side, so that neighbours hold
+        copies, whose gradients add up.
+
+        Shapes: z [N local, D] -> [L local, D].
+        Cost: an all-to-all of the kept tokens that change ranks, at most N / P + found[r] + 2 reach rows each, and one
+            of their positions.
+        """
+        comm = self.comm
+        target = BlockTable((self.found.total,), comm.size, tuple(_needed(self.source, self.found, how.reach)))
+        held = BlockTable.grid([self.layout.cuts], range(comm.size), comm.size)
+
+        def around(rows_NC: torch.Tensor, label: str) -> torch.Tensor:
+            # Every rank keeps its own part of the target: its positions lie there.
+            plan = plan_redistribution((Change(held, target, rows_NC.shape[1]),), relabel=False)
+            return redistribute(comm, plan, rows_NC, label=label)[0]
+
+        near_ND = around(z_ND, "up-sampling")
+        near_N = around(self.position_N[:, None], "positions of up-sampling")[:, 0]
+        start, stop = self.source.range(comm.rank)
+        return upsample(near_ND, near_N, torch.arange(start, stop, device=z_ND.device), how)
 
 
 def sharded_select_tokens(
@@ -118,39 +138,6 @@ def _share_of_ranks(comm: Communicator, score_N: torch.Tensor, counts: list[int]
         kept.append(above + min(equal, left))
         left -= kept[-1] - above
     return kept
-
-
-def sharded_upsample(
-    comm: Communicator,
-    source: SequenceLayout,
-    found: SequenceLayout,
-    even: SequenceLayout,
-    z_ND: torch.Tensor,
-    position_N: torch.Tensor,
-    how: Interpolation,
-) -> torch.Tensor:
-    """`ops.token_selection.upsample` at this rank's positions of `source`.
-
-    `found[r]` kept tokens lie at positions of rank r; they are held as `even` says. A rank takes those of its own
-    positions and `how.reach` on either side, so that neighbours hold copies, whose gradients add up.
-
-    Shapes: z [N local, D], position [N local] -> [L local, D].
-    Cost: an all-to-all of the kept tokens that change ranks, at most N / P + found[r] + 2 reach rows each, and one of
-        their positions.
-    """
-    target = BlockTable((found.total,), comm.size, tuple(_needed(source, found, how.reach)))
-    owners = range(comm.size)
-    held = BlockTable.grid([even.cuts], owners, comm.size)
-
-    def around(rows_NC: torch.Tensor, label: str) -> torch.Tensor:
-        # Every rank keeps its own part of the target: its positions lie there.
-        plan = plan_redistribution((Change(held, target, rows_NC.shape[1]),), relabel=False)
-        return redistribute(comm, plan, rows_NC, label=label)[0]
-
-    near_ND = around(z_ND, "up-sampling")
-    near_N = around(position_N[:, None], "positions of up-sampling")[:, 0]
-    start, stop = source.range(comm.rank)
-    return upsample(near_ND, near_N, torch.arange(start, stop, device=z_ND.device), how)
 
 
 def _needed(source: SequenceLayout, found: SequenceLayout, reach: int) -> list[Block]:
