@@ -15,7 +15,6 @@ from torch import nn
 
 from dist_attn.adapters import operations
 from dist_attn.adapters.passes import Pass, either
-from dist_attn.ops.affine import AffineState
 from dist_attn.ops.step_products import step_products, takes_step_products
 
 Tensor = torch.Tensor
@@ -44,7 +43,7 @@ def minimax_lightning_attention(module: nn.Module) -> None:
         qkv_BLHW = own.act_fn(own.qkv_proj(hidden_states)).unflatten(-1, (own.num_attention_heads, -1))
         q, k, v = one.own(qkv_BLHW, 1).transpose(1, 2).float().chunk(3, dim=-1)
         log_decay_BHL1 = -own.slope_rate.float().expand(*q.shape[:3], 1)
-        out_BLHV = one.filled(_recurrence(one, q, k, v, log_decay_BHL1).transpose(1, 2), 1)
+        out_BLHV = one.filled(operations.recur(one, q, k, v, log_decay_BHL1).transpose(1, 2), 1)
         normed = own.norm(out_BLHV.flatten(2).to(hidden_states.dtype))
         return own.out_proj(torch.sigmoid(own.output_gate(hidden_states)) * normed), None
 
@@ -98,7 +97,7 @@ def xlstm_backend(module: nn.Module) -> None:
         weight_BHL1 = (log_weight.double() - level_BHL).exp().float()[..., None]
         decay_BHL1 = (log_gate_BHL.double() - rise_BHL).float()[..., None]
         with_ones = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-        sums_BHLW = _recurrence(one, q * q.shape[-1] ** -0.5, k * weight_BHL1, with_ones, decay_BHL1)
+        sums_BHLW = operations.recur(one, q * q.shape[-1] ** -0.5, k * weight_BHL1, with_ones, decay_BHL1)
         least_BHL = (-level_BHL).exp().clamp_max(torch.finfo(torch.float32).max).float()
         divisor_BHL = torch.maximum(sums_BHLW[..., -1].abs(), least_BHL) + eps
         return one.filled(sums_BHLW[..., :-1] / divisor_BHL[..., None], 2).to(query.dtype), None
@@ -112,12 +111,3 @@ def falcon_h1_model(module: nn.Module) -> None:
     embed, factor = own.embed_tokens.forward, own.embedding_multiplier
     own.embed_tokens.forward = lambda tokens: embed(tokens) * factor
     own.embedding_multiplier = 1.0
-
-
-def _recurrence(one: Pass, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-    before = one.tensor_before()
-    out_BHLV, after = one.ops.affine_recurrence(
-        q, k, v, log_decay_BHLK=log_decay, state=None if before is None else AffineState(before)
-    )
-    one.keep(after.s_BHKV)
-    return out_BHLV

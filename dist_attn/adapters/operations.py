@@ -93,12 +93,7 @@ def delta_rule(
     q, k = (_for_heads(t, heads) for t in (q, k))
     decay = decay[..., None] if decay.dim() == 3 else decay
     q, k, v, decay, beta = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v, decay, beta))
-    before = one.tensor_before()
-    out_BHLV, after = one.ops.gated_delta_rule(
-        q, k, v, beta_BHL=beta, log_decay_BHLK=decay, state=None if before is None else AffineState(before)
-    )
-    one.keep(after.s_BHKV)
-    return one.filled(out_BHLV.transpose(1, 2), 1).to(dtype), None
+    return one.filled(recur(one, q, k, v, decay, beta).transpose(1, 2), 1).to(dtype), None
 
 
 def mamba2_scan(
@@ -122,16 +117,7 @@ def mamba2_scan(
     x, heads = x.float(), x.shape[2]
     k, q = (_for_heads(t.float(), heads).transpose(1, 2) for t in (keys, queries))
     decay_BHL1 = (A.float() * dt).transpose(1, 2)[..., None]
-    before = one.tensor_before()
-    out_BHLV, after = one.ops.affine_recurrence(
-        q,
-        k,
-        (x * dt[..., None]).transpose(1, 2),
-        log_decay_BHLK=decay_BHL1,
-        state=None if before is None else AffineState(before),
-    )
-    one.keep(after.s_BHKV)
-    out_BLHV = out_BHLV.transpose(1, 2)
+    out_BLHV = recur(one, q, k, (x * dt[..., None]).transpose(1, 2), decay_BHL1).transpose(1, 2)
     out_BLHV = out_BLHV if D is None else out_BLHV + D[..., None] * x
     return one.filled(out_BLHV.contiguous(), 1)
 
@@ -158,6 +144,22 @@ def mamba_scan(
     one.keep(after)
     y_BCL = one.filled(y_BLC, 1).transpose(1, 2)
     return y_BCL if z is None else y_BCL * F.silu(z)
+
+
+def recur(
+    one: Pass, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, log_decay: Tensor, beta_BHL: Tensor | None = None
+) -> Tensor:
+    """An affine recurrence, [B, H, L, V], or with `beta` the gated delta rule; log decays [B, H, L, 1] or [.., K]."""
+    before = one.tensor_before()
+    state = None if before is None else AffineState(before)
+    if beta_BHL is None:
+        out_BHLV, after = one.ops.affine_recurrence(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK=log_decay, state=state)
+    else:
+        out_BHLV, after = one.ops.gated_delta_rule(
+            q_BHLK, k_BHLK, v_BHLV, beta_BHL=beta_BHL, log_decay_BHLK=log_decay, state=state
+        )
+    one.keep(after.s_BHKV)
+    return out_BHLV
 
 
 def _for_heads(x_BLGK: Tensor, heads: int) -> Tensor:

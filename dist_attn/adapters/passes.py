@@ -16,6 +16,7 @@ import torch
 
 from dist_attn.errors import InputError
 from dist_attn.mixers import MixerState
+from dist_attn.mixers.base import FieldsState
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.ops import KeyValueCache, SequenceOps
 
@@ -28,18 +29,10 @@ _TRACED: list["Pass"] = []
 
 
 @dataclass(frozen=True)
-class OperationState:
+class OperationState(FieldsState):
     """What one operation keeps of the tokens so far: the last inputs of a convolution, or the sums of a recurrence."""
 
     x: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors in a fixed order."""
-        return (self.x,)
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "OperationState":
-        """The same kind of state over other tensors."""
-        return OperationState(*tensors)
 
 
 @dataclass
