@@ -13,7 +13,8 @@ softmax kernel are constants and cancel in attention, which is why RFA normalise
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -118,21 +119,27 @@ def positive_ratios(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Gaussian:
-    """`gaussian` as a frozen callable; `unit_norm` first normalises x per head, as RFA does."""
+class _Projected:
+    """What feature maps over projections share."""
 
     w_HDK: torch.Tensor
-    unit_norm: bool = False
-
-    def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
-        return gaussian(unit_norm(x_BHLK) if self.unit_norm else x_BHLK, self.w_HDK)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.w_HDK,)
 
-    def with_tensors(self, *tensors: torch.Tensor) -> "Gaussian":
+    def with_tensors(self, *tensors: torch.Tensor) -> Self:
         (w_HDK,) = tensors
-        return Gaussian(w_HDK, self.unit_norm)
+        return replace(self, w_HDK=w_HDK)
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian(_Projected):
+    """`gaussian` as a frozen callable; `unit_norm` first normalises x per head, as RFA does."""
+
+    unit_norm: bool = False
+
+    def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
+        return gaussian(unit_norm(x_BHLK) if self.unit_norm else x_BHLK, self.w_HDK)
 
     def fused_form(self) -> FusedForm:
         """How GPU kernels make these features."""
@@ -140,21 +147,13 @@ class Gaussian:
 
 
 @dataclass(frozen=True, eq=False)
-class ArcCosine:
+class ArcCosine(_Projected):
     """`arc_cosine` as a frozen callable; `unit_norm` first normalises x per head."""
 
-    w_HDK: torch.Tensor
     unit_norm: bool = False
 
     def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
         return arc_cosine(unit_norm(x_BHLK) if self.unit_norm else x_BHLK, self.w_HDK)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.w_HDK,)
-
-    def with_tensors(self, *tensors: torch.Tensor) -> "ArcCosine":
-        (w_HDK,) = tensors
-        return ArcCosine(w_HDK, self.unit_norm)
 
     def fused_form(self) -> FusedForm:
         """How GPU kernels make these features."""
@@ -162,38 +161,21 @@ class ArcCosine:
 
 
 @dataclass(frozen=True, eq=False)
-class Positive:
+class Positive(_Projected):
     """`positive` as a frozen callable; `unit_norm` first normalises x per head."""
 
-    w_HDK: torch.Tensor
     unit_norm: bool = False
 
     def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
         return positive(unit_norm(x_BHLK) if self.unit_norm else x_BHLK, self.w_HDK)
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.w_HDK,)
-
-    def with_tensors(self, *tensors: torch.Tensor) -> "Positive":
-        (w_HDK,) = tensors
-        return Positive(w_HDK, self.unit_norm)
-
 
 @dataclass(frozen=True, eq=False)
-class PositiveRatios:
+class PositiveRatios(_Projected):
     """`positive_ratios` as a frozen callable."""
-
-    w_HDK: torch.Tensor
 
     def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
         return positive_ratios(x_BHLK, self.w_HDK)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.w_HDK,)
-
-    def with_tensors(self, *tensors: torch.Tensor) -> "PositiveRatios":
-        (w_HDK,) = tensors
-        return PositiveRatios(w_HDK)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,22 +9,14 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer
+from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer
 from dist_attn.model_config.mixers.convolutions import FourierConfig, TokenMlpConfig
 from dist_attn.ops import SequenceOps
 
 
 @dataclass(frozen=True)
-class NoState:
+class NoState(FieldsState):
     """What a mixer leaves behind that has seen the whole sequence: nothing that a later token could go on from."""
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """No tensors."""
-        return ()
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "NoState":
-        """The same."""
-        return self
 
 
 class WholeSequenceMixer(TokenMixer):
