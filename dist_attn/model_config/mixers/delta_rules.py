@@ -49,12 +49,6 @@ class GatedDeltaConfig(_DeltaConfig):
         return self.num_heads if self.key_heads is None else self.key_heads
 
     @property
-    def layers(self) -> Weights:
-        """q, k, v and the output gate in one, and the output."""
-        size = self.hidden_size
-        return linear(size, self.convolved_size + self.values_size) + linear(self.values_size, size)
-
-    @property
     def gate_matrices(self) -> int:
         """For each head what is written over, and its step."""
         return 2 * self.num_heads * self.hidden_size
@@ -65,8 +59,8 @@ class GatedDeltaConfig(_DeltaConfig):
         return self.short_convolution * self.convolved_size + 2 * self.num_heads + self.value_size
 
     @property
-    def convolved_size(self) -> int:
-        """q, k and v."""
+    def qkv_size(self) -> int:
+        """Keys and queries are shared."""
         return 2 * self.num_key_heads * self.key_size + self.values_size
 
 
@@ -84,7 +78,7 @@ class KimiDeltaConfig(_DeltaConfig):
     @property
     def layers(self) -> Weights:
         """q, k and v in one, and the output."""
-        return linear(self.hidden_size, self.convolved_size) + linear(self.values_size, self.hidden_size)
+        return linear(self.hidden_size, self.qkv_size) + linear(self.values_size, self.hidden_size)
 
     @property
     def gate_matrices(self) -> int:
@@ -96,11 +90,6 @@ class KimiDeltaConfig(_DeltaConfig):
     def vectors(self) -> int:
         """Taps; biases of steps, and rates; the norm, which all heads share."""
         return self.short_convolution * self.convolved_size + self.keys_size + self.num_heads + self.value_size
-
-    @property
-    def convolved_size(self) -> int:
-        """q, k and v."""
-        return 2 * self.keys_size + self.values_size
 
     @property
     def decays(self) -> int:

@@ -53,9 +53,15 @@ class RecurrentConfig(MixerConfig):
         return self.num_heads * self.value_size
 
     @property
-    @abstractmethod
+    def qkv_size(self) -> int:
+        """Numbers of a token's queries, keys and values, as they are projected."""
+        return 2 * self.keys_size + self.values_size
+
+    @property
     def layers(self) -> Weights:
-        """Linear layers but for gates."""
+        """Linear layers but for gates: q, k, v and the output gate in one, and the output."""
+        size, values = self.hidden_size, self.values_size
+        return linear(size, self.qkv_size + values) + linear(values, size)
 
     @property
     @abstractmethod
@@ -74,8 +80,8 @@ class RecurrentConfig(MixerConfig):
 
     @property
     def convolved_size(self) -> int:
-        """Numbers of a token that go through the short convolution."""
-        return 0
+        """Numbers of a token that go through the short convolution, if there is one."""
+        return self.qkv_size if self.taps else 0
 
     @property
     def decays(self) -> int:
@@ -171,12 +177,6 @@ class GlaConfig(RecurrentConfig):
     gate_divisor: float = Field(default=16.0, gt=0, allow_inf_nan=False)  # of the logarithms of gates
 
     @property
-    def layers(self) -> Weights:
-        """q, k, v and the output gate in one, and the output."""
-        size = self.hidden_size
-        return linear(size, 2 * self.keys_size + 2 * self.values_size) + linear(self.values_size, size)
-
-    @property
     def gate_matrices(self) -> int:
         """Down to the rank, and up to all keys."""
         return self.gate_rank * (self.hidden_size + self.keys_size)
@@ -201,12 +201,6 @@ class LightningConfig(RecurrentConfig):
     slopes: Literal["lightning", "retention"] = "lightning"
     slope_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # smaller in later layers, of their authors
     norm: Literal["whole", "heads"] = "whole"  # of all outputs of a token at once, or of each head's
-
-    @property
-    def layers(self) -> Weights:
-        """q, k, v and the output gate in one, and the output."""
-        size = self.hidden_size
-        return linear(size, 2 * self.keys_size + 2 * self.values_size) + linear(self.values_size, size)
 
     @property
     def gate_matrices(self) -> int:
@@ -240,12 +234,6 @@ class Mamba2Config(RecurrentConfig):
         return self
 
     @property
-    def layers(self) -> Weights:
-        """x, B, C and z in one, and the output."""
-        size = self.hidden_size
-        return linear(size, self.convolved_size + self.values_size) + linear(self.values_size, size)
-
-    @property
     def gate_matrices(self) -> int:
         """A step for each head."""
         return self.num_heads * self.hidden_size
@@ -262,8 +250,8 @@ class Mamba2Config(RecurrentConfig):
         return self.short_convolution
 
     @property
-    def convolved_size(self) -> int:
-        """x, B and C."""
+    def qkv_size(self) -> int:
+        """C, B and x."""
         return self.values_size + 2 * self.groups * self.key_size
 
 
