@@ -17,7 +17,6 @@ from dist_attn.mixers.heads import HeadInputs
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
 from dist_attn.model_config.mixers.kernels import EfficientConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
-from dist_attn.ops.running_maximum import NO_TOKENS
 
 # One maximum serves all features of a head: one whose keys are all this far below the largest so far counts for less
 # than it should, down to nothing; the inverse and its gradients are still numbers in float32.
@@ -102,10 +101,6 @@ class EfficientAttention(CausalKernelAttention):
 
     def log_key_weights(self, k: torch.Tensor) -> torch.Tensor:
         return log_key_sizes(k)
-
-    def first_unit(self) -> float:
-        """Key weights may be as small as they like."""
-        return NO_TOKENS
 
     def attend(self, heads: HeadInputs, ops: SequenceOps, state: LinearState) -> tuple[torch.Tensor, LinearState]:
         return efficient_attention(heads, ops, causal=True, denominator=self.denominator, state=state)

@@ -12,7 +12,6 @@ from dist_attn.mixers.kernel_attention import CausalKernelAttention
 from dist_attn.mixers.random_matrices import RandomMatrices, random_features
 from dist_attn.model_config.mixers.kernels import EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.ops import FeatureMap, LinearState, SequenceOps, linear_attention_step
-from dist_attn.ops.running_maximum import NO_TOKENS
 
 
 class FeatureMapAttention(CausalKernelAttention):
@@ -58,6 +57,7 @@ class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
     """
 
     config: RandomFeatureConfig
+    first_unit = 0.0  # no key weighs less than exp(0)
 
     def __init__(self, config: RandomFeatureConfig) -> None:
         super().__init__(config)
@@ -70,10 +70,6 @@ class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
 
     def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
         return log_key_weights(k, self.sigma_H1K) if self.config.weighting == "norm" else None
-
-    def first_unit(self) -> float | None:
-        """0: no key weighs less than exp(0)."""
-        return 0.0 if self.config.weighting == "norm" else None
 
 
 @final
@@ -100,10 +96,6 @@ class PerformerAttention(FeatureMapAttention, RandomMatrices):
     def log_key_weights(self, k: torch.Tensor) -> torch.Tensor:
         scale = self.config.softmax_scale
         return log_positive_weights(k, scale * self.matrices(), scale)
-
-    def first_unit(self) -> float:
-        """Key weights may be as small as they like."""
-        return NO_TOKENS
 
 
 @final

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, require_own
+from dist_attn.mixers.base import MixerState, TokenMixer, require_own
 from dist_attn.mixers.heads import (
     HeadInputs,
     ProjectedAttention,
@@ -17,10 +17,16 @@ from dist_attn.mixers.heads import (
     stable_key_weights,
     step_key_weights,
 )
-from dist_attn.mixers.narrow_layers import empty_output
-from dist_attn.model_config.mixers.kernels import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
+from dist_attn.model_config.mixers.kernels import (
+    EfficientConfig,
+    EluConfig,
+    KernelCosts,
+    PerformerConfig,
+    RandomFeatureConfig,
+)
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 from dist_attn.ops.device import send
+from dist_attn.ops.running_maximum import NO_TOKENS
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,52 @@ def _positions(before_B: torch.Tensor, ops: SequenceOps, length: int) -> tuple[t
     return before_B[:, None] * goes_on_L + at_L, begun_B + last
 
 
-def attention_shapes(batch: int, heads: int, features: int, values: int) -> list[tuple[int, ...]]:
-    """Shapes of the tensors of a `LinearState`, in their order."""
-    each = (batch, heads)
-    return [(*each, features, values), (*each, features), each, each, each]
+class KernelMixer(TokenMixer):
+    """A mixer that leaves a `KernelState` behind, of the sizes that its configuration says."""
+
+    config: KernelCosts
+    # Of a state without tokens, where keys have weights, as small as they like: the log of the unit that it is held in.
+    first_unit = NO_TOKENS
+
+    @abstractmethod
+    def initial_tail(self, batch: int) -> torch.Tensor:
+        """No tokens yet."""
+
+    def initial_state(self, batch: int) -> KernelState:
+        config, tail_BKD = self.config, self.initial_tail(batch)
+        dtype, device = torch.promote_types(tail_BKD.dtype, torch.float32), tail_BKD.device
+        attention = LinearState.identity(
+            batch, config.num_heads, config.num_features, config.value_size, dtype=dtype, device=device
+        )
+        position_B = unit_BH = None
+        if config.counts_positions:
+            position_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        if config.weighs_keys:
+            unit_BH = torch.full((batch, config.num_heads), self.first_unit, dtype=torch.float64, device=device)
+        return KernelState(attention, tail_BKD, config.kind, position_B, unit_BH)
+
+    def own(self, state: MixerState | None, batch: int) -> KernelState:
+        """The state as this mixer's, or its first one.
+
+        Raises: InputError for that of another mixer.
+        """
+        if state is None:
+            return self.initial_state(batch)
+        config, each = self.config, (batch, self.config.num_heads)
+        sums = [(*each, config.num_features, config.value_size), (*each, config.num_features), each, each, each]
+        shapes: list[tuple[int, ...]] = [*sums, (batch, max(0, config.taps - 1), config.hidden_size)]
+        if config.counts_positions:
+            shapes.append((batch,))
+        if config.weighs_keys:
+            shapes.append(each)
+        return require_own(state, KernelState, config.kind, shapes)
 
 
 # Gate biases are spread over the heads so that time scales from about 2 to 150 tokens exist from the first step.
 GATE_BIAS_RANGE = (-1.0, 5.0)
 
 
-class CausalKernelAttention(ProjectedAttention):
+class CausalKernelAttention(ProjectedAttention, KernelMixer):
     """Multi-head attention over a state of constant size; a kind of it says how it attends, and by which features.
 
     Reference: Random Feature Attention, Eq. 6; with gates Eq. 7, which begin over a spread of time scales.
@@ -98,10 +139,6 @@ class CausalKernelAttention(ProjectedAttention):
         """Logarithms of the weights of keys [B, H, S, K] or, of one token, [B, H, K]; None where all weigh the same."""
         return None
 
-    def first_unit(self) -> float | None:
-        """Of a state without tokens, where keys have weights: the logarithm of the unit in which it is held."""
-        return None
-
     @abstractmethod
     def attend(self, heads: HeadInputs, ops: SequenceOps, state: LinearState) -> tuple[torch.Tensor, LinearState]:
         """What the queries see, [B, H, L, V], and the state after the last global token."""
@@ -113,7 +150,7 @@ class CausalKernelAttention(ProjectedAttention):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, KernelState]:
-        before = self._own(state, x_BLD.shape[0])
+        before = self.own(state, x_BLD.shape[0])
         x_BLD, tail_BKD = self.convolved(x_BLD, ops, before.tail_BKD)
         q, k, v, *_ = self.heads(x_BLD)
         position_B = before.position_B
@@ -131,7 +168,7 @@ class CausalKernelAttention(ProjectedAttention):
         return self.out(merge_heads(out_BHLV)), after
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
-        before = self._own(state, x_BD.shape[0])
+        before = self.own(state, x_BD.shape[0])
         x_BD, tail_BKD = self.convolved_step(x_BD, before.tail_BKD)
         sizes, heads = self.config.qkv_sizes, self.config.num_heads
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in self.qkv(x_BD).split(sizes, dim=-1))
@@ -149,20 +186,6 @@ class CausalKernelAttention(ProjectedAttention):
         after = replace(before, attention=attention, tail_BKD=tail_BKD, position_B=position_B, unit_BH=unit_BH)
         return self.out(out_BHV.flatten(1)), after
 
-    def initial_state(self, batch: int) -> KernelState:
-        config, like = self.config, empty_output(self.qkv)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        attention = LinearState.identity(
-            batch, config.num_heads, config.num_features, config.value_size, dtype=dtype, device=like.device
-        )
-        position_B = unit_BH = None
-        if config.rotary is not None:
-            position_B = torch.zeros(batch, dtype=torch.int64, device=like.device)
-        unit = self.first_unit()
-        if unit is not None:
-            unit_BH = torch.full((batch, config.num_heads), unit, dtype=torch.float64, device=like.device)
-        return KernelState(attention, self.initial_tail(batch), config.kind, position_B, unit_BH)
-
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """log g and 1 - g, [..., H], each from the logit itself so that neither loses digits near 0 or 1."""
         if self.gate is None:
@@ -171,17 +194,3 @@ class CausalKernelAttention(ProjectedAttention):
         if self.config.shared_gate:
             logit = logit.expand(*logit.shape[:-1], self.config.num_heads)
         return F.logsigmoid(logit), torch.sigmoid(-logit)
-
-    def _own(self, state: MixerState | None, batch: int) -> KernelState:
-        if state is None:
-            return self.initial_state(batch)
-        config = self.config
-        shapes = [
-            *attention_shapes(batch, config.num_heads, config.num_features, config.value_size),
-            (batch, max(0, config.short_convolution - 1), config.hidden_size),
-        ]
-        if config.rotary is not None:
-            shapes.append((batch,))
-        if self.first_unit() is not None:
-            shapes.append((batch, config.num_heads))
-        return require_own(state, KernelState, config.kind, shapes)

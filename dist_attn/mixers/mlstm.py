@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
+from dist_attn.mixers.base import MixerState, Paradigm
 from dist_attn.mixers.heads import HeadInputs, in_units, linear_float32, merge_heads, split_heads, step_key_weights
-from dist_attn.mixers.kernel_attention import KernelState, attention_shapes
+from dist_attn.mixers.kernel_attention import KernelMixer, KernelState
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.scans import MLstmConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.running_maximum import NO_TOKENS
 
 FORGET_BIASES = (3.0, 6.0)  # of the first and the last head: memories of 20 to 400 tokens at first
 NORM_EPS = 1e-6
@@ -66,7 +65,7 @@ def _normalised(sums: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
 
 
 @final
-class MatrixMemory(TokenMixer):
+class MatrixMemory(KernelMixer):
     """out(sigmoid(o) * norm(h)), h of every head normalised by itself; o, queries, keys and values linear in tokens.
 
     Gates, their logits within a soft cap, and queries and keys are computed in float32 outside any autocast: weights
@@ -75,6 +74,7 @@ class MatrixMemory(TokenMixer):
     Reference: Beck et al. 2024, xLSTM, Sec. 2.3; Beck et al. 2025, xLSTM 7B, Sec. 3.
     """
 
+    config: MLstmConfig
     paradigm = Paradigm.LEARNED_DEPENDENT
 
     def __init__(self, config: MLstmConfig) -> None:
@@ -94,7 +94,7 @@ class MatrixMemory(TokenMixer):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, KernelState]:
-        before = self._own(state, x_BLD.shape[0])
+        before = self.own(state, x_BLD.shape[0])
         assert before.unit_BH is not None
         q, k, v, o_BLE = self._projected(x_BLD)
         log_weight, log_gate = (t.transpose(1, 2) for t in self._gates(x_BLD))
@@ -105,7 +105,7 @@ class MatrixMemory(TokenMixer):
         return self._output(merge_heads(h_BHLV), o_BLE), replace(before, attention=attention, unit_BH=unit_BH)
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
-        before = self._own(state, x_BD.shape[0])
+        before = self.own(state, x_BD.shape[0])
         assert before.unit_BH is not None
         q, k, v, o_BE = self._projected(x_BD)
         log_weight_BH, log_gate_BH = self._gates(x_BD)
@@ -116,14 +116,9 @@ class MatrixMemory(TokenMixer):
         h_BHV = _normalised(sums_BH1W.squeeze(2), unit_BH)
         return self._output(h_BHV.flatten(1), o_BE), replace(before, attention=attention, unit_BH=unit_BH)
 
-    def initial_state(self, batch: int) -> KernelState:
-        config, like = self.config, empty_output(self.qk)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        attention = LinearState.identity(
-            batch, config.num_heads, config.num_features, config.value_size, dtype=dtype, device=like.device
-        )
-        unit_BH = torch.full((batch, config.num_heads), NO_TOKENS, dtype=torch.float64, device=like.device)
-        return KernelState(attention, like.new_zeros((batch, 0, config.hidden_size)), config.kind, unit_BH=unit_BH)
+    def initial_tail(self, batch: int) -> torch.Tensor:
+        """There is no short convolution."""
+        return empty_output(self.qk).new_zeros((batch, 0, self.config.hidden_size))
 
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys, values and what the output gate is made of."""
@@ -147,14 +142,3 @@ class MatrixMemory(TokenMixer):
         normed = normed if self.norm_bias_E is None else normed + self.norm_bias_E
         mixed: torch.Tensor = self.out(torch.sigmoid(o) * normed)
         return mixed
-
-    def _own(self, state: MixerState | None, batch: int) -> KernelState:
-        if state is None:
-            return self.initial_state(batch)
-        config = self.config
-        shapes = [
-            *attention_shapes(batch, config.num_heads, config.num_features, config.value_size),
-            (batch, 0, config.hidden_size),
-            (batch, config.num_heads),
-        ]
-        return require_own(state, KernelState, config.kind, shapes)

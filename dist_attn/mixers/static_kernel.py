@@ -5,13 +5,13 @@ from typing import final
 import torch
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer
 from dist_attn.mixers.heads import merge_heads, split_heads
-from dist_attn.mixers.kernel_attention import KernelState, attention_shapes
+from dist_attn.mixers.kernel_attention import KernelMixer, KernelState
 from dist_attn.mixers.random_matrices import RandomMatrices
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.model_config.mixers.kernels import StaticKernelConfig
-from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
+from dist_attn.ops import Denominator, FeatureMap, SequenceOps, linear_attention_step
 
 
 class _Kernel(RandomMatrices):
@@ -63,12 +63,13 @@ class StaticKernel(WholeSequenceMixer):
 
 
 @final
-class CausalStaticKernel(TokenMixer):
+class CausalStaticKernel(KernelMixer):
     """Every token is the mean of the tokens so far by the kernel of their features; the state has constant size.
 
     Reference: A Unified View of Long-Sequence Models, Sec. 4.3, Eq. 11, with a mask.
     """
 
+    config: StaticKernelConfig
     paradigm = Paradigm.FIXED_DEPENDENT
 
     def __init__(self, config: StaticKernelConfig) -> None:
@@ -79,7 +80,7 @@ class CausalStaticKernel(TokenMixer):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, KernelState]:
-        before = self._own(state, x_BLD.shape[0])
+        before = self.own(state, x_BLD.shape[0])
         x_BHLK = split_heads(x_BLD, self.config.num_heads)
         phi, divisor = self.kernel.feature_map(), self.kernel.denominator
         out_BHLK, after = ops.linear_attention(
@@ -88,7 +89,7 @@ class CausalStaticKernel(TokenMixer):
         return merge_heads(out_BHLK), KernelState(after, before.tail_BKD, before.kind)
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
-        before = self._own(state, x_BD.shape[0])
+        before = self.own(state, x_BD.shape[0])
         x_BHK = x_BD.unflatten(-1, (self.config.num_heads, -1))
         phi, divisor = self.kernel.feature_map(), self.kernel.denominator
         out_BHK, after = linear_attention_step(
@@ -96,20 +97,9 @@ class CausalStaticKernel(TokenMixer):
         )
         return out_BHK.flatten(1), KernelState(after, before.tail_BKD, before.kind)
 
-    def initial_state(self, batch: int) -> KernelState:
-        config, like = self.config, self.kernel.nothing
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        attention = LinearState.identity(
-            batch, config.num_heads, config.num_features, config.head_size, dtype=dtype, device=like.device
-        )
-        return KernelState(attention, like.new_zeros((batch, 0, config.hidden_size)), config.kind)
-
-    def _own(self, state: MixerState | None, batch: int) -> KernelState:
-        if state is None:
-            return self.initial_state(batch)
-        config = self.config
-        shapes = attention_shapes(batch, config.num_heads, config.num_features, config.head_size)
-        return require_own(state, KernelState, config.kind, [*shapes, (batch, 0, config.hidden_size)])
+    def initial_tail(self, batch: int) -> torch.Tensor:
+        """There is no short convolution."""
+        return self.kernel.nothing.new_zeros((batch, 0, self.config.hidden_size))
 
 
 def static_kernel(config: StaticKernelConfig) -> TokenMixer:

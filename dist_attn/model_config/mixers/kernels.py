@@ -56,6 +56,11 @@ class KernelCosts(HeadSizes, MixerConfig):
         return False
 
     @property
+    def counts_positions(self) -> bool:
+        """Whether a state knows how many tokens it is of."""
+        return False
+
+    @property
     def taps(self) -> int:
         """Of the short convolution."""
         return 0
@@ -76,9 +81,9 @@ class KernelCosts(HeadSizes, MixerConfig):
         return self.num_features * (self.value_size + 1) + 2
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """The state and a flag per head, its unit in float64 where keys have weights, and edge tokens."""
+        """The state and a flag per head, its unit in float64 where keys have weights, a position, and edge tokens."""
         heads = self.num_heads * (FLOAT_BYTES * self.state_numbers + 1 + (8 if self.weighs_keys else 0))
-        return batch * heads + self.traffic(batch).edge_bytes
+        return batch * (heads + POSITION_BYTES * self.counts_positions) + self.traffic(batch).edge_bytes
 
     def traffic(self, batch: int = 1) -> Traffic:
         """The scan of states, K - 1 edge tokens, and 16 B H bytes for the unit of key weights."""
@@ -122,9 +127,14 @@ class _ProjectedConfig(HeadsConfig, KernelCosts):
         return self.short_convolution
 
     @property
+    def counts_positions(self) -> bool:
+        """By which queries and keys are turned."""
+        return self.rotary is not None
+
+    @property
     def tensors(self) -> int:
         """Rotary positions make two more."""
-        return 8 + 2 * (self.rotary is not None)
+        return 8 + 2 * self.counts_positions
 
     def weights(self) -> Weights:
         """q, k, v and output, taps K D, a row and a bias for each gate, the random vectors of all heads."""
@@ -133,10 +143,6 @@ class _ProjectedConfig(HeadsConfig, KernelCosts):
             others=self.short_convolution * size + self.gates * (size + 1), buffers=self.random_vectors * size
         )
         return linear(size, 2 * size + values, bias=bias) + linear(values, size, bias=bias) + own
-
-    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """With the position, where positions are rotary."""
-        return super().state_bytes(position, batch) + (0 if self.rotary is None else batch * POSITION_BYTES)
 
 
 class RandomFeatureConfig(_ProjectedConfig, FeaturesConfig):
