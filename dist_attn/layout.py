@@ -146,14 +146,19 @@ class SequenceLayout:
         """Whether any document has tokens on more than one rank."""
         return any(self.ranks_before(rank) for rank in range(self.size))
 
+    def at_ends(self, rank: int) -> tuple[int, int]:
+        """How many of this rank's tokens are of the document of its first token, and of that of its last token."""
+        length, starts = self.lengths[rank], self.documents_on(rank)
+        return (starts[0], length - starts[-1]) if starts else (length, length)
+
     def pieces(self, rank: int) -> tuple[int, int, int]:
         """How many of this rank's tokens are of a document of earlier ranks, of none but this rank, of later ranks.
 
         Tokens of a document of earlier and later ranks count as the first.
         """
-        length, starts = self.lengths[rank], self.documents_on(rank)
-        first = (starts[0] if starts else length) if self.ranks_before(rank) else 0
-        last = length - max(first, starts[-1] if starts else 0) if self.ranks_after(rank) else 0
+        length, (begun, left) = self.lengths[rank], self.at_ends(rank)
+        first = begun if self.ranks_before(rank) else 0
+        last = min(left, length - first) if self.ranks_after(rank) else 0
         return first, length - first - last, last
 
     @cached_property

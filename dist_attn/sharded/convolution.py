@@ -18,7 +18,7 @@ from dist_attn.ops.convolution import (
     tail_of,
 )
 from dist_attn.ops.documents import document_numbers
-from dist_attn.sharded.document_exchange import Heard, hear_from
+from dist_attn.sharded.document_exchange import Heard, hear_from, ranks_heard
 from dist_attn.sharded.sharding import Sharding
 
 
@@ -68,9 +68,7 @@ def _left_contexts(
     keep = tail_BKD.shape[1]
     if not keep:
         return tail_BKD, tail_BKD
-    known = min(x_BLD.shape[1], keep)
-    mine = F.pad(x_BLD[:, x_BLD.shape[1] - known :], (0, 0, keep - known, 0))
-    edges_P = collectives.all_gather(comm, mine, label="halo").unbind(0)
+    edges_P = collectives.all_gather(comm, _last(x_BLD, keep), label="halo").unbind(0)
     contexts = [tail_BKD]
     for edge_BKD, length in zip(edges_P, layout.lengths, strict=True):
         known = min(length, keep)
@@ -88,9 +86,7 @@ def _right_context(
     keep = zeros_BKD.shape[1]
     if not keep:
         return zeros_BKD
-    known = min(x_BLD.shape[1], keep)
-    mine = F.pad(x_BLD[:, :known], (0, 0, 0, keep - known))
-    edges_P = collectives.all_gather(comm, mine, label="halo").unbind(0)
+    edges_P = collectives.all_gather(comm, _first(x_BLD, keep), label="halo").unbind(0)
     contexts = [zeros_BKD]
     for edge_BKD, length in zip(reversed(edges_P), reversed(layout.lengths), strict=True):
         known = min(length, keep)
@@ -110,16 +106,13 @@ def _packed_convolve(
     if not keep:
         return convolve(x_BLD, w_KD)
     ahead = w_KD.shape[0] // 2 if centred else 0
-    sides = (layout.ranks_before, layout.ranks_after) if ahead else (layout.ranks_before,)
-    sources = [tuple(other for side in sides for other in side(rank)) for rank in range(layout.size)]
-    known = min(x_BLD.shape[1], keep)
-    first = F.pad(x_BLD[:, :known], (0, 0, 0, keep - known))
-    heard = hear_from(comm, sources, _last(x_BLD, keep), first, label="halo")
+    sources = ranks_heard(layout, causal=not ahead, final=False)
+    heard = hear_from(comm, sources, _last(x_BLD, keep), _first(x_BLD, keep), label="halo")
     zeros = x_BLD.new_zeros((x_BLD.shape[0], keep, x_BLD.shape[2]))
     before = _before(layout, comm.rank, heard, zeros)
     after = zeros
     for rank in reversed(layout.ranks_after(comm.rank) if ahead else ()):
-        known = min(_first_length(layout, rank), keep)
+        known = min(layout.at_ends(rank)[0], keep)
         after = torch.cat([heard.messages[rank][:, :known], after[:, : keep - known]], dim=1)
     behind = keep - ahead
     padded = torch.cat([before[:, keep - behind :], x_BLD, after[:, :ahead]], dim=1)
@@ -144,8 +137,7 @@ def _packed_convolve_streaming(
     keep = w_KD.shape[0] - 1
     if not keep:
         return convolve_streaming(x_BLD, w_KD, tail_BKD)
-    last = layout.ranks_of_last_document() if tail_BKD is not None else ()
-    sources = [tuple({*layout.ranks_before(rank), *last} - {rank}) for rank in range(layout.size)]
+    sources = ranks_heard(layout, causal=True, final=tail_BKD is not None)
     heard = hear_from(comm, sources, _last(x_BLD, keep), label="halo")
     zeros = x_BLD.new_zeros((x_BLD.shape[0], keep, x_BLD.shape[2]))
     given = tail_of(x_BLD, keep, tail_BKD)
@@ -158,7 +150,7 @@ def _packed_convolve_streaming(
         starts = bool(layout.documents_on(comm.rank))
         return y_BLD, _joined(layout, comm.rank, zeros if starts else before, _last(x_BLD, keep))
     after = given if layout.document_of(layout.total - 1) == 0 else zeros
-    for rank in last:
+    for rank in layout.ranks_of_last_document():
         edge = _last(x_BLD, keep) if rank == comm.rank else heard.messages[rank]
         after = _joined(layout, rank, after, edge)
     return y_BLD, heard.connect(after)
@@ -175,8 +167,7 @@ def _before(layout: SequenceLayout, rank: int, heard: Heard, start_BKD: torch.Te
 def _joined(layout: SequenceLayout, rank: int, context_BKD: torch.Tensor, edge_BKD: torch.Tensor) -> torch.Tensor:
     """The context after the last document's tokens on `rank`, of which the edge holds the last ones."""
     keep = context_BKD.shape[1]
-    starts = layout.documents_on(rank)
-    known = min(layout.lengths[rank] - (starts[-1] if starts else 0), keep)
+    known = min(layout.at_ends(rank)[1], keep)
     # A slice shorter than the halo leaves older tokens in it, so a halo may span several ranks.
     return torch.cat([context_BKD[:, known:], edge_BKD[:, keep - known :]], dim=1)
 
@@ -186,10 +177,9 @@ def _last(x_BLD: torch.Tensor, keep: int) -> torch.Tensor:
     return F.pad(x_BLD[:, x_BLD.shape[1] - known :], (0, 0, keep - known, 0))
 
 
-def _first_length(layout: SequenceLayout, rank: int) -> int:
-    """How many tokens of the document of its first token a rank holds."""
-    starts = layout.documents_on(rank)
-    return starts[0] if starts else layout.lengths[rank]
+def _first(x_BLD: torch.Tensor, keep: int) -> torch.Tensor:
+    known = min(x_BLD.shape[1], keep)
+    return F.pad(x_BLD[:, :known], (0, 0, 0, keep - known))
 
 
 def _numbers(layout: SequenceLayout, rank: int, behind: int, ahead: int, x_BLD: torch.Tensor) -> torch.Tensor:

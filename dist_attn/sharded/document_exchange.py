@@ -11,7 +11,7 @@ from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.parts import connected
 
-__all__ = ["Heard", "hear_from", "hear_from_start"]
+__all__ = ["Heard", "hear_from", "hear_from_start", "ranks_heard"]
 
 
 def ranks_heard(layout: SequenceLayout, *, causal: bool, final: bool) -> list[tuple[int, ...]]:

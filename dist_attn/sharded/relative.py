@@ -36,7 +36,7 @@ from dist_attn.ops.relative_attention import (
 )
 from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
 from dist_attn.ops.relative_attention.state import normalised
-from dist_attn.sharded.document_exchange import Heard, hear_from
+from dist_attn.sharded.document_exchange import Heard, hear_from, ranks_heard
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding
 
@@ -176,7 +176,7 @@ def sharded_packed_relative_attention(sharding: Sharding, call: RelativeCall) ->
     # A rank without a start has one piece, which is both its first and its last document.
     own_last = RelativeState.of(k[:, :, tail:], v1[:, :, tail:], width)
     mirrored_first = RelativeState.of(k[:, :, :head].flip(2), v1[:, :, :head].flip(2), width)
-    sources = [(*layout.ranks_before(r), *(() if causal else layout.ranks_after(r))) for r in range(layout.size)]
+    sources = ranks_heard(layout, causal=causal, final=False)
     heard = hear_from(comm, sources, own_last.pack(), None if causal else mirrored_first.pack(), label="carry")
     parts, nothing = _Parts(layout, heard, own_last), own_last.emptied()
     before = parts.before(rank)
@@ -213,16 +213,14 @@ class _Parts:
         """What earlier ranks hold of the document of this rank's first token."""
         state = self.like.emptied()
         for other in self.layout.ranks_before(rank):
-            starts, length = self.layout.documents_on(other), self.layout.lengths[other]
-            state = state.combine(self._of(other, length - (starts[-1] if starts else 0)))
+            state = state.combine(self._of(other, self.layout.at_ends(other)[1]))
         return RelativeState(self.heard.connect(state.sz_BHMW), state.window)
 
     def after(self, rank: int) -> RelativeState:
         """What later ranks hold of the document of this rank's last token, mirrored."""
         state = self.like.emptied()
         for other in reversed(self.layout.ranks_after(rank)):
-            starts, length = self.layout.documents_on(other), self.layout.lengths[other]
-            state = state.combine(self._of(other, starts[0] if starts else length))
+            state = state.combine(self._of(other, self.layout.at_ends(other)[0]))
         return state
 
     def _of(self, rank: int, length: int) -> RelativeState:
