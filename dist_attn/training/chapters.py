@@ -30,7 +30,8 @@ from dist_attn.training.datasets.config import TextDataConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.evaluation import score_tokens, token_loss
 from dist_attn.training.language_task import read_validation_text, tokenise_files
-from dist_attn.training.task import Criterion, ModelTask, Share
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import Criterion, ModelTask
 
 _HEADING = re.compile(CHAPTER_HEADING + rb"[^\n]*(?:\n|\Z)", re.MULTILINE)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.examples import check_enough, examples_of_step
-from dist_attn.training.task import Criterion, ModelTask, Share, rows_to_read
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import Criterion, ModelTask, rows_to_read
 
 Examples = TypeVar("Examples", bound=Sized)
 

@@ -21,7 +21,7 @@ from dist_attn.errors import InputError
 from dist_attn.models import CausalModel, weight_precision_of
 from dist_attn.ops import Watch, watching
 from dist_attn.ops.device import send
-from dist_attn.training.task import Share, Whole
+from dist_attn.training.mesh import Share
 from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["Score", "evaluate_file", "score_tokens"]
@@ -85,7 +85,7 @@ def score_tokens(
         raise InputError("the text is empty; scoring needs at least one byte")
     _check_context(context)
     stream = torch.from_numpy(tokens.astype(np.int64))
-    share = (Whole() if share is None else share).lengthwise()
+    share = (Share() if share is None else share).lengthwise()
     nats = _carried_nats(model, stream, share) if context is None else _windowed_nats(model, stream, context, share)
     total = float(share.sum(torch.tensor(nats, dtype=torch.float64, device="cpu")))
     total += math.log(model.vocab_size)  # the first token
@@ -173,7 +173,7 @@ def evaluate_file(
     tell(compute.sentence(weights=weights))
     watch = Watch()
     with compute.autocast(), watching(watch):
-        share = Whole(compute.device)
+        share = Share(compute.device)
         score = score_tokens(model.to(compute.device), tokeniser.encode(data), len(data), context, share)
     return {
         "bits_per_byte": round(score.bits_per_byte, 5),

@@ -21,7 +21,8 @@ from dist_attn.training.classification import ClassificationTask, ExamplesTask
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import ImageDataConfig
 from dist_attn.training.datasets.images import ImageSet, read_image_sets
-from dist_attn.training.task import Criterion, Share
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import Criterion
 
 
 class _ImageTask(ExamplesTask[ImageSet]):

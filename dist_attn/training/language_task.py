@@ -27,7 +27,8 @@ from dist_attn.training.datasets.token_cache import (
     tokens_of,
 )
 from dist_attn.training.evaluation import score_tokens, token_loss
-from dist_attn.training.task import Criterion, ModelTask, Share
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import Criterion, ModelTask
 
 
 def tokenise_files(

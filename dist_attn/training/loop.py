@@ -27,7 +27,7 @@ from dist_attn.training.ending import Standing
 from dist_attn.training.finite import check_finite
 from dist_attn.training.image_tasks import MaskedAutoencoderTask, VisionTask
 from dist_attn.training.language_task import LanguageTask
-from dist_attn.training.mesh import Mesh
+from dist_attn.training.mesh import Mesh, Share
 from dist_attn.training.optim import build_optimisers, schedule
 from dist_attn.training.parallel import place
 from dist_attn.training.run_folder import (
@@ -42,7 +42,7 @@ from dist_attn.training.run_folder import (
     writing,
 )
 from dist_attn.training.run_log import Metrics, RunLog, Tell, open_log
-from dist_attn.training.task import Share, Task
+from dist_attn.training.task import Task
 from dist_attn.training.text_tasks import MillionTask, TextClassificationTask
 from dist_attn.training.translation_task import TranslationTask
 

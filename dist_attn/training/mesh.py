@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm import Communicator
+from dist_attn.comm.local import LocalCommunicator
 from dist_attn.devices import ON_CPU
 from dist_attn.errors import ConfigError, DistAttnError, EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.finite import checked_if_asked
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
-from dist_attn.training.task import Share
 
-__all__ = ["Mesh", "mesh_shape"]
+__all__ = ["Mesh", "Share", "mesh_shape"]
 
 Result = TypeVar("Result")
 
@@ -75,14 +75,10 @@ class Mesh:
         """Whether this rank writes the files and speaks for all."""
         return self.world.rank == 0
 
-    def share(self) -> Share:
+    def share(self) -> "Share":
         """What this rank works on."""
         axis = self._sequence if self.sequence_ranks > 1 else None
-        return _MeshShare(self, (self.data_index, self.data_ranks), axis)
-
-    def lengthwise(self) -> Share:
-        """A share of every row, all ranks along the sequence."""
-        return _MeshShare(self, (0, 1), self.world if self.world.size > 1 else None)
+        return Share(self.device, self.world, (self.data_index, self.data_ranks), axis)
 
     def micro_batches(self, batch: int, count: int) -> list[slice]:
         """The rows of this rank in `count` parts, none of them empty, as every rank has them.
@@ -149,19 +145,37 @@ class Mesh:
 
 
 @final
-class _MeshShare:
-    """One rank's rows and tokens."""
+class Share:
+    """The part of every batch that is worked on here; on all ranks together it is the whole batch, once.
 
-    def __init__(self, mesh: Mesh, data: tuple[int, int], sequence: Communicator | None) -> None:
-        self.device = mesh.device
-        self._mesh, self._data, self._sequence = mesh, data, sequence
+    `data` says which part of the rows it has of how many, `sequence` are the ranks that cut every sequence. Without
+    either, it is the share of a process that works alone: everything.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        world: Communicator | None = None,
+        data: tuple[int, int] = (0, 1),
+        sequence: Communicator | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        """Where the model and its batches lie."""
         self.replica_weight = 1.0 / (1 if sequence is None else sequence.size)
+        """What a value counts that all ranks of these rows compute alike, such as the loss of a pooled vector.
+
+        One over the number of ranks that a sequence is cut over, so that their sum counts it once.
+        """
+        self._world = LocalCommunicator() if world is None else world
+        self._data, self._sequence = data, sequence
 
     def rows(self, total: int) -> slice:
+        """The rows of a batch of `total` that are worked on here; there may be none."""
         index, ranks = self._data
         return slice(*SequenceLayout.even(total, ranks).range(index))
 
     def tokens(self, total: int) -> slice:
+        """The tokens of sequences of `total` tokens that are worked on here; there may be none."""
         return slice(*self._layout(total).range(self._sequence.rank)) if self._sequence else slice(0, total)
 
     def ops(
@@ -172,6 +186,11 @@ class _MeshShare:
         carried: bool = False,
         documents: tuple[int, ...] | None = None,
     ) -> SequenceOps:
+        """Operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to.
+
+        With `carried` the state after the tokens is whole on every rank, key-value caches too, so that it can go into
+        a checkpoint. `documents` are where packed documents start, on all ranks together.
+        """
         if self._sequence is None:
             return checked_if_asked(LocalSequenceOps(documents))
         memory_layout = None if memory is None else self._layout(memory)
@@ -180,10 +199,12 @@ class _MeshShare:
         return checked_if_asked(ops, self.tokens(total).start)
 
     def sum(self, values_N: Tensor) -> Tensor:
-        return self._mesh.world.all_reduce_sum(values_N.detach(), label="sums of shares")
+        """The sum over all ranks of a few numbers, such as a loss and what it counts; every rank calls it."""
+        return self._world.all_reduce_sum(values_N.detach(), label="sums of shares")
 
-    def lengthwise(self) -> Share:
-        return self._mesh.lengthwise()
+    def lengthwise(self) -> "Share":
+        """All ranks along the sequence and every row on each: for one long text, such as a validation's."""
+        return Share(self.device, self._world, sequence=self._world if self._world.size > 1 else None)
 
     def _layout(self, total: int, documents: tuple[int, ...] | None = None) -> SequenceLayout:
         return SequenceLayout.even(total, 1 if self._sequence is None else self._sequence.size, documents=documents)

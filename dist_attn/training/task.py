@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from dist_attn.checkpoints import load_any_model
@@ -28,93 +27,8 @@ from dist_attn.models import (
     VisionClassifierConfig,
     build_model,
 )
-from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.finite import checked_if_asked
 from dist_attn.training.config import TrainingConfig
-
-
-class Share(Protocol):
-    """The part of every batch that is worked on here; on all ranks together it is the whole batch, once."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model and its batches lie."""
-        ...
-
-    @property
-    def replica_weight(self) -> float:
-        """What a value counts that all ranks of these rows compute alike, such as the loss of a pooled vector.
-
-        One over the number of ranks that a sequence is cut over, so that their sum counts it once.
-        """
-        ...
-
-    def rows(self, total: int) -> slice:
-        """The rows of a batch of `total` that are worked on here; there may be none."""
-        ...
-
-    def tokens(self, total: int) -> slice:
-        """The tokens of sequences of `total` tokens that are worked on here; there may be none."""
-        ...
-
-    def ops(
-        self,
-        total: int,
-        memory: int | None = None,
-        *,
-        carried: bool = False,
-        documents: tuple[int, ...] | None = None,
-    ) -> SequenceOps:
-        """Operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to.
-
-        With `carried` the state after the tokens is whole on every rank, key-value caches too, so that it can go into
-        a checkpoint. `documents` are where packed documents start, on all ranks together.
-        """
-        ...
-
-    def sum(self, values_N: Tensor) -> Tensor:
-        """The sum over all ranks of a few numbers, such as a loss and what it counts; every rank calls it."""
-        ...
-
-    def lengthwise(self) -> "Share":
-        """All ranks along the sequence and every row on each: for one long text, such as a validation's."""
-        ...
-
-
-@final
-class Whole:
-    """The share of a process that works alone: everything."""
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-        self.replica_weight = 1.0
-
-    def rows(self, total: int) -> slice:
-        """All rows."""
-        return slice(0, total)
-
-    def tokens(self, total: int) -> slice:
-        """All tokens."""
-        return slice(0, total)
-
-    def ops(
-        self,
-        total: int,
-        memory: int | None = None,
-        *,
-        carried: bool = False,
-        documents: tuple[int, ...] | None = None,
-    ) -> SequenceOps:
-        """Operations on whole sequences."""
-        return checked_if_asked(LocalSequenceOps(documents))
-
-    def sum(self, values_N: Tensor) -> Tensor:
-        """The values themselves."""
-        return values_N
-
-    def lengthwise(self) -> Share:
-        """The same share."""
-        return self
+from dist_attn.training.mesh import Share
 
 
 def rows_to_read(share: Share, total: int) -> tuple[slice, bool]:

@@ -21,7 +21,8 @@ from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
 from dist_attn.training.datasets.labelled_text import ReaderSizes, TextExamples, read_text_sets
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
-from dist_attn.training.task import Criterion, Share
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import Criterion
 
 
 class _TextTask(ExamplesTask[TextExamples]):

@@ -21,7 +21,8 @@ from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import ParallelTextConfig
 from dist_attn.training.datasets.parallel_text import NO_TOKEN, PairBatch, PairBatches, read_parallel_texts
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown, put_in_place
-from dist_attn.training.task import Criterion, ModelTask, Share, rows_to_read
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import Criterion, ModelTask, rows_to_read
 
 __all__ = ["TranslationTask"]
 

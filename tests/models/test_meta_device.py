@@ -19,8 +19,8 @@ from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, bui
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.training.loop import build_task
+from dist_attn.training.mesh import Share
 from dist_attn.training.optim import build_optimisers
-from dist_attn.training.task import Whole
 from tests.support.model_cases import MODEL_CASES, kinds_of, model_config
 from tests.support.snapshots import manifest
 from tests.support.tasks import RUNS, small_task
@@ -128,7 +128,7 @@ def test_training_steps(kind: str, tmp_path: Path) -> None:
     """Loss, backward pass, clipping and update of every task, on its own batches, wait for nothing."""
     # Of a million-scale model the host must know how many tokens the Selector keeps.
     config = small_run(tmp_path, dtype="float32") if kind == "language" else small_task(kind, tmp_path)
-    task = build_task(config, Whole(META))
+    task = build_task(config, Share(META))
     optimisers = build_optimisers(task.model, config.optimiser)
     with _OneDevice():
         for step in range(2):

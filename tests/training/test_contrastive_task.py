@@ -17,9 +17,8 @@ from dist_attn.text import ByteTokeniser
 from dist_attn.training import TrainingConfig, task, train
 from dist_attn.training.chapters import Chapter, ChapterPairs, ContrastiveTask, contrast_loss, find_chapters
 from dist_attn.training.config import ContrastConfig
-from dist_attn.training.mesh import Mesh
+from dist_attn.training.mesh import Mesh, Share
 from dist_attn.training.parallel import drop_missing, sum_gradients
-from dist_attn.training.task import Whole
 from tests.support.chapters import CONTRAST, book, chapters_run
 from tests.support.closeness import assert_close
 from tests.support.over_ranks import randomised
@@ -65,7 +64,7 @@ def test_rows_add_up_to_the_batch(tmp_path):
     """The loss of all rows and its gradients are the sums over micro-batches, an empty one adding nothing."""
     config = chapters_run(tmp_path, folder=tmp_path / "run")
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch": 3})})
-    task = ContrastiveTask(config, Whole())
+    task = ContrastiveTask(config, Share())
     whole = task.loss(5, slice(0, 3))
     whole.backward()
     want = {name: p.grad.clone() for name, p in task.model.named_parameters() if p.grad is not None}
@@ -111,7 +110,7 @@ def test_a_run_draws_chapters_together(tmp_path):
     """Where every chapter has a letter of its own, a run finds the chapter of held-out windows, and ships."""
     config = chapters_run(tmp_path, steps=60, evaluate_every=60, log_every=10, checkpoint_every=60)
     torch.manual_seed(0)
-    before = ContrastiveTask(config, Whole())
+    before = ContrastiveTask(config, Share())
     before.model.eval()
     first = before.validate()
     reports = []
@@ -130,7 +129,7 @@ def test_validation_needs_chapters_only_where_there_are_any(tmp_path):
     """A held-out text without headings has no windows to find, and still its bits per byte."""
     config = chapters_run(tmp_path)
     (tmp_path / "held_out.txt").write_bytes(b"nothing here is a chapter")
-    task = ContrastiveTask(config, Whole())
+    task = ContrastiveTask(config, Share())
     task.model.eval()
     scores = task.validate()
     assert (scores["same_chapter"], scores["windows"]) == (0.0, 0)
@@ -144,7 +143,7 @@ def test_what_is_no_plain_text_is_refused(tmp_path):
     config = chapters_run(tmp_path)
     config = config.model_copy(update={"data": config.data.model_copy(update={"train": (tmp_path,)})})
     with pytest.raises(ConfigError, match="chapters are looked for in plain text files"):
-        ContrastiveTask(config, Whole())
+        ContrastiveTask(config, Share())
 
 
 def test_chapters_that_do_not_divide_are_refused():

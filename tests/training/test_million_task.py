@@ -11,7 +11,8 @@ from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
 from dist_attn.models import MillionModel
 from dist_attn.training import train
-from dist_attn.training.task import Whole, first_model
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import first_model
 from dist_attn.training.text_tasks import MillionTask
 from tests.support.tasks import small_task
 
@@ -38,7 +39,7 @@ def test_validation_says_what_becomes_of_tokens(tmp_path: Path) -> None:
     """The shares of kept tokens and of dropped assignments are counted over all held-out sequences."""
     changes = {"selector": {"gate": "top_k", "rate": 0.5}, "router": {"num_experts": 2, "most_tokens": 1}}
     config = small_task("million", tmp_path, model=changes)
-    task = MillionTask(config, Whole())
+    task = MillionTask(config, Share())
     task.model.eval()
     with torch.no_grad():
         scores = task.validate()
@@ -55,7 +56,7 @@ def test_the_selector_of_eq_28_makes_the_likelihood_worse(tmp_path: Path) -> Non
         selector = {"gate": "soft", "rate_weight": 0.0, "temperature": 0.3}
         model = {"objective": objective, "selector": selector, "router": {"num_experts": 2, "balance_weight": 0.0}}
         torch.manual_seed(0)
-        task = MillionTask(small_task("million", tmp_path, model=model), Whole())
+        task = MillionTask(small_task("million", tmp_path, model=model), Share())
         # What a predictor gives that has learnt nothing would not depend on what it is shown.
         for parameter in task.model.layers.parameters():
             torch.nn.init.normal_(parameter, std=0.4)
@@ -100,11 +101,11 @@ def test_a_selector_that_has_gone_too_far_is_told(
 
 def test_a_selector_is_told_again_when_it_goes_too_far_again(tmp_path: Path) -> None:
     """In between it kept enough; what keeps everything is told from the middle of a run on."""
-    task = MillionTask(small_task("million", tmp_path), Whole())
+    task = MillionTask(small_task("million", tmp_path), Share())
     few, enough, all_of_them = ({"kept_share": kept / 13, "kept_per_text": float(kept)} for kept in (1, 4, 13))
     told = [len(task.remarks(step, scores)) for step, scores in enumerate((few, few, enough, few, all_of_them))]
     assert told == [1, 0, 0, 1, 1]
-    assert not MillionTask(small_task("million", tmp_path), Whole()).remarks(2, all_of_them)
+    assert not MillionTask(small_task("million", tmp_path), Share()).remarks(2, all_of_them)
     assert not task.remarks(6, {})
 
 
@@ -112,6 +113,6 @@ def test_what_is_not_trained_is_refused(tmp_path: Path) -> None:
     """A model without classes and sharded parameters are refused in a line."""
     config = small_task("million", tmp_path, model={"num_classes": None})
     with pytest.raises(ConfigError, match="num_classes is missing"):
-        MillionTask(config, Whole())
+        MillionTask(config, Share())
     with pytest.raises(ValidationError, match="reads its sequences one by one"):
         small_task("million", tmp_path, run={"shard_parameters": True})

@@ -8,7 +8,8 @@ from torch import nn
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.training import loop, train
 from dist_attn.training.language_task import LanguageTask
-from dist_attn.training.task import Criterion, Task, Whole
+from dist_attn.training.mesh import Share
+from dist_attn.training.task import Criterion, Task
 from tests.support.closeness import assert_close
 from tests.support.training import small_run
 
@@ -47,10 +48,10 @@ class Line(Task):
 
 def test_the_share_of_one_process_is_everything():
     """Alone, a process has all rows and tokens, plain operations, and sums that are its own values."""
-    share = Whole()
+    share = Share()
     assert (share.rows(5), share.tokens(7), share.replica_weight) == (slice(0, 5), slice(0, 7), 1.0)
     assert isinstance(share.ops(7), LocalSequenceOps)
-    assert share.lengthwise() is share
+    assert (share.lengthwise().rows(5), share.lengthwise().tokens(7)) == (slice(0, 5), slice(0, 7))
     assert share.sum(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
 
 
@@ -73,7 +74,7 @@ def test_the_loop_trains_whatever_a_task_is(tmp_path, monkeypatch):
 def test_micro_batches_of_a_language_task_add_up(tmp_path):
     """The losses and gradients of two parts of the rows add up to those of all, and so does the state they leave."""
     config = small_run(tmp_path, dtype="float32")
-    whole, parts = (loop.build_task(config, Whole()) for _ in range(2))
+    whole, parts = (loop.build_task(config, Share()) for _ in range(2))
     assert isinstance(whole, LanguageTask)
     parts.model.load_state_dict(whole.model.state_dict())
     for step in range(2):

@@ -17,8 +17,8 @@ from dist_attn.text import ByteTokeniser, load_tokeniser
 from dist_attn.training import parallel, train
 from dist_attn.training.averaging import average_folders
 from dist_attn.training.loop import build_task
-from dist_attn.training.mesh import Mesh
-from dist_attn.training.task import Task, Whole
+from dist_attn.training.mesh import Mesh, Share
+from dist_attn.training.task import Task
 from tests.support.closeness import assert_close
 from tests.support.tasks import RUNS, small_task
 from tests.support.tokenisers import small_bpe
@@ -101,7 +101,7 @@ def _doubled(task: Task) -> Task:
 def test_ranks_change_nothing(tmp_path: Path, kind: str) -> None:
     """Shares of loss (under dropout), gradients and validation on a mesh of ranks add up to those of one process."""
     config = small_task(kind, tmp_path, data={"batch": 5})
-    whole = _doubled(build_task(config, Whole()))
+    whole = _doubled(build_task(config, Share()))
     use_dropout(whole.model, 0.2, seed=1)
     loss = whole.loss(3, slice(0, 5))
     loss.backward()
@@ -142,7 +142,7 @@ def test_validation_is_of_every_held_out_example(tmp_path: Path) -> None:
     """Accuracy and loss count each validation text once, whatever batches they come in."""
     scores = []
     for batch in (4, 60):
-        task = _doubled(build_task(small_task("labelled_text", tmp_path, data={"batch": batch}), Whole()))
+        task = _doubled(build_task(small_task("labelled_text", tmp_path, data={"batch": batch}), Share()))
         with torch.no_grad():
             scores.append(task.validate())
     assert scores[0]["examples"] == 21
@@ -154,7 +154,7 @@ def test_pairs_and_single_texts_are_not_mixed_up(tmp_path: Path, kind: str, text
     """A model of pairs over single texts, and the reverse, is refused with what either needs."""
     config = small_task(kind, tmp_path, model={"texts": texts})
     with pytest.raises(ConfigError, match=rf"model\.texts is {texts} and the examples of \[data\] have {3 - texts}"):
-        build_task(config, Whole())
+        build_task(config, Share())
 
 
 def test_the_folder_says_what_its_classes_mean(tmp_path: Path) -> None:
@@ -184,10 +184,10 @@ def test_source_and_target_may_have_vocabularies_of_their_own(tmp_path: Path) ->
         assert load_tokeniser(folder / "source").digest == ByteTokeniser().digest
         assert load_any_model(folder).config == config.model
     with pytest.raises(ConfigError, match="say that source and target have vocabularies of their own; give both"):
-        build_task(small_task("translation", tmp_path, data={"target_tokeniser": tmp_path / "bpe"}), Whole())
+        build_task(small_task("translation", tmp_path, data={"target_tokeniser": tmp_path / "bpe"}), Share())
     with pytest.raises(ConfigError, match=r"has 257 tokens, model\.source_vocab_size is 300"):
         wrong = {"model": model | {"source_vocab_size": 300}, "data": {"target_tokeniser": tmp_path / "bpe"}}
-        build_task(small_task("translation", tmp_path, **wrong), Whole())
+        build_task(small_task("translation", tmp_path, **wrong), Share())
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_mixers_that_packing_would_change_are_refused(tmp_path: Path, mixer: dic
     """A mixer that would tell packed texts from single ones is refused with what to take instead."""
     encoder = {"hidden_size": 16, "num_layers": 2, "mlp_size": 32, "mixer": mixer}
     with pytest.raises(ConfigError, match=words):
-        build_task(small_task("labelled_text", tmp_path, model={"encoder": encoder}), Whole())
+        build_task(small_task("labelled_text", tmp_path, model={"encoder": encoder}), Share())
 
 
 def test_pools_are_drawn_from_at_every_step(tmp_path: Path) -> None:
     """A classifier whose mixer has a pool of random matrices takes others at every step, and the same when resumed."""
     mixer = {"kind": "rfa", "hidden_size": 16, "num_heads": 2, "num_random": 4, "pool": 20}
     encoder = {"hidden_size": 16, "num_layers": 1, "mlp_size": 32, "mixer": mixer}
-    task = build_task(small_task("labelled_text", tmp_path, model={"encoder": encoder}), Whole())
+    task = build_task(small_task("labelled_text", tmp_path, model={"encoder": encoder}), Share())
     losses = []
     for step in (0, 1, 0):
         task.prepare(step)
@@ -255,19 +255,19 @@ def test_a_classifier_begins_from_a_masked_autoencoder(tmp_path: Path) -> None:
     encoder = small_task("vision", tmp_path).model.model_dump()["encoder"]
     train(small_task("autoencoder", tmp_path / "first", model={"encoder": encoder}, run={"steps": 2}))
     begin = {"begin_from": tmp_path / "first" / "run" / "model"}
-    task = build_task(small_task("vision", tmp_path, model={"encoder": encoder}, run=begin), Whole())
+    task = build_task(small_task("vision", tmp_path, model={"encoder": encoder}, run=begin), Share())
     want, got = load_any_model(begin["begin_from"]).state_dict(), task.model.state_dict()
     taken = [name for name in got if name.startswith(("projection.", "encoder."))]
     assert len(taken) > 5
     assert all(torch.equal(got[name], want[name]) for name in taken)
     other = small_task("vision", tmp_path, model={"encoder": encoder | {"mlp_size": 8}}, run=begin)
     with pytest.raises(ConfigError, match=r"has another model\.encoder; a classifier that begins from it needs"):
-        build_task(other, Whole())
+        build_task(other, Share())
 
 
 def test_layers_that_are_sharded_do_not_lie_in_each_other(tmp_path: Path) -> None:
     """A decoder's layer gathers its parameters by itself, those of the block inside it too, and none lies in two."""
-    model = build_task(small_task("translation", tmp_path), Whole()).model
+    model = build_task(small_task("translation", tmp_path), Share()).model
     layers = parallel._layers(model)
     assert layers == [*model.encoder.blocks, *model.blocks]
     owned = [id(parameter) for layer in layers for parameter in layer.parameters()]
