@@ -6,7 +6,7 @@ Either way gradients are sums over all ranks, since losses are shares of the who
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -22,80 +22,54 @@ Result = TypeVar("Result")
 BACK_ENDS_WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset")
 
 
-class Parameters(Protocol):
-    """The parameters of a model on a mesh, and what the loop does with them; every call is one of all ranks."""
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a rank's shard of a tensor (a DTensor, whose module takes long to load where none is made)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def place(model: nn.Module, mesh: Mesh, *, sharded: bool) -> "Parameters":
+    """Give every rank rank 0's weights, whole or, if `sharded` and there are several, as its shard of them.
+
+    Raises: ConfigError where the ranks cannot shard.
+    """
+    mesh.broadcast_weights(model)
+    return _Sharded(model, mesh) if sharded and mesh.world.size > 1 else Parameters(model, mesh)
+
+
+class Parameters:
+    """The parameters of a model on a mesh, and what the loop does with them; every call is one of all ranks.
+
+    Here every rank has all of them.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._model, self._world = model, mesh.world
 
     def with_values(self, work: Callable[[], Result]) -> Result:
         """What `work` returns; the model may be used inside it, and what it returns may be differentiated."""
-        ...
+        return work()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one share of the loss."""
-        ...
+        loss.backward()
 
     def reduce_gradients(self) -> Tensor:
         """Make every gradient the sum over all ranks, once all micro-batches are done.
 
         What comes back is for `drop_missing`, once the host has read it.
         """
-        ...
+        return sum_gradients(self._world, list(self._model.parameters()))
 
     def clip_gradients(self, norm: float) -> Tensor:
         """Scale all gradients down to a global norm of at most `norm`; the norm that they had, as a scalar."""
-        ...
-
-    def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
-        """Take away the gradients that no rank had, which `reduce_gradients` has made zeros."""
-        ...
-
-    def whole_weights(self) -> Mapping[str, Tensor]:
-        """The model's weights and buffers, not sharded, at least on rank 0."""
-        ...
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a rank's shard of a tensor (a DTensor, whose module takes long to load where none is made)."""
-    return hasattr(tensor, "full_tensor")
-
-
-def place(model: nn.Module, mesh: Mesh, *, sharded: bool) -> Parameters:
-    """Give every rank rank 0's weights, whole or, if `sharded` and there are several, as its shard of them.
-
-    Raises: ConfigError where the ranks cannot shard.
-    """
-    mesh.broadcast_weights(model)
-    return Sharded(model, mesh) if sharded and mesh.world.size > 1 else Replicated(model, mesh)
-
-
-@final
-class Replicated:
-    """Every rank has all parameters."""
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._model, self._mesh = model, mesh
-
-    def with_values(self, work: Callable[[], Result]) -> Result:
-        """`work` itself."""
-        return work()
-
-    def backward(self, loss: Tensor) -> None:
-        """Without an exchange of gradients."""
-        loss.backward()
-
-    def reduce_gradients(self) -> Tensor:
-        """In buckets."""
-        return sum_gradients(self._mesh.world, list(self._model.parameters()))
-
-    def clip_gradients(self, norm: float) -> Tensor:
-        """The same on every rank, which all have the same gradients."""
         return nn.utils.clip_grad_norm_(self._model.parameters(), norm)
 
     def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
-        """As `sum_gradients` has counted them."""
+        """Take away the gradients that no rank had, which `reduce_gradients` has made zeros."""
         drop_missing(list(self._model.parameters()), ranks_with_one)
 
     def whole_weights(self) -> Mapping[str, Tensor]:
-        """As they are."""
+        """The model's weights and buffers, not sharded, at least on rank 0."""
         return cast(dict[str, Tensor], self._model.state_dict())
 
 
@@ -124,7 +98,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 @final
-class Sharded:
+class _Sharded(Parameters):
     """Every rank has a share of each parameter, of its gradient and of the optimiser's state.
 
     Reference: Zhao et al. 2023, PyTorch FSDP.
@@ -139,7 +113,8 @@ class Sharded:
                 f"run.shard_parameters needs torch's own ranks; these talk over {mesh.world.backend}: start them with "
                 "torchrun, or leave it out"
             )
-        self._model, self._root, self._world = model, _Root(model), mesh.world
+        super().__init__(model, mesh)
+        self._root = _Root(model)
         ranks = init_device_mesh(mesh.device.type, (mesh.world.size,))
         parts = [fully_shard(layer, mesh=ranks) for layer in _layers(model)]
         # The backward pass begins where the forward pass has ended: what is not of a layer stays gathered in between.
