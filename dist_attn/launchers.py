@@ -1,5 +1,5 @@
 """Launchers of ranks: what torchrun and mpiexec (MPICH, Open MPI, PMIx) tell a process, how they end it, and
-where mpiexec is."""
+where mpiexec is; and the signals by which they, or a person, ask a run to stop."""
 
 import contextlib
 import importlib.util
@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import final
 
 from dist_attn.errors import ConfigError
-
-__all__ = ["Launch", "ended_in_order", "find_mpiexec", "is_first_rank", "lacks_for_mpi", "place_on_host", "read_launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +109,43 @@ def ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@final
+class StopRequest:
+    """Whether, and by which signal, the run was asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __call__(self) -> bool:
+        """Whether to stop after this step."""
+        return self.signal is not None
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Inside, the first SIGINT or SIGTERM is a request to stop; a second one does what it did outside.
+
+    Only the main thread may enter.
+    """
+    request = StopRequest()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number)
+        restore()
+
+    for number in SIGNALS:
+        signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        restore()

@@ -17,9 +17,9 @@ from rich.progress import (
 
 from dist_attn.comm import open_communicator
 from dist_attn.devices import choose_device
+from dist_attn.launchers import stop_on_signals
 from dist_attn.training import train
 from dist_attn.training.config import TrainingConfig
-from dist_attn.training.ending import stop_on_signals
 
 
 def train_here(settings: TrainingConfig, *, resume: bool) -> tuple[str, int]:

@@ -1,11 +1,12 @@
 """The training loop: it steps, logs, validates and saves; what it trains is a `Task`, resumable at every checkpoint."""
 
 import hashlib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -14,16 +15,15 @@ from torch import Tensor
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.devices import choose_compute
-from dist_attn.errors import CommError, InputError
+from dist_attn.errors import CommError, ConfigError, InputError
 from dist_attn.models.blocks import recompute_layers
 from dist_attn.models.dropout import use_dropout
 from dist_attn.ops import Watch, watching
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.training.chapters import ContrastiveTask
 from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save
-from dist_attn.training.config import EXECUTION, TrainingConfig
+from dist_attn.training.config import EXECUTION, RunConfig, TrainingConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
-from dist_attn.training.ending import Standing
 from dist_attn.training.finite import check_finite
 from dist_attn.training.image_tasks import MaskedAutoencoderTask, VisionTask
 from dist_attn.training.language_task import LanguageTask
@@ -42,7 +42,7 @@ from dist_attn.training.run_folder import (
     writing,
 )
 from dist_attn.training.run_log import Metrics, RunLog, Tell, open_log
-from dist_attn.training.task import Task
+from dist_attn.training.task import Criterion, Task
 from dist_attn.training.text_tasks import MillionTask, TextClassificationTask
 from dist_attn.training.translation_task import TranslationTask
 
@@ -112,6 +112,57 @@ def train(
                 raise
             # Only the first rank speaks of what all of them meet alike; this one met something by itself.
             raise CommError(f"rank {world.rank} of {world.size} failed: {error}") from error
+
+
+@final
+class Standing:
+    """The best validation so far by a task's criterion, and when a run that gets no better ends.
+
+    It depends on the metrics alone, in their order, so a resumed run that reads its own metrics.jsonl stands where the
+    undisturbed one stood.
+    """
+
+    def __init__(self, criterion: Criterion | None, run: RunConfig) -> None:
+        asking = [
+            f"run.{key}" for key, is_set in (("patience", run.patience), ("export", run.export == "best")) if is_set
+        ]
+        if asking and criterion is None:
+            raise ConfigError(f"{asking[0]} asks for the best validation; this run has none: give data.validation")
+        self._criterion, self._patience, self._min_delta = criterion, run.patience, run.min_delta
+        self._reference = math.inf
+        self.best: Metrics | None = None
+        self.waited = 0
+
+    def see(self, metrics: Metrics) -> bool:
+        """Take one report; whether it is a validation, and the best so far."""
+        if self._criterion is None or self._criterion.metric not in metrics:
+            return False
+        value = self._cost(metrics)
+        # The wait is for progress worth waiting for; what is kept is the best, by however little.
+        if value < self._reference - self._min_delta:
+            self._reference, self.waited = value, 0
+        else:
+            self.waited += 1
+        if math.isnan(value) or (self.best is not None and value >= self._cost(self.best)):
+            return False
+        self.best = dict(metrics)
+        return True
+
+    def see_all(self, reports: Iterable[Metrics]) -> None:
+        """Take the reports of a run that goes on."""
+        for metrics in reports:
+            self.see(metrics)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `run.patience` validations in a row were no progress."""
+        return self._patience is not None and self.waited >= self._patience
+
+    def _cost(self, metrics: Metrics) -> float:
+        """What the criterion makes of a report: lower is better."""
+        assert self._criterion is not None
+        value = float(metrics[self._criterion.metric])
+        return value if self._criterion.better == "lower" else -value
 
 
 class _Run:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from dist_attn.checkpoints import load_model
 from dist_attn.errors import ConfigError
 from dist_attn.training import TrainingConfig, loop, run_folder, train
-from dist_attn.training.ending import Standing
+from dist_attn.training.loop import Standing
 from dist_attn.training.run_folder import keep_best
 from dist_attn.training.task import Criterion
 from tests.support.training import small_run

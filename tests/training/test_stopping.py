@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from dist_attn.comm import run_simulated
+from dist_attn.launchers import stop_on_signals
 from dist_attn.training import train
-from dist_attn.training.ending import stop_on_signals
 from tests.support.training import small_run, write_toml
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from benchmarks.report import file_finding
 from benchmarks.setting import look_around, why_red
 from dist_attn.errors import DistAttnError
-from dist_attn.training.ending import stop_on_signals
+from dist_attn.launchers import stop_on_signals
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.experiments import EXPERIMENTS
 from dist_attn_research.papers.finding import TableFinding
