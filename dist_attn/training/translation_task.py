@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
-from dist_attn.generation.beam_search import BeamSpec
-from dist_attn.generation.translation import translate
+from dist_attn.generation.beam_search import BeamSpec, translate
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig
 from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser

@@ -5,8 +5,7 @@ import torch
 
 from dist_attn.errors import InputError
 from dist_attn.generation import BeamSpec
-from dist_attn.generation.beam_search import length_penalty
-from dist_attn.generation.translation import translate
+from dist_attn.generation.beam_search import length_penalty, translate
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig
 from tests.support.over_ranks import randomised
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.generation import BeamSpec
-from dist_attn.generation.translation import translate
+from dist_attn.generation.beam_search import translate
 from dist_attn.models import EncoderDecoder
 from dist_attn.text import Tokeniser
 from dist_attn.text.bpe import train_bpe

@@ -9,7 +9,7 @@ import torch
 from benchmarks.measured import Table
 from benchmarks.timing import interleaved
 from dist_attn.generation import BeamSpec
-from dist_attn.generation.translation import translate
+from dist_attn.generation.beam_search import translate
 from dist_attn.models import EncoderDecoder
 from dist_attn_research.papers.arms import Claim, draw_seeds, first_scores, judge, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
