@@ -23,7 +23,7 @@ Examples = TypeVar("Examples", bound=Sized)
 
 
 def cross_entropy(logits_NC: Tensor, classes_N: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The sum over the examples; half-precision logits go through the softmax in float32."""
+    """The sum over the examples, in float32 at least; class -100, torch's `ignore_index`, counts for nothing."""
     wide_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
     return F.cross_entropy(wide_NC, classes_N, reduction="sum", label_smoothing=label_smoothing)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from dist_attn.errors import InputError
 from dist_attn.models import CausalModel, weight_precision_of
 from dist_attn.ops import Watch, watching
 from dist_attn.ops.device import send
+from dist_attn.training.classification import cross_entropy
 from dist_attn.training.mesh import Share
 from dist_attn.wire.choices import WeightPrecision
 
@@ -42,9 +42,7 @@ def token_loss(readout: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Ten
     """
 
     def piece(h_PD: Tensor, targets_P: Tensor) -> Tensor:
-        logits_PV = readout(h_PD)
-        wide = torch.promote_types(logits_PV.dtype, torch.float32)
-        return F.cross_entropy(logits_PV.to(wide), targets_P, reduction="sum")
+        return cross_entropy(readout(h_PD), targets_P)
 
     pieces = zip(h_ND.split(LOSS_PIECE), targets_N.split(LOSS_PIECE), strict=True)
     losses = [checkpoint(piece, h, targets, use_reentrant=False) for h, targets in pieces]
@@ -143,7 +141,7 @@ def _nats(model: CausalModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> fl
     pieces = zip(h_LD.split(_BLOCK_TOKENS), targets_L.split(_BLOCK_TOKENS), strict=True)  # logits of all would be large
     # As slices of one sequence: [B, D] would be a step of as many sequences.
     logits = ((model.readout(h_LD[None])[0], targets_L) for h_LD, targets_L in pieces)
-    return sum(float(F.cross_entropy(l_LV.float(), t_L, reduction="sum")) for l_LV, t_L in logits)
+    return sum(float(cross_entropy(l_LV, t_L)) for l_LV, t_L in logits)
 
 
 def evaluate_file(

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
@@ -16,9 +15,10 @@ from dist_attn.generation.beam_search import BeamSpec, translate
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig
 from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.training.classification import cross_entropy
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import ParallelTextConfig
-from dist_attn.training.datasets.parallel_text import NO_TOKEN, PairBatch, PairBatches, read_parallel_texts
+from dist_attn.training.datasets.parallel_text import PairBatch, PairBatches, read_parallel_texts
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown, put_in_place
 from dist_attn.training.mesh import Share
 from dist_attn.training.task import Criterion, ModelTask, rows_to_read
@@ -59,7 +59,7 @@ class TranslationTask(ModelTask):
     def loss(self, step: int, rows: slice) -> Tensor:
         batch = self._batches(step)
         logits_NV, next_N = self._logits(batch.rows(rows.start, rows.stop))
-        return _cross_entropy(logits_NV, next_N, self._config.objective.label_smoothing) / batch.num_targets
+        return cross_entropy(logits_NV, next_N, self._config.objective.label_smoothing) / batch.num_targets
 
     def validate(self) -> dict[str, float | int]:
         if self._validation is None:
@@ -71,7 +71,7 @@ class TranslationTask(ModelTask):
             tokens += batch.num_targets
             logits_NV, next_N = self._logits(batch.rows(own.start, own.stop))
             if counts:
-                loss += float(_cross_entropy(logits_NV, next_N, 0.0))
+                loss += float(cross_entropy(logits_NV, next_N))
                 right += int((logits_NV.argmax(dim=1) == next_N).sum())
         total = self._share.sum(torch.tensor([loss, right], dtype=torch.float64, device="cpu").to(self._share.device))
         if self._data.translations:
@@ -120,12 +120,6 @@ class TranslationTask(ModelTask):
             texts = (self._tokenisers[1].decode((row[row > 0] - 1).tolist()) for row in table_NT.cpu())
             lines = b"".join(b" ".join(text.split()) + b"\n" for text in texts)
             put_in_place(self._config.run.folder / "translations.txt", lines)
-
-
-def _cross_entropy(logits_NV: Tensor, next_N: Tensor, label_smoothing: float) -> Tensor:
-    """The sum of the losses, in float32 at least."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(wide_NV, next_N, ignore_index=NO_TOKEN, label_smoothing=label_smoothing, reduction="sum")
 
 
 def _tokenisers(data: ParallelTextConfig, model: EncoderDecoderConfig) -> tuple[Tokeniser, Tokeniser]:
