@@ -269,7 +269,7 @@ class DistAttnModel(PreTrainedModel):  # type: ignore[misc]
             h_1LD, state = self.model.hidden(input_ids[row : row + 1, padding:], None, before[row] if before else None)
             hidden.append(F.pad(h_1LD, (0, 0, padding, 0)))
             cache.states.append(state)
-        if len({tuple(t.shape for layer in state.layers for t in layer.tensors()) for state in cache.states}) == 1:
+        if len({state.shapes() for state in cache.states}) == 1:
             cache.states = [ModelState.stack(cache.states)]
         return torch.cat(hidden)
 

@@ -201,9 +201,8 @@ def _log_probabilities(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(states: list[ModelState]) -> list[list[int]]:
-    """Which states can be stacked: those of one shape; a key-value cache has the length of its text."""
+    """Which states can be stacked: those of one shape."""
     groups: dict[tuple[torch.Size, ...], list[int]] = {}
     for row, state in enumerate(states):
-        shapes = tuple(tensor.shape for layer in state.layers for tensor in layer.tensors())
-        groups.setdefault(shapes, []).append(row)
+        groups.setdefault(state.shapes(), []).append(row)
     return list(groups.values())

@@ -237,14 +237,10 @@ class CapturedStep:
 
     def _keep(self, after: ModelState) -> None:
         """Write a state into the buffers."""
-        for own, new in zip(_tensors(self._state), _tensors(after), strict=True):
+        for own, new in zip(self._state.tensors(), after.tensors(), strict=True):
             if own is not new:
                 own.copy_(new)
 
 
-def _tensors(state: ModelState) -> list[torch.Tensor]:
-    return [state.position_B, *(tensor for layer in state.layers for tensor in layer.tensors())]
-
-
 def _shapes(state: ModelState) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in _tensors(state)]
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in state.tensors()]

@@ -59,13 +59,13 @@ class StateShapes:
     @property
     def num_bytes(self) -> int:
         """Bytes of a state, what grows left out."""
-        pairs = zip(_tensors(self.empty), _tensors(self.grown), strict=True)
+        pairs = zip(self.empty.tensors(), self.grown.tensors(), strict=True)
         return sum(before.numel() * after.element_size() for before, after in pairs)
 
     @property
     def token_bytes(self) -> int:
         """Bytes that a token adds at most; 0 where the state has one size."""
-        grown = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.grown))
+        grown = sum(tensor.numel() * tensor.element_size() for tensor in self.grown.tensors())
         return max(0, -(-(grown - self.num_bytes) // TRIED_TOKENS))
 
     def like(self, layer: int, index: int) -> torch.Tensor:
@@ -106,10 +106,6 @@ class StateShapes:
                 raise StateMismatchError(f"layer {number}: {error}") from None
         device = self.empty.position_B.device
         return ModelState(tuple(layers), torch.full((1,), position, dtype=torch.int64, device=device))
-
-
-def _tensors(state: ModelState) -> list[torch.Tensor]:
-    return [*(tensor for layer in state.layers for tensor in layer.tensors()), state.position_B]
 
 
 @dataclass(frozen=True)

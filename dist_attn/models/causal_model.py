@@ -44,6 +44,14 @@ class ModelState:
         layers = tuple(s.replace(tuple(t[rows].clone() for t in s.tensors())) for s in self.layers)
         return ModelState(layers, self.position_B[rows].clone())
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of all layers in order, and the positions."""
+        return [*(tensor for layer in self.layers for tensor in layer.tensors()), self.position_B]
+
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Those of the tensors: states of one shape can be stacked; a key-value cache has the length of its text."""
+        return tuple(tensor.shape for tensor in self.tensors())
+
     @staticmethod
     def stack(states: "list[ModelState]") -> "ModelState":
         """Several states side by side along the batch."""

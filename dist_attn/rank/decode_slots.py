@@ -232,8 +232,8 @@ class DecodeSlots:
             return
         for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
-        # A key-value cache has the length of its text: only states of one shape go side by side.
-        key = _shapes if self._layers_apart is None else self._layers_apart.alike
+        # Only states of one shape go side by side.
+        key = ModelState.shapes if self._layers_apart is None else self._layers_apart.alike
         alike: dict[tuple[torch.Size | int, ...], list[int]] = {}
         for request in fed:
             if request in self._unbatched:
@@ -272,7 +272,3 @@ def _draw(request: int, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | Re
         return RequestFault(request, str(error))
     drawing.draws += 1
     return Drawn(request, token, token_logprobs(logits_V, token, drawing.spec.logprobs))
-
-
-def _shapes(state: ModelState) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for layer in state.layers for tensor in layer.tensors())

@@ -145,10 +145,10 @@ class LanguageTask(ModelTask):
         return nats / targets_BT.numel()
 
     def carried(self) -> dict[str, Tensor]:
-        return {str(i): t for i, t in enumerate(_tensors(self._state))}
+        return {str(i): t for i, t in enumerate(self._state.tensors())}
 
     def carry(self, tensors: Mapping[str, Tensor]) -> None:
-        if len(tensors) != len(_tensors(self._initial)):
+        if len(tensors) != len(self._initial.tensors()):
             raise ConfigError("the state in the checkpoint is of another model; start a new run folder")
         flat = iter(tensors[str(i)].to(self._share.device) for i in range(len(tensors)))
         layers = tuple(s.replace(tuple(next(flat) for _ in s.tensors())) for s in self._initial.layers)
@@ -181,10 +181,6 @@ class LanguageTask(ModelTask):
         self._after.append(after)
         if rows.stop == self._share.rows(self.batch).stop:
             self._state = self._after[0] if len(self._after) == 1 else ModelState.stack(self._after)
-
-
-def _tensors(state: ModelState) -> list[Tensor]:
-    return [*(t for s in state.layers for t in s.tensors()), state.position_B]
 
 
 def _check_positions(model: LanguageModelConfig, data: TextDataConfig) -> None:
