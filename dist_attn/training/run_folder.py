@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.training.checkpointing import latest_checkpoint
 from dist_attn.training.config import EXECUTION, TrainingConfig
+from dist_attn.training.datasets.token_cache import put_in_place
 
 METRICS = "metrics.jsonl"
 
@@ -75,9 +76,10 @@ def claim_folder(config: TrainingConfig, step: int) -> None:
     """Make the folder this run's own, and forget the metrics of steps after `step`, which are about to come again."""
     path = config.run.folder / METRICS
     if path.exists():
-        _write_whole(path, "".join(json.dumps(metrics) + "\n" for metrics in read_metrics(config.run.folder, step)))
+        reports = read_metrics(config.run.folder, step)
+        put_in_place(path, "".join(json.dumps(metrics) + "\n" for metrics in reports).encode())
     written = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-    _write_whole(config.run.folder / "config.json", written)
+    put_in_place(config.run.folder / "config.json", written.encode())
 
 
 def release_folder(folder: Path) -> None:
@@ -125,13 +127,6 @@ def _filled_in(values: Any) -> Any:
         return TrainingConfig.model_validate(values).model_dump(mode="json")
     except ValidationError:
         return values
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Put `text` in the place of the file at once: a process killed meanwhile leaves the one that was there."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text)
-    beside.replace(path)
 
 
 def keep_best(checkpoints: Path, step: int) -> bool:

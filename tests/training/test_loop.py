@@ -117,13 +117,13 @@ def test_a_resume_killed_while_it_trims_the_metrics_loses_none(tmp_path, monkeyp
     train(config)
     files = [config.run.folder / name for name in ("metrics.jsonl", "config.json")]
     before = [file.read_bytes() for file in files]
-    whole = Path.write_text
+    whole = Path.write_bytes
 
-    def half(path: Path, text: str, *rest: object) -> int:
-        whole(path, text[: len(text) // 2])
+    def half(path: Path, contents: bytes) -> int:
+        whole(path, contents[: len(contents) // 2])
         raise Killed
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(Killed):
         train(config, resume=True)
     assert [file.read_bytes() for file in files] == before
