@@ -14,6 +14,7 @@ import torch
 
 from dist_attn.conversion.source import ACTIVATIONS, SourceConfig, SourceWeights
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped.stored_tensors import find_json_object
 
 # Heads for other tasks, and what is computed from the configuration.
 NOT_OF_THE_ENCODER = (
@@ -117,7 +118,7 @@ def read_sentence_encoder(folder: Path, source: SourceConfig) -> dict[str, Any]:
     Raises: ModelFolderError for a pooling or an option that would compute something else.
     """
     modules = _modules(folder)
-    prompts = _read(folder / "config_sentence_transformers.json")
+    prompts = find_json_object(folder / "config_sentence_transformers.json") or {}
     if prompts.get("default_prompt_name") is not None:
         raise ModelFolderError(
             f"{folder} puts a prompt before every text (default_prompt_name "
@@ -126,7 +127,7 @@ def read_sentence_encoder(folder: Path, source: SourceConfig) -> dict[str, Any]:
     pooling = "mean"
     if "Pooling" in modules:
         pooling = _pooling(folder / modules["Pooling"] / "config.json")
-    about = _read(transformer_folder(folder) / "sentence_bert_config.json")
+    about = find_json_object(transformer_folder(folder) / "sentence_bert_config.json") or {}
     if about.get("do_lower_case"):
         raise ModelFolderError(
             f"{folder}: sentence_bert_config.json asks for do_lower_case; supported is null or false, with the "
@@ -156,7 +157,7 @@ def _modules(folder: Path) -> dict[str, str]:
 
 
 def _pooling(path: Path) -> str:
-    values = _read(path)
+    values = find_json_object(path)
     if not values:
         raise ModelFolderError(f"{path} is missing, which says how the model pools")
     mode = values.get("pooling_mode")
@@ -174,20 +175,8 @@ def _max_tokens(folder: Path, source: SourceConfig, about: dict[str, Any]) -> in
     positions = source.integer("max_position_embeddings", 512)
     limit = about.get("max_seq_length")
     if limit is None:
-        limit = _read(transformer_folder(folder) / "tokenizer_config.json").get("model_max_length", positions)
+        of_tokeniser = find_json_object(transformer_folder(folder) / "tokenizer_config.json") or {}
+        limit = of_tokeniser.get("model_max_length", positions)
     if not isinstance(limit, int | float) or isinstance(limit, bool) or limit < 1:
         raise ModelFolderError(f"{folder}: max_seq_length is {limit!r}; needed is a whole number of at least 1")
     return int(min(limit, positions))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The values of a file; none where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelFolderError(f"{path} is not an object of options")
-    return values

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.mixers import RotaryConfig
+from dist_attn.shipped.stored_tensors import read_json_object
 
 __all__ = ["ACTIVATIONS", "SourceConfig", "SourceWeights", "read_source_config", "read_source_weights"]
 
@@ -137,16 +138,9 @@ def read_source_config(folder: Path) -> SourceConfig:
     """
     path = folder / "config.json"
     try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFolderError(
-            f"{path} cannot be read: {error.strerror}; needed is a folder with config.json, {WEIGHTS}, tokenizer.json"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelFolderError(f"{path} is not a configuration; needed is an object with a model_type")
-    return SourceConfig(path, values)
+        return SourceConfig(path, read_json_object(path))
+    except ModelFolderError as error:
+        raise ModelFolderError(f"{error}; needed is a folder with config.json, {WEIGHTS}, tokenizer.json") from None
 
 
 def read_source_weights(folder: Path) -> SourceWeights:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped.downloaded import SUPPORTED
-from dist_attn.shipped.stored_tensors import read_json_object
+from dist_attn.shipped.stored_tensors import find_json_object
 
 OUR_MODEL_TYPE: Final = "dist_attn"
 CONVERTIBLE: Final = ("bert", "gpt2", "gpt_neox", "llama")
@@ -82,8 +82,7 @@ def refuse_downloaded(folder: Path) -> None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    return read_json_object(path) if path.is_file() else {}
+    return find_json_object(folder / "config.json") or {}
 
 
 def check_manifest(folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.shipped.stored_tensors import read_json_object
+from dist_attn.shipped.stored_tensors import find_json_object
 from dist_attn.wire.specs import MOST_END_TOKENS
 
 __all__ = ["GENERATION_FILE", "GenerationDefaults", "read_generation_defaults"]
@@ -40,8 +40,7 @@ def read_generation_defaults(folder: Path, vocab_size: int) -> GenerationDefault
     Raises: ModelFolderError naming the file, the value, and what is needed.
     """
     path, config = folder / GENERATION_FILE, folder / "config.json"
-    about = read_json_object(path) if path.exists() else {}
-    values = read_json_object(config) if config.exists() else {}
+    about, values = find_json_object(path) or {}, find_json_object(config) or {}
     text = values.get("text_config")
     ends: tuple[int, ...] = ()
     for file, where in ((path, about), (config, values), (config, text if isinstance(text, dict) else {})):

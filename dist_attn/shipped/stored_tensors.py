@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dist_attn.errors import ModelFolderError
 
-__all__ = ["StoredTensor", "read_json_object", "read_stored_tensors"]
+__all__ = ["StoredTensor", "find_json_object", "read_json_object", "read_stored_tensors"]
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -147,3 +147,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFolderError(f"{path} holds no JSON object; needed is one")
     return values
+
+
+def find_json_object(path: Path) -> dict[str, Any] | None:
+    """As `read_json_object`; None where there is no file."""
+    return read_json_object(path) if os.path.lexists(path) else None

@@ -1,12 +1,12 @@
 """Incremental tokenisers: bytes in, token ids out, and no token ever depends on where an upload was cut."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dist_attn.errors import ModelFolderError, TokenError
 from dist_attn.shipped import origin
 from dist_attn.shipped.generation_config import read_generation_defaults
+from dist_attn.shipped.stored_tensors import find_json_object
 from dist_attn.text.base import TAIL_BYTES, WORD_TAIL_BYTES, IncrementalDecoder, Tokeniser, Vocabulary
 from dist_attn.text.bpe import BYTE_PIECES, BpeTokeniser, ByteTokeniser, train_bpe
 from dist_attn.text.byte_level import ByteLevelTokeniser
@@ -47,7 +47,7 @@ def load_tokeniser(folder: Path) -> Tokeniser:
     Raises: ModelFolderError naming the file when it is missing or of another kind.
     """
     path = Path(folder) / FILE_NAME
-    about = _read_object(path.with_name(CONFIG_NAME))
+    about = find_json_object(path.with_name(CONFIG_NAME))
     if (about is not None and not WRITTEN_BY.items() <= about.items()) or origin(Path(folder)) == "downloaded":
         return read_foreign(Path(folder))
     contents = read_tokenizer_json(path)
@@ -100,10 +100,10 @@ def read_foreign(folder: Path, *, streams: bool = False) -> ForeignTokeniser:
     Raises: ModelFolderError for files that are missing or unreadable, and where it `streams` for other kinds.
     """
     path = folder / FILE_NAME
-    contents = _read_object(path)
+    contents = find_json_object(path)
     if contents is None:
         raise ModelFolderError(f"{path} cannot be read: there is no such file")
-    about = (_read_object(folder / SPECIAL_NAME) or {}) | (_read_object(folder / CONFIG_NAME) or {})
+    about = (find_json_object(folder / SPECIAL_NAME) or {}) | (find_json_object(folder / CONFIG_NAME) or {})
     end, model = content_of(about.get("eos_token")), contents.get("model")
     if not isinstance(model, dict):
         raise ModelFolderError(f"{path} has no model; needed is a file of the tokenizers library")
@@ -121,16 +121,3 @@ def _kind(model: dict[str, Any]) -> type[ForeignTokeniser]:
     if model.get("type") == "Unigram" or model.get("byte_fallback"):
         return SentencePieceTokeniser
     return ByteLevelTokeniser
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """What a JSON file holds, empty where that is no object; None where there is no file."""
-    try:
-        contents = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path} is not JSON: {error}") from None
-    return contents if isinstance(contents, dict) else {}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped.stored_tensors import find_json_object
 from dist_attn.text.base import Vocabulary
 
 __all__ = [
@@ -127,14 +128,12 @@ def read_tokenizer_json(path: Path) -> Contents:
 
     Raises: ModelFolderError when the file is missing, unreadable, or was not written by `write_tokenizer_json`.
     """
-    try:
-        contents = json.loads(path.read_bytes())
-    except OSError as error:
+    contents = find_json_object(path)
+    if contents is None:
         raise ModelFolderError(
-            f"{path} cannot be read ({error.strerror}); a model folder needs the tokenizer.json it was trained with"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path} is not JSON: {error}") from None
+            f"{path} cannot be read (No such file or directory); a model folder needs the tokenizer.json it was "
+            "trained with"
+        )
     try:
         return _take_apart(contents)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -201,7 +201,7 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json cannot be read"):
         convert_folder(folder, out)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ModelFolderError, match="needed is an object with a model_type"):
+    with pytest.raises(ModelFolderError, match=r"config\.json holds no JSON object"):
         convert_folder(folder, out)
 
 
