@@ -12,7 +12,7 @@ from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Cutting, view_of
 from dist_attn.control.scheduler import Limits, Turn, View, plan
 from dist_attn.control.settings import ControlSettings
-from dist_attn.control.state_files import StateKeeper
+from dist_attn.control.state_files import StateFiles
 from dist_attn.control.states import States
 from dist_attn.control.steps import Pace, StepBook
 from dist_attn.errors import WireError
@@ -56,7 +56,7 @@ class Port(Protocol):
 class Controller:
     """All open requests and the group of ranks that works on them."""
 
-    def __init__(self, settings: ControlSettings, port: Port, keeper: StateKeeper, engine: str = "") -> None:
+    def __init__(self, settings: ControlSettings, port: Port, keeper: StateFiles, engine: str = "") -> None:
         self._settings = settings
         self._engine = engine
         self._port = port

@@ -10,7 +10,7 @@ import structlog
 
 from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
-from dist_attn.control.state_files import StateKeeper
+from dist_attn.control.state_files import StateFiles
 from dist_attn.rank_link.rows import RowBatch
 from dist_attn.wire.messages import AnyMessage, Credit, Done, Failed, OpenWork, Rows
 from dist_attn.wire.rank_messages import RankHello
@@ -81,7 +81,7 @@ class OpenRequests:
     """
 
     def __init__(
-        self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent], keeper: StateKeeper
+        self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent], keeper: StateFiles
     ) -> None:
         self._settings = settings
         self._outboxes = Outboxes(send, settings.reader_deadline_s)

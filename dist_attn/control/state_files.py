@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 import structlog
 
@@ -19,57 +19,12 @@ PREFIX = "dist-attn-states-"
 log = structlog.get_logger("dist_attn.control")
 
 
-class StateKeeper(Protocol):
-    """Keeps bytes by request: new states are written in parts beside the last one, and one of them takes its place."""
-
-    def append(self, request: int, ordinal: int, start: int, data: bytes) -> None:
-        """Bytes [start, start + n) of the request's state of that number; what does not follow makes it none."""
-        ...
-
-    def finish(self, request: int, ordinal: int, num_bytes: int) -> bool:
-        """The state of that number has come; false, and nothing is kept, if it is not whole."""
-        ...
-
-    def commit(self, request: int, ordinal: int) -> bool:
-        """Let the finished state of that number take the place of the last one; false if it cannot."""
-        ...
-
-    def begin(self, request: int, start: int, data: bytes) -> bool:
-        """Bytes [start, start + n) of the state that the request begins with; false if they cannot be kept."""
-        ...
-
-    def begun(self, request: int) -> bool:
-        """What has come so is the request's last state; false if it cannot be."""
-        ...
-
-    def offer(self, request: int, ordinal: int) -> bool:
-        """Keep the last state under that number, however many follow, until `end_offer`; false if it cannot be."""
-        ...
-
-    def offered(self, request: int, ordinal: int, start: int, count: int) -> bytes:
-        """Bytes [start, start + count) of a state that is kept so; fewer if they cannot be read."""
-        ...
-
-    def end_offer(self, request: int, ordinal: int) -> None:
-        """It is not needed any more."""
-        ...
-
-    def parts(self, request: int) -> Iterator[bytes]:
-        """The last state, in parts that fit into messages."""
-        ...
-
-    def forget_unfinished(self) -> None:
-        """The ranks are gone: what was not committed is of no use."""
-        ...
-
-    def drop(self, request: int) -> None:
-        """The request has ended."""
-        ...
-
-
 @final
 class StateFiles:
-    """A file per request in a folder of its own. Memory: one part. A full disk keeps no state and breaks nothing."""
+    """Bytes by request: new states are written in parts beside the last one, and one of them takes its place.
+
+    A file per request in a folder of its own. Memory: one part. A full disk keeps no state and breaks nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         make_private(folder)
@@ -77,7 +32,7 @@ class StateFiles:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder))
 
     def append(self, request: int, ordinal: int, start: int, data: bytes) -> None:
-        """Write one part."""
+        """Bytes [start, start + n) of the request's state of that number; what does not follow makes it none."""
         path = self._next(request, ordinal)
         try:
             with path.open("r+b" if start else "wb") as file:
@@ -89,7 +44,7 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
     def finish(self, request: int, ordinal: int, num_bytes: int) -> bool:
-        """Rename what was written."""
+        """The state of that number has come; false, and nothing is kept, if it is not whole."""
         path = self._next(request, ordinal)
         try:
             if not num_bytes:  # there is nothing to keep, and nothing was sent
@@ -102,7 +57,7 @@ class StateFiles:
         return True
 
     def commit(self, request: int, ordinal: int) -> bool:
-        """Rename the state over the last one."""
+        """Let the finished state of that number take the place of the last one; false if it cannot."""
         try:
             self._whole(request, ordinal).replace(self._last(request))
         except OSError:
@@ -110,7 +65,10 @@ class StateFiles:
         return True
 
     def begin(self, request: int, start: int, data: bytes) -> bool:
-        """Write one piece; a loss of ranks leaves it."""
+        """Bytes [start, start + n) of the state that the request begins with; false if they cannot be kept.
+
+        A loss of ranks leaves them.
+        """
         try:
             with self._begin(request).open("r+b" if start else "wb") as file:
                 file.seek(start)
@@ -121,7 +79,7 @@ class StateFiles:
         return True
 
     def begun(self, request: int) -> bool:
-        """Rename it."""
+        """What has come so is the request's last state; false if it cannot be."""
         try:
             self._begin(request).replace(self._last(request))
         except OSError:
@@ -129,7 +87,10 @@ class StateFiles:
         return True
 
     def offer(self, request: int, ordinal: int) -> bool:
-        """Another name for the file, or a copy where a file cannot have two."""
+        """Keep the last state under that number, however many follow, until `end_offer`; false if it cannot be.
+
+        It gets another name, or is copied where a file cannot have two.
+        """
         offered = self._offered(request, ordinal)
         try:
             offered.hardlink_to(self._last(request))
@@ -142,7 +103,7 @@ class StateFiles:
         return True
 
     def offered(self, request: int, ordinal: int, start: int, count: int) -> bytes:
-        """Read a piece."""
+        """Bytes [start, start + count) of a state that is kept so; fewer if they cannot be read."""
         try:
             with self._offered(request, ordinal).open("rb") as file:
                 file.seek(start)
@@ -152,11 +113,14 @@ class StateFiles:
             return b""
 
     def end_offer(self, request: int, ordinal: int) -> None:
-        """Remove the name."""
+        """It is not needed any more."""
         self._offered(request, ordinal).unlink(missing_ok=True)
 
     def parts(self, request: int) -> Iterator[bytes]:
-        """Read the last state; where it cannot be read, what is sent is not whole, and the ranks refuse it."""
+        """The last state, in parts that fit into messages.
+
+        Where it cannot be read, what is sent is not whole, and the ranks refuse it.
+        """
         try:
             with self._last(request).open("rb") as file:
                 while part := file.read(STATE_PART_BYTES):
@@ -165,12 +129,12 @@ class StateFiles:
             log.error("state cannot be read", request=request, error=str(error))
 
     def forget_unfinished(self) -> None:
-        """Remove what has not taken the last state's place."""
+        """The ranks are gone: what was not committed is of no use."""
         for path in [*self.folder.glob("*.next"), *self.folder.glob("*.whole")]:
             path.unlink(missing_ok=True)
 
     def drop(self, request: int) -> None:
-        """Remove the request's files."""
+        """The request has ended."""
         for path in [*self.folder.glob(f"{request}.*")]:
             path.unlink(missing_ok=True)
 

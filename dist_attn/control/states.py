@@ -14,7 +14,7 @@ from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Request
 from dist_attn.control.scheduler import RequestView
 from dist_attn.control.settings import ControlSettings
-from dist_attn.control.state_files import StateKeeper
+from dist_attn.control.state_files import StateFiles
 from dist_attn.errors import StateMismatchError, WireError
 from dist_attn.wire.manifest import report_restore, require_same_model
 from dist_attn.wire.messages import BeginState, Checkpoint, FinishDrawing, Restored, StateCredit, StatePiece
@@ -31,7 +31,7 @@ SAVED_BYTES_PER_S = 16 << 20  # of all requests together, where time alone asks 
 class States:
     """What is done about the states of requests; `keeper` holds their bytes."""
 
-    def __init__(self, requests: OpenRequests, settings: ControlSettings, keeper: StateKeeper) -> None:
+    def __init__(self, requests: OpenRequests, settings: ControlSettings, keeper: StateFiles) -> None:
         self._requests = requests
         self._keeper = keeper
         self._lag = min(FINISH_LAG, settings.save_draws)

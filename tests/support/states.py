@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 
 class MemoryStates:
-    """A `StateKeeper` that keeps bytes in dictionaries; parts are of 10 bytes."""
+    """`StateFiles`, but the bytes are kept in dictionaries; parts are of 10 bytes."""
 
     def __init__(self) -> None:
         self.unfinished: dict[tuple[int, int], bytes] = {}
