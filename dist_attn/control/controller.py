@@ -1,7 +1,6 @@
 """The controller's decisions: epochs, steps and requests come together here; no sockets, no clock, no torch."""
 
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 
@@ -35,7 +34,7 @@ from dist_attn.wire.rank_messages import (
     StatePart,
     StepDone,
 )
-from dist_attn.wire.sockets import Sent, beat_identity, rank_identity
+from dist_attn.wire.sockets import Send, Sent, beat_identity, rank_identity
 from dist_attn_api.errors import Code
 
 STOPPING = "the engine is stopping; send the request again later"
@@ -45,21 +44,15 @@ HELD_UP_S = 1.0  # a turn of the loop that took longer than this was not the ran
 log = structlog.get_logger("dist_attn.control")
 
 
-class Port(Protocol):
-    """Where the controller's messages go; neither call waits."""
-
-    def to_api(self, peer: bytes, message: AnyMessage) -> Sent: ...
-
-    def to_engine(self, identity: bytes, message: AnyMessage) -> Sent: ...
-
-
 class Controller:
     """All open requests and the group of ranks that works on them."""
 
-    def __init__(self, settings: ControlSettings, port: Port, keeper: StateFiles, engine: str = "") -> None:
+    def __init__(
+        self, settings: ControlSettings, to_api: Send, to_engine: Send, keeper: StateFiles, engine: str = ""
+    ) -> None:
         self._settings = settings
         self._engine = engine
-        self._port = port
+        self._to_api, self._to_engine = to_api, to_engine
         self._limits = Limits(
             ranks=settings.ranks,
             block_tokens=settings.block_tokens,
@@ -75,7 +68,7 @@ class Controller:
         self._ticked_at = 0.0
         self._down_since = 0.0
         self._keeper = keeper
-        self._requests = OpenRequests(settings, port.to_api, keeper)
+        self._requests = OpenRequests(settings, to_api, keeper)
         self._states = States(self._requests, settings, keeper)
         self._answers = Answers(self._requests, self._states, settings)
         self._pace = Pace()
@@ -93,7 +86,7 @@ class Controller:
         """Take a message of an API process."""
         self._requests.now = now
         if isinstance(message, GetStatus):
-            self._port.to_api(peer, self.status(now))
+            self._to_api(peer, self.status(now))
         else:
             self._intake.receive(peer, message)
 
@@ -105,7 +98,7 @@ class Controller:
             case AgentHello():
                 if group.agent_hello(identity, message, now):
                     self._agents.add(identity)
-                    self._port.to_engine(identity, Ping())
+                    self._to_engine(identity, Ping())
             case GroupStarted():
                 group.group_started(identity, message)
             case GroupExited():
@@ -118,7 +111,7 @@ class Controller:
                 self._on_rank(message, now)
             case Heartbeat() if identity == beat_identity(group.epoch, message.rank, self._engine):
                 group.heartbeat(message, now)
-                self._port.to_engine(identity, Ping())
+                self._to_engine(identity, Ping())
             case _:
                 # Ranks of an older epoch get no answer, so they exit by themselves if no agent kills them.
                 log.debug("message dropped", kind=type(message).__name__, identity=identity.hex())
@@ -197,7 +190,7 @@ class Controller:
             if chosen.empty and not self._requests.any_to_close and not self._states.any_awaited:
                 return
             for rank, message in self._steps.compose(chosen, self._requests, self._states, now):
-                if self._port.to_engine(self._rank(rank), message) is not Sent.DONE:
+                if self._to_engine(self._rank(rank), message) is not Sent.DONE:
                     self._group.rank_unreachable(rank, now)
 
     @property
@@ -237,7 +230,7 @@ class Controller:
 
     def to_agent(self, identity: bytes, message: AnyMessage) -> bool:
         """Send to an agent; false when it is gone."""
-        return self._port.to_engine(identity, message) is not Sent.GONE
+        return self._to_engine(identity, message) is not Sent.GONE
 
     def group_ready(self, hello: RankHello) -> None:
         """A fresh group is complete."""
@@ -293,7 +286,7 @@ class Controller:
         self._group.stop()
         self._intake.stop(STOPPING)
         for rank in self._group.ranks:
-            self._port.to_engine(self._rank(rank), Shutdown(self._group.epoch))
+            self._to_engine(self._rank(rank), Shutdown(self._group.epoch))
 
     @property
     def stopped(self) -> bool:
@@ -311,4 +304,4 @@ class Controller:
     def dismiss_agents(self) -> None:
         """Let the agents kill what may be left, and exit."""
         for identity in self._agents:
-            self._port.to_engine(identity, StopAgent())
+            self._to_engine(identity, StopAgent())

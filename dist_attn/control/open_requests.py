@@ -1,7 +1,7 @@
 """Every open request, and what is sent to its API process, or waits here until that takes it."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import final
 
@@ -14,7 +14,7 @@ from dist_attn.control.state_files import StateFiles
 from dist_attn.rank_link.rows import RowBatch
 from dist_attn.wire.messages import AnyMessage, Credit, Done, Failed, OpenWork, Rows
 from dist_attn.wire.rank_messages import RankHello
-from dist_attn.wire.sockets import Sent
+from dist_attn.wire.sockets import Send, Sent
 
 ROWS_MESSAGE_BYTES = 256 << 10
 SUSPECT = 2  # losses after which it is worked on without others that are suspect too
@@ -26,13 +26,13 @@ log = structlog.get_logger("dist_attn.control")
 
 
 class Outboxes:
-    """One outbox per peer whose queue is full. `send` hands a message to ZeroMQ and never waits.
+    """One outbox per peer whose queue is full.
 
     An outbox holds what is already under way for its peer, because nothing new is started for a blocked one, and
     MOST_WAITING messages at most.
     """
 
-    def __init__(self, send: Callable[[bytes, AnyMessage], Sent], deadline_s: float) -> None:
+    def __init__(self, send: Send, deadline_s: float) -> None:
         self._send = send
         self._deadline_s = deadline_s
         self._waiting: dict[bytes, deque[AnyMessage]] = {}
@@ -75,14 +75,12 @@ class Outboxes:
 
 @final
 class OpenRequests:
-    """Open requests by number, in order of arrival. `send` hands a message to ZeroMQ and never waits.
+    """Open requests by number, in order of arrival; `send` is that of their API processes.
 
     `keeper` holds the bytes of their states.
     """
 
-    def __init__(
-        self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent], keeper: StateFiles
-    ) -> None:
+    def __init__(self, settings: ControlSettings, send: Send, keeper: StateFiles) -> None:
         self._settings = settings
         self._outboxes = Outboxes(send, settings.reader_deadline_s)
         self._keeper = keeper

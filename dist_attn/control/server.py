@@ -22,8 +22,7 @@ from dist_attn.errors import ConfigError, WireError
 from dist_attn.log_lines import say
 from dist_attn.rank_link.tether import parent_is_gone
 from dist_attn.wire.curve import ServerKeys, admit_listed
-from dist_attn.wire.messages import AnyMessage
-from dist_attn.wire.sockets import Router, Sent, agent_identity
+from dist_attn.wire.sockets import Router, agent_identity
 
 TURN_S = 0.02  # while requests are open
 IDLE_TURN_S = 0.2
@@ -97,24 +96,12 @@ class _Server:
         self._rank_address = rank_address
         self._api = api
         self._engine = engine
-        self._controller = Controller(settings, self, states, secrets.token_hex(8))
+        self._controller = Controller(settings, api.send, engine.send, states, secrets.token_hex(8))
         self._agent: subprocess.Popen[bytes] | None = None
         self._agent_due = 0.0
         self._agent_started = 0.0
         self._stop = ""
         self._hurried = False
-
-    # ---- Port ----------------------------------------------------------------------------------
-
-    def to_api(self, peer: bytes, message: AnyMessage) -> Sent:
-        """Hand a message for an API process to ZeroMQ."""
-        return self._api.send(peer, message)
-
-    def to_engine(self, identity: bytes, message: AnyMessage) -> Sent:
-        """Hand a message for an agent or a rank to ZeroMQ."""
-        return self._engine.send(identity, message)
-
-    # ---- life ----------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Turn until there is a reason to stop, then end everything that was started."""

@@ -4,6 +4,7 @@ A socket belongs to the thread that made it. Every queue is bounded, every wait 
 The names of ranks hold the controller's own name and the epoch, which keeps apart ranks of older ones.
 """
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Self, final
 
@@ -24,6 +25,10 @@ class Sent(Enum):
     DONE = "done"  # handed to ZeroMQ
     FULL = "full"  # the peer does not read; try again later
     GONE = "gone"  # no such peer: it was never there, or it has died
+
+
+Send = Callable[[bytes, AnyMessage], Sent]
+"""Hands a message for the peer of this identity to ZeroMQ; it never waits."""
 
 
 def check_address(address: str) -> str:

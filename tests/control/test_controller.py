@@ -55,7 +55,7 @@ class Table:
     def __init__(self, state_bytes=None, token_bytes=0, settings=SETTINGS, described=None):
         self.to_peers, self.steps, self.others = [], {0: [], 1: []}, []
         self.gone = set()
-        self.controller = Controller(settings, self, MemoryStates())
+        self.controller = Controller(settings, self.to_api, self.to_engine, MemoryStates())
         self.now = 1.0
         self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
         self.controller.tick(self.now)

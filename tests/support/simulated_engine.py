@@ -75,10 +75,10 @@ class Engine:
         self.inboxes, self.outboxes, self.ranks, self.received, self.epochs = {}, {}, {}, [], []
         self.sent = []  # steps
         self.rounds = Counter()  # by step: rounds of decoding that were heard of before its end
-        self.controller = Controller(settings, self, self.states)
+        self.controller = Controller(settings, self.to_api, self.to_engine, self.states)
         self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
 
-    # ---- Port
+    # ---- what the controller sends
 
     def to_api(self, peer, message):
         self.received.append(message)
