@@ -236,7 +236,7 @@ class Controller:
         """A fresh group is complete."""
         self._steps.begin_epoch(hello.epoch)
         self._ring = ()
-        self._intake.set_model(hello)
+        self._intake.set_model(hello.model)
 
     def group_lost(self, reason: str) -> None:
         """What the ranks had begun goes back to its last saved state, and is done again by those that come next."""
@@ -257,7 +257,7 @@ class Controller:
         return Status(
             ready=group.running and not self._draining,
             reason=STOPPING if self._draining else group.reason(now),
-            model=model.model if model else self._settings.model,
+            model=model.name if model else self._settings.model,
             hidden_size=model.hidden_size if model else 0,
             vocab_size=model.vocab_size if model else 0,
             backend=(model.backend if model else "") or self._settings.backend,

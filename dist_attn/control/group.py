@@ -149,7 +149,7 @@ class RankGroup:
                 vitals.heard_at = vitals.progress_at = now
             pids = self._pids()
             self._placement.watch(pids)
-            log.info("epoch ready", epoch=self.epoch, ranks=len(pids), pids=list(pids.values()), model=hello.model)
+            log.info("epoch ready", epoch=self.epoch, ranks=len(pids), pids=list(pids.values()), model=hello.model.name)
             self._outlet.group_ready(hello)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:

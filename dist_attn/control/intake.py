@@ -23,7 +23,7 @@ from dist_attn.wire.messages import (
     StatePiece,
     Tokens,
 )
-from dist_attn.wire.rank_messages import RankHello
+from dist_attn.wire.rank_messages import LoadedModel
 from dist_attn.wire.specs import MODEL_POOLING
 from dist_attn_api.errors import Code
 
@@ -122,7 +122,7 @@ class Intake:
             self._requests.fail(request, code, text)
         return not text
 
-    def set_model(self, model: RankHello) -> None:
+    def set_model(self, model: LoadedModel) -> None:
         """What the ranks have loaded; tokens that came before it was known are checked now."""
         self._requests.model = model
         for request in self._requests:
@@ -180,7 +180,7 @@ def contradiction_in(work: OpenWork) -> str:
     return ""
 
 
-def misfit(model: RankHello, work: OpenWork, received: int) -> str:
+def misfit(model: LoadedModel, work: OpenWork, received: int) -> str:
     """Why the model cannot do this work, of which `received` tokens have come; empty when it can."""
     rows, sampling = work.rows, work.draw
     unknown = [] if sampling is None else [token for token in sampling.logit_bias if token >= model.vocab_size]

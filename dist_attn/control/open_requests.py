@@ -13,7 +13,7 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
 from dist_attn.rank_link.rows import RowBatch
 from dist_attn.wire.messages import AnyMessage, Credit, Done, Failed, OpenWork, Rows
-from dist_attn.wire.rank_messages import RankHello
+from dist_attn.wire.rank_messages import LoadedModel
 from dist_attn.wire.sockets import Send, Sent
 
 ROWS_MESSAGE_BYTES = 256 << 10
@@ -89,7 +89,7 @@ class OpenRequests:
         self._by_id: dict[tuple[bytes, str], Request] = {}
         self._to_close: list[int] = []
         self.now = 0.0
-        self.model: RankHello | None = None
+        self.model: LoadedModel | None = None
         """What the ranks have loaded, once it is known."""
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from dist_attn.wire.agent_messages import (
     GroupExited,
 )
 from dist_attn.wire.messages import RankStatus
-from dist_attn.wire.rank_messages import Heartbeat, RankHello
+from dist_attn.wire.rank_messages import Heartbeat, LoadedModel, RankHello
 
 
 @dataclass
@@ -28,15 +28,7 @@ class RankVitals:
 
     def same_model(self, other: RankHello) -> bool:
         """Whether another rank has loaded the same."""
-        own = self.hello
-        if (own.manifest and own.manifest.model) != (other.manifest and other.manifest.model):
-            return False
-        return (own.model, own.hidden_size, own.vocab_size, own.end_tokens) == (
-            other.model,
-            other.hidden_size,
-            other.vocab_size,
-            other.end_tokens,
-        )
+        return _told(self.hello.model) == _told(other.model)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Take in a sign of life."""
@@ -62,8 +54,13 @@ class RankVitals:
             round(now - self.progress_at, 3),
             self.peak_rss_bytes,
             self.busy_s,
-            self.hello.device,
+            self.hello.model.device,
         )
+
+
+def _told(model: LoadedModel) -> tuple[object, ...]:
+    """What must be equal of the models of all ranks."""
+    return model.name, model.hidden_size, model.vocab_size, model.end_tokens, model.manifest and model.manifest.model
 
 
 def name_culprit(ranks: Iterable[RankVitals]) -> str | None:

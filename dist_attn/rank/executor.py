@@ -40,6 +40,7 @@ from dist_attn.wire.rank_messages import (
     DecodeOp,
     Drawn,
     GuardCounts,
+    LoadedModel,
     OpenOp,
     PrefillOp,
     RequestFault,
@@ -145,17 +146,8 @@ class ModelExecutor:
         finite: FiniteCheck | None = None,
         manifest: Manifest | None = None,
     ) -> None:
-        self.model = name
-        self.hidden_size = model.hidden_size
-        self.vocab_size = model.vocab_size
-        self.end_tokens = tuple(end_tokens)
-        self.text_tokens: int | None = None
-        self.grain = model.grain
-        self.writes = isinstance(model, CausalModel)
         self._model = model
         self._device = model.device
-        self.device = f"{self._device}, {present_compute(self._device).precision}"
-        self.backend = comm.backend
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
         self._ahead: dict[int, torch.Tensor] = {}  # hidden states of texts that were read before their turn
@@ -164,22 +156,32 @@ class ModelExecutor:
         self._watch = Watch(finite)
         self._decode_watch = Watch(None if finite is None else replace(finite))
         self._pause: Callable[[], None] | None = None
-        self.pauses = 0
         for part in model.parts:
             part.register_forward_hook(lambda *_: self._let_in())
-            self.pauses += 1
         self._warm_up()
         self._shapes = StateShapes.of(model)
         of_ranks = model.layers_of_ranks
         self._apart = None if of_ranks is None else LayersApart(comm, of_ranks, self._shapes)
+        device = f"{self._device}, {present_compute(self._device).precision}"
         if self._apart is not None:
             held = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
-            self.device += f", {held / MIB:,.0f} MiB of the weights"
+            device += f", {held / MIB:,.0f} MiB of the weights"
         # None: the model makes vectors alone.
         self._decoding = DecodeSlots(model, end_tokens, apart=self._apart) if isinstance(model, CausalModel) else None
-        self.state_bytes = self._shapes.num_bytes
-        self.token_bytes = self._shapes.token_bytes
-        self.manifest = manifest
+        self.loaded = LoadedModel(
+            name,
+            model.hidden_size,
+            model.vocab_size,
+            tuple(end_tokens),
+            state_bytes=self._shapes.num_bytes,
+            manifest=manifest,
+            token_bytes=self._shapes.token_bytes,
+            pauses=len(model.parts),
+            backend=comm.backend,
+            device=device,
+            grain=model.grain,
+            writes=isinstance(model, CausalModel),
+        )
 
     @torch.inference_mode()
     def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:
@@ -191,12 +193,12 @@ class ModelExecutor:
         Raises: EngineError for a completion, of a model that makes vectors alone.
         """
         if self._decoding is None and op.rows is None:
-            raise EngineError(f"request {op.request} wants text from {self.model!r}, which makes vectors only")
+            raise EngineError(f"request {op.request} wants text from {self.loaded.name!r}, which makes vectors only")
         restored, restore = self._model.initial_state(1), op.restore
         logits_V = None
         if restore is not None and restore.snapshot:
             try:
-                restored, logits_V = state_of_snapshot(state, self._model, self.manifest, self._shapes)
+                restored, logits_V = state_of_snapshot(state, self._model, self.loaded.manifest, self._shapes)
             except (WireError, StateMismatchError) as error:
                 self._refused.add(op.request)
                 return RequestFault(op.request, str(error), Code.INVALID_STATE)
@@ -230,7 +232,7 @@ class ModelExecutor:
         else:
             known = self._known(request)
             state, draws, logits_V = known.state, 0, self._logits(known)
-        data = snapshot_bytes(state, logits_V, self.manifest) if snapshot else write_state(state)
+        data = snapshot_bytes(state, logits_V, self.loaded.manifest) if snapshot else write_state(state)
         return SavedState(request, state.position, draws, len(data), snapshot=snapshot), data
 
     def _logits(self, request: _Prefilling) -> torch.Tensor | None:
@@ -267,7 +269,7 @@ class ModelExecutor:
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
         """Feed this rank's slice of a block; the pieces of rows in it, for an encoding or a prompt that is scored.
 
-        `pause` is called `pauses` times, after each mixer and each layer: it may decode, and nothing else.
+        `pause` is called `loaded.pauses` times, after each mixer and each layer: it may decode, and nothing else.
 
         Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost,
             NotFiniteError where that is looked for.
@@ -325,7 +327,7 @@ class ModelExecutor:
         """
         slots = self._decoding
         if slots is None:
-            raise EngineError(f"{self.model!r} makes vectors and draws no tokens")
+            raise EngineError(f"{self.loaded.name!r} makes vectors and draws no tokens")
         entries = [entry for entry in op.entries if entry.request not in self._refused]
         faults: list[Drawn | RequestFault] = []
         for entry in entries:
@@ -340,7 +342,7 @@ class ModelExecutor:
         request = self._known(entry.request)
         logits_V = self._logits(request)
         if self._apart is not None and request.from_logits and request.last_rank is not None:
-            sent_1V = logits_V[None] if logits_V is not None else torch.empty(1, self.vocab_size, device="cpu")
+            sent_1V = logits_V[None] if logits_V is not None else torch.empty(1, self.loaded.vocab_size, device="cpu")
             logits_V = self._apart.to_last(sent_1V, request.last_rank).reshape(-1)
         if request.sampling is None or (entry.token is None and not request.from_logits):
             raise EngineError(f"request {entry.request} cannot decode: it needs sampling and a first token")

@@ -1,6 +1,6 @@
 """A text encoder on this rank's device: reads the sequences in its slices of blocks, without the other ranks."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, final
 
@@ -17,9 +17,8 @@ from dist_attn.ops.finite import checked
 from dist_attn.rank.row_pieces import tokens_of
 from dist_attn.rank_link.rows import piece_edges, sequence_length
 from dist_attn.text.cuts import marked_ends
-from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.rank_messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, SavedState
+from dist_attn.wire.rank_messages import DecodeOp, GuardCounts, LoadedModel, OpenOp, PrefillOp, RowPieces, SavedState
 from dist_attn.wire.specs import MODEL_POOLING
 
 BATCH_TOKENS = 1 << 14
@@ -38,22 +37,19 @@ class _Reading:
 class SequenceExecutor:
     """The requests of this rank. A sequence is read whole, by one rank, so nothing is kept between blocks."""
 
-    end_tokens: Collection[int] = ()
-    state_bytes: int | None = 0
-    token_bytes = 0
-    pauses = 0
-    grain, writes = 1, False
-    backend = "local"
-    manifest: Manifest | None = None
-
     def __init__(self, model: TextEncoder, rank: int, *, name: str, finite: FiniteCheck | None = None) -> None:
-        self.model = name
-        self.hidden_size = model.config.encoder.hidden_size
-        self.vocab_size = model.config.vocab_size
-        self.text_tokens: int | None = model.config.text_tokens
         self._encoder = model
         self._device = model.embedding.weight.device
-        self.device = f"{self._device}, {present_compute(self._device).precision}"
+        self.loaded = LoadedModel(
+            name,
+            model.config.encoder.hidden_size,
+            model.config.vocab_size,
+            text_tokens=model.config.text_tokens,
+            state_bytes=0,
+            backend="local",
+            device=f"{self._device}, {present_compute(self._device).precision}",
+            writes=False,
+        )
         self._rank = rank
         self._requests: dict[int, _Reading] = {}
         self._ahead: dict[int, RowPieces] = {}  # of requests that were read before their turn
@@ -67,7 +63,7 @@ class SequenceExecutor:
         Raises: EngineError for a completion.
         """
         if op.rows is None:
-            raise EngineError(f"request {op.request} wants text from {self.model!r}, which makes vectors only")
+            raise EngineError(f"request {op.request} wants text from {self.loaded.name!r}, which makes vectors only")
         self._requests[op.request] = _Reading(op.rows, op.restore.position if op.restore else 0)
 
     def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes]:
@@ -121,7 +117,7 @@ class SequenceExecutor:
 
         Raises: EngineError.
         """
-        raise EngineError(f"{self.model!r} makes vectors and draws no tokens")
+        raise EngineError(f"{self.loaded.name!r} makes vectors and draws no tokens")
 
     def close(self, request: int) -> None:
         """Forget the request; an unknown one is ignored."""

@@ -5,7 +5,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from os import getpid
 from typing import Protocol, final
 
@@ -16,7 +16,6 @@ from dist_attn.errors import InputError, WireError
 from dist_attn.rank_link.heartbeat import HeartbeatThread, Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.curve import ClientKeys
-from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import PROTOCOL_VERSION
 from dist_attn.wire.rank_messages import (
     STATE_PART_BYTES,
@@ -25,6 +24,7 @@ from dist_attn.wire.rank_messages import (
     Drawn,
     Draws,
     GuardCounts,
+    LoadedModel,
     OpenOp,
     PrefillOp,
     RankFailed,
@@ -48,13 +48,29 @@ ERROR_CHARACTERS = 2000
 Send = Callable[[StatePart | Draws], object]
 
 
-class Decoder(Protocol):
-    """What decodes, and how often it can do so while a block is read."""
+class Executor(Protocol):
+    """The model on this rank's device; called by one thread, in the order of the steps."""
 
     @property
-    def pauses(self) -> int: ...
+    def loaded(self) -> LoadedModel: ...
+
+    def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None: ...
+
+    def read_ahead(self, ops: Sequence[PrefillOp]) -> None: ...
+
+    def prefill(self, op: PrefillOp, pause: Callable[[], None]) -> RowPieces | None: ...
 
     def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]: ...
+
+    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None: ...
+
+    def close(self, request: int) -> None: ...
+
+    def finish_step(self) -> None: ...
+
+    def take_guards(self) -> GuardCounts | None: ...
+
+    def shut_down(self) -> None: ...
 
 
 @final
@@ -65,11 +81,11 @@ class Decoding:
     round follows each but the last. Every rank counts the same, so all decode at the same time.
     """
 
-    def __init__(self, step: Step, rank: int, decoder: Decoder, send: Callable[[Draws], object]) -> None:
-        self._step, self._rank, self._decoder, self._send = step, rank, decoder, send
+    def __init__(self, step: Step, rank: int, executor: Executor, send: Callable[[Draws], object]) -> None:
+        self._step, self._rank, self._executor, self._send = step, rank, executor, send
         blocks = [op for op in step.ops if isinstance(op, PrefillOp)]
         self._left = [sum(op.lengths) for op in blocks]
-        self._per_block = max(1, decoder.pauses)
+        self._per_block = max(1, executor.loaded.pauses)
         self._all = sum(self._left) * self._per_block
         self._read = 0  # tokens of blocks that are done
         self._paused = 0  # times in the block that is being read
@@ -81,7 +97,7 @@ class Decoding:
     def draw(self, op: DecodeOp) -> None:
         """One round; what it gives goes out at once if anything of the step is still to be read."""
         began = time.monotonic()
-        results = self._decoder.decode(op) if op.entries else []
+        results = self._executor.decode(op) if op.entries else []
         self.seconds += time.monotonic() - began
         if not self._left:
             self._results += results
@@ -118,67 +134,6 @@ def _sorted(results: list[Drawn | RequestFault]) -> tuple[list[Drawn], list[Requ
     return [r for r in results if isinstance(r, Drawn)], [r for r in results if isinstance(r, RequestFault)]
 
 
-class Executor(Protocol):
-    """The model on this rank's device; called by one thread, in the order of the steps."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def end_tokens(self) -> Collection[int]: ...
-
-    @property
-    def text_tokens(self) -> int | None: ...
-
-    @property
-    def grain(self) -> int: ...
-
-    @property
-    def writes(self) -> bool: ...
-
-    @property
-    def state_bytes(self) -> int | None: ...
-
-    @property
-    def token_bytes(self) -> int: ...
-
-    @property
-    def manifest(self) -> Manifest | None: ...
-
-    def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None: ...
-
-    @property
-    def pauses(self) -> int: ...
-
-    @property
-    def backend(self) -> str: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def read_ahead(self, ops: Sequence[PrefillOp]) -> None: ...
-
-    def prefill(self, op: PrefillOp, pause: Callable[[], None]) -> RowPieces | None: ...
-
-    def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]: ...
-
-    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None: ...
-
-    def close(self, request: int) -> None: ...
-
-    def finish_step(self) -> None: ...
-
-    def take_guards(self) -> GuardCounts | None: ...
-
-    def shut_down(self) -> None: ...
-
-
 def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Pulse], Executor]) -> int:
     """Load the model, say hello, and take steps until the controller says otherwise; the exit code.
 
@@ -213,34 +168,12 @@ def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Puls
 
 
 def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, pulse: Pulse) -> None:
-    dealer.send(
-        RankHello(
-            PROTOCOL_VERSION,
-            settings.epoch,
-            settings.rank,
-            settings.ranks,
-            getpid(),
-            socket.gethostname(),
-            executor.model,
-            executor.hidden_size,
-            executor.vocab_size,
-            tuple(executor.end_tokens),
-            executor.text_tokens,
-            executor.state_bytes,
-            executor.manifest,
-            token_bytes=executor.token_bytes,
-            pauses=executor.pauses,
-            backend=executor.backend,
-            device=executor.device,
-            grain=executor.grain,
-            writes=executor.writes,
-        ),
-        SEND_S,
-    )
+    model, place = executor.loaded, (settings.epoch, settings.rank, settings.ranks)
+    dealer.send(RankHello(PROTOCOL_VERSION, *place, getpid(), socket.gethostname(), model), SEND_S)
     pulse.phase = "idle"
     # How far the text has come that a state is of is known only once it is there.
-    largest = settings.state_bytes if executor.token_bytes else executor.state_bytes or 0
-    states = ReceivedStates(largest_snapshot(largest, executor.vocab_size))
+    largest = settings.state_bytes if model.token_bytes else model.state_bytes or 0
+    states = ReceivedStates(largest_snapshot(largest, model.vocab_size))
     while True:
         # The heartbeat thread ends this process when the controller is gone, so waiting for it needs no other end.
         message = dealer.receive(WAIT_S)

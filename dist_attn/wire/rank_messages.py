@@ -159,21 +159,15 @@ class GuardCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return GuardCounts(self.denominators + other.denominators, guarded)
 
 
-class RankHello(Message, frozen=True):
-    """First message of a rank: who it is and what it has loaded.
+class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank has loaded.
 
     `text_tokens` is how much of a text the model reads at once, as a sequence that stands alone; None: any length.
     `grain`: what is read ends at a multiple of so many tokens, or with the text. `writes`: more than vectors.
     `pauses` is how often work on a block can be interrupted for a round of decoding; 0: not at all.
     """
 
-    protocol_version: int
-    epoch: Count
-    rank: Count
-    size: Count
-    pid: Count
-    host: str
-    model: str
+    name: str
     hidden_size: Count
     vocab_size: Count
     end_tokens: Annotated[tuple[Count, ...], Meta(max_length=MOST_END_TOKENS)] = ()  # each of them ends a text
@@ -193,6 +187,18 @@ class RankHello(Message, frozen=True):
     def state_bytes_at(self, position: int) -> int:
         """Bytes of a state after so many tokens at most."""
         return (self.state_bytes or 0) + self.token_bytes * position
+
+
+class RankHello(Message, frozen=True):
+    """First message of a rank: who it is and what it has loaded."""
+
+    protocol_version: int
+    epoch: Count
+    rank: Count
+    size: Count
+    pid: Count
+    host: str
+    model: LoadedModel
 
 
 class RowPieces(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from dist_attn.wire.rank_messages import (
     Draws,
     GuardCounts,
     Heartbeat,
+    LoadedModel,
     OpenOp,
     Ping,
     PrefillOp,
@@ -59,14 +60,11 @@ class Table:
         self.now = 1.0
         self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
         self.controller.tick(self.now)
+        model = LoadedModel("m", 2, 9000, (9,), None, state_bytes, described, token_bytes, pauses=12)
         for rank in (0, 1):
             self.engine(
                 rank_identity(1, rank),
-                RankHello(
-                    *(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, (9,), None, state_bytes, described),
-                    token_bytes=token_bytes,
-                    pauses=12,
-                ),
+                RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", model),
             )
 
     def to_api(self, peer, message):

@@ -16,7 +16,7 @@ from dist_attn.wire.agent_messages import (
     WatchRanks,
 )
 from dist_attn.wire.messages import PROTOCOL_VERSION
-from dist_attn.wire.rank_messages import Heartbeat, RankFailed, RankHello
+from dist_attn.wire.rank_messages import Heartbeat, LoadedModel, RankFailed, RankHello
 
 SETTINGS = ControlSettings(
     api_address="ipc:///none",
@@ -75,7 +75,7 @@ class Scene:
             self.group.tick(self.now, step_sent_at, step)
 
     def hello(self, rank, **fields):
-        hello = RankHello(PROTOCOL_VERSION, self.group.epoch, rank, 2, 70 + rank, "host", "m", 4, 9)
+        hello = RankHello(PROTOCOL_VERSION, self.group.epoch, rank, 2, 70 + rank, "host", LoadedModel("m", 4, 9))
         self.group.rank_hello(msgspec.structs.replace(hello, **fields), self.now)
 
     def run(self):
@@ -201,7 +201,11 @@ def test_ranks_that_do_not_load_in_time_are_named():
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"vocab_size": 8}, "another model"), ({"size": 3}, "needed"), ({"protocol_version": 99}, "needed")],
+    [
+        ({"model": LoadedModel("m", 4, 8)}, "another model"),
+        ({"size": 3}, "needed"),
+        ({"protocol_version": 99}, "needed"),
+    ],
 )
 def test_ranks_that_do_not_fit_together_are_refused(fields, reason):
     """Another model, group size or protocol ends the epoch before any work is given to it."""

@@ -26,7 +26,7 @@ from dist_attn.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
-from dist_attn.wire.rank_messages import Drawn, RankHello, RowPieces, SavedState
+from dist_attn.wire.rank_messages import Drawn, LoadedModel, RowPieces, SavedState
 from dist_attn.wire.sockets import Sent
 from dist_attn.wire.specs import Terms
 from tests.support.opening import open_completion, open_encoding
@@ -50,7 +50,7 @@ class ApiSide:
         self.answers = Answers(self.requests, states, SETTINGS)
         self.intake = Intake(self.requests, states, self.answers, SETTINGS, self.pace)
         if model:
-            self.intake.set_model(RankHello(1, 1, 0, 1, 2, "h", "m", 2, 100, end_tokens=(8, 9)))
+            self.intake.set_model(LoadedModel("m", 2, 100, (8, 9)))
 
     def send(self, peer, message):
         if self.outcome is Sent.DONE:
@@ -183,7 +183,7 @@ def test_tokens_that_came_before_the_model_was_known_are_checked_then():
     side.tell(open_encoding("a", RowSpec()))
     side.tokens([5000])
     assert len(side.requests)
-    side.intake.set_model(RankHello(1, 1, 0, 1, 2, "h", "m", 2, 100))
+    side.intake.set_model(LoadedModel("m", 2, 100))
     assert side.last(Failed).code == "invalid_value"
 
 

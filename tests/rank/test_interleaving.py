@@ -6,7 +6,17 @@ import pytest
 from dist_attn.rank.worker import Decoding, ReceivedStates, perform
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.wire.messages import RowSpec, SamplingSpec
-from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, Draws, OpenOp, PrefillOp, RequestFault, Step
+from dist_attn.wire.rank_messages import (
+    DecodeEntry,
+    DecodeOp,
+    Drawn,
+    Draws,
+    LoadedModel,
+    OpenOp,
+    PrefillOp,
+    RequestFault,
+    Step,
+)
 from tests.rank.test_executor import executor
 
 ROUND = DecodeOp([DecodeEntry(9)])
@@ -16,7 +26,7 @@ class _Decoder:
     """Counts its rounds."""
 
     def __init__(self, pauses):
-        self.pauses, self.rounds = pauses, 0
+        self.loaded, self.rounds = LoadedModel("m", 4, 9, pauses=pauses), 0
 
     def decode(self, op):
         self.rounds += 1
@@ -94,7 +104,7 @@ def test_bits_of_rows_and_tokens_do_not_depend_on_what_goes_between_layers():
     apart, together = opened(), opened()
     rows = [apart.prefill(op).vectors for op in blocks]
     tokens = [apart.decode(op)[0].token for op in [first, *[DecodeOp([DecodeEntry(2)])] * 5]]
-    assert together.pauses > 1
+    assert together.loaded.pauses > 1
     sent = []
     step = Step(1, 1, [first, *blocks], [DecodeOp([DecodeEntry(2)])] * 5)
     done = perform(step, 0, together, Pulse(), ReceivedStates(0), sent.append)

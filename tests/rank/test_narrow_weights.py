@@ -85,7 +85,7 @@ def test_a_rank_holds_its_weights_as_it_was_told(folder, capsys):
     """A rank says on stderr what its weights come to, and its manifest says how they are held."""
     for precision in PRECISIONS:
         made = opened(folder, precision)
-        assert made.manifest.model.weight_precision == precision
+        assert made.loaded.manifest.model.weight_precision == precision
         said = capsys.readouterr().err
         assert (f"held as {precision}" in said) == (precision != "float32")
         made.shut_down()
@@ -139,7 +139,8 @@ def test_a_rank_computes_in_the_precision_it_was_told(folder, capsys):
 
     def read(dtype):
         made = opened(folder, "float32", dtype)
-        assert (made.device, made.backend, made.manifest.computed.dtype) == (f"cpu, {dtype}", "local", dtype)
+        loaded = made.loaded
+        assert (loaded.device, loaded.backend, loaded.manifest.computed.dtype) == (f"cpu, {dtype}", "local", dtype)
         made.open(OpenOp(1, RowSpec("document"), None, None, {}))
         pieces = made.prefill(PrefillOp(1, 0, [40], PROMPT.numpy().astype("<i4").tobytes()))
         rows[dtype] = np.frombuffer(pieces.vectors, "<f4")

@@ -20,7 +20,7 @@ from dist_attn.rank.sequence_executor import SequenceExecutor
 from dist_attn.rank_link.rows import RowAssembler, sequence_length
 from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import OpenWork, RowSpec, SamplingSpec
-from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp, RankHello, SavedState
+from dist_attn.wire.rank_messages import DecodeOp, LoadedModel, OpenOp, PrefillOp, SavedState
 from dist_attn.wire.specs import RowChoiceError, SequenceReading, choose_rows
 from tests.support.closeness import assert_close
 
@@ -230,8 +230,8 @@ def test_the_controller_refuses_what_ranks_could_not_do(
     text_tokens: int | None, rows: RowSpec | None, received: int, message: str
 ) -> None:
     """Before a rank is given work, the model is asked whether it reads that much and pools that way."""
-    hello = RankHello(2, 1, 0, 1, 7, "host", "m", DIM, 257, (), text_tokens, writes=text_tokens is None)
-    said = misfit(hello, OpenWork("r", rows=rows, draw=None if rows else SamplingSpec(1)), received)
+    model = LoadedModel("m", DIM, 257, (), text_tokens, writes=text_tokens is None)
+    said = misfit(model, OpenWork("r", rows=rows, draw=None if rows else SamplingSpec(1)), received)
     assert message in said and bool(said) == bool(message)
 
 

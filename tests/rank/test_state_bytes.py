@@ -59,7 +59,7 @@ def test_reading_goes_on_bit_for_bit(kind):
     second.open(OpenOp(1, RowSpec("window", 64), None, saved), state)
     assert (saved.position, saved.draws, saved.num_bytes) == (1024, 0, len(state))
     (header,) = PRELUDE.unpack_from(state)
-    assert len(state) == PRELUDE.size + header + first.state_bytes - 8 + 1024 * first.token_bytes
+    assert len(state) == PRELUDE.size + header + first.loaded.state_bytes_at(1024) - 8
     assert prefill(second, 1024, 3000) == prefill(first, 1024, 3000)
 
 
@@ -110,7 +110,7 @@ def test_what_a_rank_says_of_its_states_is_what_the_configuration_says(kind):
     made = executor(kind)
     costs = LanguageModelCosts(small_config(kind, **KINDS.get(kind, {})))
     for position in (0, 1, 1000):
-        assert made.state_bytes + made.token_bytes * position == costs.state_bytes(position) + 8
+        assert made.loaded.state_bytes_at(position) == costs.state_bytes(position) + 8
 
 
 def described(kind):

@@ -86,7 +86,7 @@ def test_a_saved_state_goes_on_bit_for_bit(snapshot, tmp_path):
         return ModelExecutor(model, LocalCommunicator(), name="stream", manifest=manifest)
 
     first, second = made(), made()
-    assert first.vocab_size == WORDS
+    assert first.loaded.vocab_size == WORDS
     first.open(OpenOp(1, ROWS))
     prefill(first, 0, 1088)
     saved, state = first.save(1, snapshot)
@@ -195,7 +195,7 @@ def test_blocks_of_a_mixer_that_takes_no_packed_texts_are_read_in_turn():
 def test_a_model_that_writes_nothing_refuses_to():
     """Completions and draws are errors, as they are of a text encoder."""
     made = executor()
-    assert not made.writes and made.grain == PAIR
+    assert not made.loaded.writes and made.loaded.grain == PAIR
     with pytest.raises(EngineError, match="makes vectors only"):
         made.open(OpenOp(1, None, SamplingSpec(1)))
     with pytest.raises(EngineError, match="draws no tokens"):
@@ -250,6 +250,6 @@ def test_the_controller_refuses_what_needs_a_writer(asked):
     """Completions and sessions are refused in words before a rank is given them; encodings of any length are not."""
     engine = OneRank()
     engine.turn()
-    hello = engine.hello_of(0)
-    assert "cannot write any" in misfit(hello, OpenWork("w", **asked), 3)
-    assert not misfit(hello, OpenWork("e", rows=RowSpec("document")), 10**9)
+    model = engine.hello_of(0).model
+    assert "cannot write any" in misfit(model, OpenWork("w", **asked), 3)
+    assert not misfit(model, OpenWork("e", rows=RowSpec("document")), 10**9)

@@ -79,7 +79,13 @@ def stage(request, tmp_path):
 def test_a_rank_says_hello_takes_steps_and_ends_when_told(stage):
     """Rows and drawn tokens come back with the number of their step; Shutdown ends it with code 0."""
     hello = stage.next(RankHello)
-    assert (hello.epoch, hello.rank, hello.size, hello.model, hello.pid) == (EPOCH, 0, 1, "fake", stage.process.pid)
+    assert (hello.epoch, hello.rank, hello.size, hello.model.name, hello.pid) == (
+        EPOCH,
+        0,
+        1,
+        "fake",
+        stage.process.pid,
+    )
     tokens = np.arange(700) % 900
     payload = tokens.astype("<i4").tobytes()
     stage.send(

@@ -22,6 +22,7 @@ from dist_attn.wire.rank_messages import (
     DecodeOp,
     Drawn,
     GuardCounts,
+    LoadedModel,
     OpenOp,
     PrefillOp,
     RequestFault,
@@ -71,14 +72,6 @@ def fake_snapshot(position, last, described=None):
 class FakeExecutor:
     """Remembers which tokens each request should be given next, and refuses a gap."""
 
-    model, hidden_size, vocab_size, end_tokens, text_tokens = "fake", DIM, VOCAB, (END,), None
-    state_bytes = 24
-    token_bytes = 0
-    pauses = 4
-    grain, writes = 1, True
-    backend = ""
-    device = "cpu"
-
     def __init__(self, settings: RankSettings, pulse: Pulse) -> None:
         self.rank = settings.rank
         self.rows: dict[int, RowSpec | None] = {}
@@ -91,7 +84,8 @@ class FakeExecutor:
         self.kept: dict[int, bool] = {}  # requests that draw from kept logits, and whether this rank has them
         self.ended: set[int] = set()
         self.refused: set[int] = set()
-        self.manifest = fake_manifest(settings.chunk_tokens * settings.ranks, settings.ranks)
+        manifest = fake_manifest(settings.chunk_tokens * settings.ranks, settings.ranks)
+        self.loaded = LoadedModel("fake", DIM, VOCAB, (END,), None, 24, manifest, pauses=4, device="cpu")
 
     def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:
         assert op.request not in self.position, "opened twice"
@@ -123,7 +117,7 @@ class FakeExecutor:
             return None
         if snapshot:
             assert self.kept.get(request, True), "this rank has no logits"
-            state = fake_snapshot(self.position[request], self.last[request], self.manifest)
+            state = fake_snapshot(self.position[request], self.last[request], self.loaded.manifest)
             return SavedState(request, self.position[request], self.draws[request], len(state), snapshot=True), state
         position, draws = self.position[request], self.draws[request]
         state = np.array([position, self.last.get(request, 0), draws], dtype="<i8").tobytes()
@@ -139,7 +133,7 @@ class FakeExecutor:
         self.position[op.request] += sum(op.lengths)
         tokens = np.frombuffer(op.tokens, dtype="<i4")
         assert len(tokens) == op.lengths[self.rank]
-        for _ in range(self.pauses):
+        for _ in range(self.loaded.pauses):
             pause()
         self.denominators += len(tokens)
         ends = marked_ends(tokens, op.start + sum(op.lengths[: self.rank])).tolist()

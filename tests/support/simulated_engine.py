@@ -68,7 +68,7 @@ class _Mortal(FakeExecutor):
 class Engine:
     """A controller, an agent and ranks in one thread: what happens next is up to the test."""
 
-    pauses = FakeExecutor.pauses  # of a block, in which further rounds of decoding may be planned
+    pauses = 4  # of a block, in which further rounds of decoding may be planned
 
     def __init__(self, settings=SETTINGS):
         self.settings, self.states, self.now, self.epoch = settings, MemoryStates(), 1.0, 0
@@ -104,9 +104,9 @@ class Engine:
         self.ranks = {rank: self.make_rank(epoch, rank) for rank in range(self.settings.ranks)}
         self.coming = {
             rank: ReceivedStates(
-                largest_snapshot(self.settings.state_bytes if made.token_bytes else made.state_bytes, made.vocab_size)
+                largest_snapshot(self.settings.state_bytes if it.token_bytes else it.state_bytes, it.vocab_size)
             )
-            for rank, made in self.ranks.items()
+            for rank, it in ((rank, made.loaded) for rank, made in self.ranks.items())
         }
         self.hello = True
 
@@ -139,12 +139,8 @@ class Engine:
 
     def hello_of(self, rank):
         """What the rank says first."""
-        made, size = self.ranks[rank], len(self.ranks)
-        sizes = (made.hidden_size, made.vocab_size, made.end_tokens, None, made.state_bytes, made.manifest)
-        more = {"grain": made.grain, "writes": made.writes}
-        return RankHello(
-            PROTOCOL_VERSION, self.epoch, rank, size, 70 + rank, "h", "m", *sizes, made.token_bytes, self.pauses, **more
-        )
+        model = msgspec.structs.replace(self.ranks[rank].loaded, name="m", pauses=self.pauses)
+        return RankHello(PROTOCOL_VERSION, self.epoch, rank, len(self.ranks), 70 + rank, "h", model)
 
     def work(self, rank, heard=1000):
         """The rank takes what it was sent first, and so many of its messages are heard; false when there is nothing."""

@@ -77,7 +77,7 @@ EXAMPLES = [
     ranks.StatePart(1, 0, 2, 8, b"abc"),
     ranks.Shutdown(1),
     ranks.Ping(),
-    ranks.RankHello(1, 1, 0, 2, 77, "host", "m", 4, 9, (3, 8)),
+    ranks.RankHello(1, 1, 0, 2, 77, "host", ranks.LoadedModel("m", 4, 9, (3, 8))),
     ranks.Draws(1, 2, 0, [ranks.Drawn(2, 5)], [ranks.RequestFault(3, "NaN")]),
     ranks.StepDone(
         1,
