@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,93 +35,6 @@ def check_bytes(data: Bytes) -> None:
         return
     if not isinstance(data, bytes | bytearray):
         raise TokenError(f"a tokeniser takes bytes; given was {type(data).__name__}. Encode text as UTF-8 first")
-
-
-class Tokeniser(Protocol):
-    """Bytes to token ids and back; any bytes are accepted, and text never turns into the end token."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids there are, the end token included."""
-        ...
-
-    @property
-    def end_token(self) -> int | None:
-        """The id that ends a document; it stands for no bytes."""
-        ...
-
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        """The tokens that begin, end and pad texts, as far as there are any, under transformers' names for them."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Sha256 (hex) of everything that decides which tokens a text gives."""
-        ...
-
-    def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of the next piece of a stream, and how many of its bytes they cover.
-
-        The caller keeps `data[consumed:]`, at most TAIL_BYTES (of words WORD_TAIL_BYTES), and puts it in front of the
-        next piece. The function keeps nothing between calls. With `final` every byte is consumed.
-        """
-        ...
-
-    def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """`encode_piece`, and where in `data` each of the tokens ends.
-
-        Bytes that no token stands for, such as blanks between words, lie before the end of the next one.
-        """
-        ...
-
-    def encode(self, data: Bytes) -> NDArray[np.int32]:
-        """The tokens of a whole text, as a stream gives them."""
-        ...
-
-    def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
-        """The tokens of a whole text that is a prompt; of a folder of Hugging Face's those of its AutoTokenizer.
-
-        `framed`: with the tokens that the folder puts around every text.
-        """
-        ...
-
-    def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
-        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them."""
-        ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The id of each special token, by its text."""
-        ...
-
-    @property
-    def byte_tokens(self) -> frozenset[int]:
-        """Tokens of single bytes whose runs are text only where all of a run is UTF-8."""
-        ...
-
-    @property
-    def dropped_blanks(self) -> int:
-        """So many blanks at the beginning of a whole text are no part of it."""
-        ...
-
-    def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
-        """How many bytes each token stands for.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        ...
-
-    def decode(self, tokens: Tokens) -> bytes:
-        """The bytes that the tokens stand for.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` into the folder, which is made if needed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -177,58 +90,91 @@ class Vocabulary:
         return ids.astype(np.int64, copy=False)
 
 
-class TableTokeniser(ABC):
-    """A tokeniser whose ids stand for the bytes of a table; a kind of it says how a stream is cut into tokens."""
+class Tokeniser(ABC):
+    """Bytes to token ids and back; any bytes are accepted, and text never turns into the end token.
 
-    _vocabulary: Vocabulary
+    Ids stand for the bytes of a table; a kind of tokeniser says how a stream is cut into tokens.
+    """
+
+    vocabulary: Vocabulary
+    """The bytes of every id."""
+    digest: str
+    """Sha256 (hex) of everything that decides which tokens a text gives."""
+    end_token: int | None
+    """The id that ends a document; it stands for no bytes."""
+    special_tokens: Mapping[str, int]
+    """The id of each special token, by its text."""
     byte_tokens: frozenset[int] = frozenset()
+    """Tokens of single bytes whose runs are text only where all of a run is UTF-8."""
     dropped_blanks: int = 0
+    """So many blanks at the beginning of a whole text are no part of it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, the end token, special and unused ones included."""
+        return self.vocabulary.size
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """The tokens that begin, end and pad texts, as far as there are any, under transformers' names for them.
+
+        Here the end token, which also pads.
+        """
+        return {"eos_token_id": self.vocabulary.end_token, "pad_token_id": self.vocabulary.end_token}
 
     @abstractmethod
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens of the next piece of a stream, and how many of its bytes they cover.
 
-        The caller keeps `data[consumed:]`, fewer than TAIL_BYTES (of words at most WORD_TAIL_BYTES), and puts it in
-        front of the next piece. With `final` every byte is consumed.
+        The caller keeps `data[consumed:]`, at most TAIL_BYTES (of words WORD_TAIL_BYTES), and puts it in front of the
+        next piece. The function keeps nothing between calls. With `final` every byte is consumed.
 
         Raises: TokenError if `data` is not bytes.
         """
 
-    @property
-    def vocab_size(self) -> int:
-        """How many ids there are, the end token, special and unused ones included."""
-        return self._vocabulary.size
-
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        """The end token, which also pads: `bos_token_id`, `eos_token_id` and `pad_token_id` as far as there are any."""
-        return {"eos_token_id": self._vocabulary.end_token, "pad_token_id": self._vocabulary.end_token}
-
     def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """`encode_piece`, and where in `data` each of the tokens ends."""
+        """`encode_piece`, and where in `data` each of the tokens ends.
+
+        Bytes that no token stands for, such as blanks between words, lie before the end of the next one.
+        """
         tokens, consumed = self.encode_piece(data, final=final)
         return tokens, np.cumsum(self.byte_lengths(tokens)), consumed
 
     def encode(self, data: Bytes) -> NDArray[np.int32]:
-        """The tokens of a whole text.
+        """The tokens of a whole text, as a stream gives them.
 
         Raises: TokenError if `data` is not bytes.
         """
         return self.encode_piece(data, final=True)[0]
+
+    @abstractmethod
+    def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
+        """The tokens of a whole text that is a prompt; of a folder of Hugging Face's those of its AutoTokenizer.
+
+        `framed`: with the tokens that the folder puts around every text.
+        """
+
+    @abstractmethod
+    def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
+        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them."""
 
     def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
         """How many bytes each token stands for; 0 for the end token and other special ones.
 
         Raises: TokenError for an id outside the vocabulary.
         """
-        return self._vocabulary.byte_lengths(tokens)
+        return self.vocabulary.byte_lengths(tokens)
 
     def decode(self, tokens: Tokens) -> bytes:
         """The bytes that the tokens stand for.
 
         Raises: TokenError for an id outside the vocabulary.
         """
-        return self._vocabulary.decode(tokens)
+        return self.vocabulary.decode(tokens)
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` into the folder, which is made if needed."""
 
 
 class IncrementalDecoder:

@@ -21,25 +21,22 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.trainers import BpeTrainer
 
 from dist_attn.errors import InputError, TokenError
-from dist_attn.text.base import Bytes, TableTokeniser, Vocabulary, check_bytes
+from dist_attn.text.base import Bytes, Tokeniser, Vocabulary, check_bytes
 from dist_attn.text.hugging_face import END_TEXT, printable, write_tokenizer_json
 from dist_attn.text.pieces import PATTERN, TEXT_PATTERN, cut_blocks
 
 BYTE_PIECES = tuple(bytes([value]) for value in range(256))
 
 
-class _OwnTokeniser(TableTokeniser):
+class _OwnTokeniser(Tokeniser):
     """A tokeniser whose end token has the highest id."""
 
-    @property
-    def end_token(self) -> int:
-        """The id that ends a document; it stands for no bytes."""
-        return self._vocabulary.end_token
+    end_token: int
 
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """The id of the end token, by its text."""
-        return {END_TEXT: self.end_token}
+    def __init__(self, vocabulary: Vocabulary, digest: str) -> None:
+        self.vocabulary, self.digest = vocabulary, digest
+        self.end_token = vocabulary.end_token
+        self.special_tokens = {END_TEXT: self.end_token}
 
     def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
         """`encode`: nothing is put around a text, and no text is a special token.
@@ -59,8 +56,7 @@ class ByteTokeniser(_OwnTokeniser):
     """Ids 0 to 255 are the bytes, 256 is the end token."""
 
     def __init__(self) -> None:
-        self._vocabulary = Vocabulary(BYTE_PIECES)
-        self.digest = hashlib.sha256(b"dist-attn byte tokeniser 1").hexdigest()
+        super().__init__(Vocabulary(BYTE_PIECES), hashlib.sha256(b"dist-attn byte tokeniser 1").hexdigest())
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The bytes as ids; all are consumed at once, whether `final` or not.
@@ -72,7 +68,7 @@ class ByteTokeniser(_OwnTokeniser):
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` into the folder, which is made if needed."""
-        write_tokenizer_json(folder, self._vocabulary, merges=(), split_pattern=None)
+        write_tokenizer_json(folder, self.vocabulary, merges=(), split_pattern=None)
 
 
 Merges: TypeAlias = tuple[tuple[bytes, bytes], ...]
@@ -90,21 +86,11 @@ class BpeTokeniser(_OwnTokeniser):
 
     def __init__(self, merges: Merges) -> None:
         pieces = _pieces_of(merges)
-        self._vocabulary = Vocabulary(pieces)
-        self._merges = merges
+        super().__init__(Vocabulary(pieces), _digest(merges))
+        self.merges = merges
+        """The pairs that become one token, first learnt first."""
         ids = {printable(piece): number for number, piece in enumerate(pieces)}
         self._cached = _Cache(BPE(vocab=ids, merges=[(printable(a), printable(b)) for a, b in merges]))
-        self.digest = _digest(merges)
-
-    @property
-    def merges(self) -> Merges:
-        """The pairs that become one token, first learnt first."""
-        return self._merges
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The bytes of every id."""
-        return self._vocabulary
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens of the next piece of a stream, and how many of its bytes they cover.
@@ -122,7 +108,7 @@ class BpeTokeniser(_OwnTokeniser):
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` into the folder, which is made if needed."""
-        write_tokenizer_json(folder, self._vocabulary, self._merges, split_pattern=TEXT_PATTERN)
+        write_tokenizer_json(folder, self.vocabulary, self.merges, split_pattern=TEXT_PATTERN)
 
 
 class _Cache(dict[bytes, bytes]):

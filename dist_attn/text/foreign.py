@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.text.base import TAIL_BYTES, Bytes, TableTokeniser, Vocabulary, check_bytes
+from dist_attn.text.base import TAIL_BYTES, Bytes, Tokeniser, Vocabulary, check_bytes
 from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
 from dist_attn.text.whole_text import DECIDING, WholeText, content_of
 
@@ -28,7 +28,7 @@ NOT_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that are no UTF-8, where these were decoded with `surrogateescape`."""
 
 
-class ForeignTokeniser(TableTokeniser):
+class ForeignTokeniser(Tokeniser):
     """The tokens of a foreign tokenizer.json; its special tokens, the end token among them, stand for no bytes.
 
     One value may serve any number of threads.
@@ -53,19 +53,15 @@ class ForeignTokeniser(TableTokeniser):
             self._about = {"eos_token": end_text} if about is None else dict(about)
             self._whole = WholeText(contents, self._about)
             table, size = self._table(contents), 1 + max(self._whole.library.get_vocab().values())
-            self._vocabulary = Vocabulary((*table, *[b""] * (size - len(table))), ends=False)
+            self.vocabulary = Vocabulary((*table, *[b""] * (size - len(table))), ends=False)
         except Exception as error:  # the library raises no narrower type
             detail = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ModelFolderError(f"{name}: {detail}; supported is {self.supported}") from None
         self._contents, self._end_text = contents, end_text
         self.byte_tokens, self.dropped_blanks = self._whole.byte_tokens, self._whole.dropped_blanks
-        self._end_token: int | None = None if end_text is None else self._whole.library.token_to_id(end_text)
+        self.special_tokens = self._whole.special_tokens
+        self.end_token = None if end_text is None else self._whole.library.token_to_id(end_text)
         self.digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def end_token(self) -> int | None:
-        """The id that ends a document, if the folder names one."""
-        return self._end_token
 
     @property
     def token_ids(self) -> Mapping[str, int]:
@@ -74,11 +70,6 @@ class ForeignTokeniser(TableTokeniser):
         texts |= {"eos_token": self._end_text, "pad_token": texts["pad_token"] or self._end_text}
         ids = {f"{name}_id": self._whole.library.token_to_id(text) for name, text in texts.items() if text}
         return {name: token for name, token in ids.items() if token is not None}
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The id of each special token, by its text."""
-        return self._whole.special_tokens
 
     def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
         """The tokens that transformers' AutoTokenizer gives: normalised, with the names of added tokens read as these.
@@ -112,7 +103,7 @@ class ForeignTokeniser(TableTokeniser):
             )
         unused = [b""] * (vocab_size - self.vocab_size)
         wider = copy(self)
-        wider._vocabulary = Vocabulary((*self._vocabulary.pieces, *unused), ends=False)
+        wider.vocabulary = Vocabulary((*self.vocabulary.pieces, *unused), ends=False)
         return wider
 
     def ending_with(self, token: int) -> Self:
