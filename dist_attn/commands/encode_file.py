@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import resource
 import select
 import sys
 import time
@@ -33,13 +32,13 @@ from dist_attn.model_config.figures import GRAIN
 from dist_attn.models import MillionModel, StreamingModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
+from dist_attn.rank_link.heartbeat import peak_rss_bytes
 from dist_attn.rank_link.rows import RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 from dist_attn.text import Tokeniser
 from dist_attn.text.cuts import CutFinder
 from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.rank_messages import RowPieces
 from dist_attn.wire.specs import SequenceReading, choose_rows
 
 if TYPE_CHECKING:
@@ -159,22 +158,23 @@ def encode_file(
         stack.enter_context(denormals_flushed())
         if deterministic:
             stack.enter_context(RowBlocks())
-        blocks, writer = _open_together(comm, stack, tokeniser, encoding, reader, on_progress)
+        blocks, file = _open_together(comm, stack, tokeniser, encoding, reader, on_progress)
         begun()
+        assembler = RowAssembler(spec, reader.dim)
         for block in encode_blocks(comm, reader, blocks):
-            if writer is not None:
-                for pieces in block.pieces:
-                    writer.add(pieces)
+            for pieces in block.pieces:
+                _write(file, assembler.add(pieces, None))
             tokens, carry_bytes, spent = tokens + block.tokens, block.carry_bytes, spent + block.seconds
-        if writer is not None:
-            writer.finish(tokens)
+        if file is not None:
+            _write(file, assembler.finish(tokens))
+            file.finish()
     seconds = time.perf_counter() - started
-    peaks = comm.all_gather(torch.tensor([_peak_rss_mib()], dtype=torch.float64))[:, 0].tolist()
-    if writer is None:
+    peaks = comm.all_gather(torch.tensor([peak_rss_bytes() / (1 << 20)], dtype=torch.float64))[:, 0].tolist()
+    if file is None:
         return None
     return EncodeReport(
         tokens=tokens,
-        rows=writer.rows,
+        rows=file.rows,
         seconds=round(seconds, 3),
         tokens_per_second=round(tokens / seconds, 1),
         ranks=comm.size,
@@ -195,15 +195,13 @@ def _open_together(
     encoding: Encoding,
     reader: BlockReader,
     on_progress: Callable[[int], None],
-) -> tuple[Iterator[np.ndarray] | None, "_RowWriter | None"]:
-    """The token blocks and the writer on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
-    problem, blocks, writer = "", None, None
+) -> tuple[Iterator[np.ndarray] | None, RowFile | None]:
+    """The token blocks and the rows' file on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
+    problem, blocks, file = "", None, None
     if comm.rank == 0:
         try:
             text = stack.enter_context(_open_text(encoding.source))
-            writer = _RowWriter(
-                stack.enter_context(row_file(encoding.target, encoding.source)), reader.dim, encoding.spec
-            )
+            file = stack.enter_context(row_file(encoding.target, encoding.source))
             finder = CutFinder(encoding.spec.granularity) if encoding.spec.marked else None
             blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress, finder)
         except InputError as error:
@@ -212,7 +210,7 @@ def _open_together(
     words = bytes(comm.broadcast(note, 0).tolist()).rstrip(b"\0").decode(errors="replace")
     if words:
         raise InputError(words)
-    return blocks, writer
+    return blocks, file
 
 
 def _block_tokens(comm: Communicator, reader: BlockReader) -> int:
@@ -270,29 +268,8 @@ def _token_blocks(
             return
 
 
-class _RowWriter:
-    """Pieces of rows, in whichever order ranks give them, into the file."""
-
-    def __init__(self, file: RowFile, dim: int, spec: RowSpec) -> None:
-        self._file = file
-        self._assembler = RowAssembler(spec, dim)
-
-    @property
-    def rows(self) -> int:
-        return self._file.rows
-
-    def add(self, pieces: RowPieces) -> None:
-        self._write(self._assembler.add(pieces, None))
-
-    def finish(self, total: int) -> None:
-        self._write(self._assembler.finish(total))
-        self._file.finish()
-
-    def _write(self, batches: list[RowBatch]) -> None:
+def _write(file: RowFile | None, batches: list[RowBatch]) -> None:
+    """Only rank 0 has a file, and rows."""
+    if file is not None:
         for batch in batches:
-            self._file.write(batch.vectors)
-
-
-def _peak_rss_mib() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20) if sys.platform == "darwin" else peak / (1 << 10)
+            file.write(batch.vectors)
