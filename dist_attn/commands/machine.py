@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from dist_attn.commands.tables import byte_size
-from dist_attn.control.preflight import GPU_DRIVERS
+from dist_attn.control.preflight import GPU_DRIVERS, why_not_listen
 from dist_attn.errors import extra_hint
 from dist_attn.launchers import find_mpiexec
 
@@ -169,15 +168,8 @@ def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> Fin
 
 def check_port(host: str, port: int) -> Finding:
     """Whether the service could listen here."""
-    advice = "stop what listens there, or choose another with `dist-attn serve --port N`"
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except (OSError, UnicodeError) as error:
-        # UnicodeError: a host that is no name, such as one with a part of more than 63 characters.
-        why = getattr(error, "strerror", error)
+    if why := why_not_listen(host, port):
+        advice = "stop what listens there, or choose another with `dist-attn serve --port N`"
         return broken("port", f"{host}:{port} cannot be listened on: {why}", advice)
     return ok("port", f"{host}:{port} is free")
 

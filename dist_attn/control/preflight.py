@@ -41,7 +41,8 @@ def check_before_start(
 
     Raises: ConfigError for the first two, as `check_engine` for the engine.
     """
-    _check_address(host, port)
+    if why := why_not_listen(host, port):
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another with --host and --port")
     _check_data_dir(data_dir)
     check_engine(folder, engine)
 
@@ -167,8 +168,8 @@ def check_layers_fit(folder: Path, ranks: int) -> None:
         raise ConfigError(f"engine.weights_over_ranks: {folder} has {layers} layers, too few for {ranks} ranks")
 
 
-def _check_address(host: str, port: int) -> None:
-    """Another process may still take the port before the API does: that is said then."""
+def why_not_listen(host: str, port: int) -> str:
+    """Why the API could not listen here, empty where it could; another process may still take the port before it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as trial:
@@ -178,8 +179,8 @@ def _check_address(host: str, port: int) -> None:
             trial.listen()
     except (OSError, UnicodeError) as error:
         # UnicodeError: a host that is no name, such as one with a part of more than 63 characters.
-        why = getattr(error, "strerror", error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another with --host and --port") from None
+        return str(getattr(error, "strerror", error))
+    return ""
 
 
 def _check_data_dir(data_dir: Path) -> None:
