@@ -215,6 +215,11 @@ def _short(text: str) -> str:
     return text if len(text) <= WORD_LENGTH else f"{text[:WORD_LENGTH]}…"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def host_name(environ: Mapping[str, str]) -> str:
     """Equal for two ranks exactly when one agent (torchrun's, or the engine's) or, without any, one machine runs both.
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.base import Communicator
-from dist_attn.comm.call import Call, Combine, Pending
-from dist_attn.comm.mpi_messages import Message, Scan, first_line, pieces, rest, reversed_ranks
-from dist_attn.comm.mpi_start import leave_running, start_mpi
+from dist_attn.comm.call import Call, Combine, Pending, first_line
+from dist_attn.comm.mpi_library import Message, Scan, leave_running, pieces, rest, reversed_ranks, start_mpi
 from dist_attn.errors import CommError, MismatchError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous as torchrun_rendezvous
 
 from dist_attn.comm.base import Communicator
+from dist_attn.comm.call import first_line
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.comm.mpi import MpiCommunicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
@@ -176,8 +177,7 @@ def _backend_between(places: list[str], backend: str | None) -> str:
 
 
 def _not_met(rank: int, size: int, timeout_s: float, place: str, error: Exception) -> CommError:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
     return CommError(
-        f"rank {rank} of {size} did not meet all other ranks {place} within {timeout_s:g} s: {reason}; "
+        f"rank {rank} of {size} did not meet all other ranks {place} within {timeout_s:g} s: {first_line(error)}; "
         "are all ranks started?"
     )

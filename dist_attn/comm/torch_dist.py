@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 from torch.futures import Future
 
 from dist_attn.comm.base import Communicator
-from dist_attn.comm.call import EVENTS_KEPT, Call, Pending
+from dist_attn.comm.call import EVENTS_KEPT, Call, Pending, first_line
 from dist_attn.errors import CommError, ConfigError
 
 __all__ = ["TorchDistCommunicator"]
@@ -125,7 +125,7 @@ class TorchDistCommunicator(Communicator):
             place = f" at {url}" if url else ""
             raise CommError(
                 f"rank {_given(rank, 'RANK')} of {_given(size, 'WORLD_SIZE')} could not join the {backend} group"
-                f"{place} within {start_s:g} s: {_first_line(error)}; are all ranks started?"
+                f"{place} within {start_s:g} s: {first_line(error)}; are all ranks started?"
             ) from error
         return comm
 
@@ -207,7 +207,7 @@ class TorchDistCommunicator(Communicator):
             except (RuntimeError, ValueError) as error:
                 raise CommError(
                     f"rank {self.rank} of {self.size} could not join the group of ranks {', '.join(map(str, ranks))}: "
-                    f"{_first_line(error)}"
+                    f"{first_line(error)}"
                 ) from error
             if self.rank in ranks:
                 own = made
@@ -245,7 +245,7 @@ class TorchDistCommunicator(Communicator):
         try:
             return operation()
         except (RuntimeError, ValueError) as error:
-            self._failure = f"{call} failed after {time.monotonic() - began:.1f} s: {_first_line(error)}"
+            self._failure = f"{call} failed after {time.monotonic() - began:.1f} s: {first_line(error)}"
             raise CommError(
                 f"rank {self.rank} of {self.size} ({self.backend}): {self._failure}. A rank died, is late by more than "
                 f"{self.timeout_s:g} s or called something else: look at the output of the other ranks"
@@ -301,7 +301,3 @@ def _partners(
 
 def _given(value: int, variable: str) -> str:
     return str(value) if value >= 0 else os.environ.get(variable, "?")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

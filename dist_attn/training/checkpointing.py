@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dist_attn.comm.call import first_line
 from dist_attn.errors import ConfigError, EngineError
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.parallel import is_sharded
@@ -233,7 +234,7 @@ def _written(work: Callable[[], None] | None) -> None:
         if work is not None:
             work()
     except SafetensorError as error:
-        raise OSError(_reason(error)) from error
+        raise OSError(first_line(error)) from error
 
 
 @contextmanager
@@ -242,9 +243,5 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"checkpoint {checkpoint} is damaged: {_reason(error)}; delete it to resume from an older one"
+            f"checkpoint {checkpoint} is damaged: {first_line(error)}; delete it to resume from an older one"
         ) from None
-
-
-def _reason(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

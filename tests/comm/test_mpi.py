@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from dist_attn.comm import Communicator, differentiable, mpi_messages
+from dist_attn.comm import Communicator, differentiable, mpi_library
 from dist_attn.comm.mpi import MpiCommunicator
 from dist_attn.errors import CommError
 from dist_attn.launchers import find_mpiexec
@@ -55,13 +55,13 @@ def fails_in_many_ways(healthy: Communicator) -> dict[str, str]:
 
 def gathers_in_pieces(comm: Communicator) -> bool:
     """More bytes than go into one message, forward and backward."""
-    before, mpi_messages.PIECE_BYTES = mpi_messages.PIECE_BYTES, 1000
+    before, mpi_library.PIECE_BYTES = mpi_library.PIECE_BYTES, 1000
     try:
         x = (torch.arange(3001.0) + comm.rank).requires_grad_()
         gathered = differentiable.all_gather(comm, x)
         (grad,) = torch.autograd.grad(gathered.sum() * (comm.rank + 1), x)
     finally:
-        mpi_messages.PIECE_BYTES = before
+        mpi_library.PIECE_BYTES = before
     whole = torch.stack([torch.arange(3001.0) + rank for rank in range(comm.size)])
     return torch.equal(gathered, whole) and torch.equal(grad, torch.full_like(x, sum(range(1, comm.size + 1))))
 
