@@ -15,13 +15,7 @@ from dist_attn.control.state_files import StateFiles
 from dist_attn.control.states import States
 from dist_attn.control.steps import Pace, StepBook
 from dist_attn.errors import WireError
-from dist_attn.wire.agent_messages import (
-    AgentHello,
-    GroupExited,
-    GroupStarted,
-    RankExited,
-    StopAgent,
-)
+from dist_attn.wire.agent_messages import AgentHello, GroupExited, GroupStarted, RankExited, StopAgent
 from dist_attn.wire.messages import AnyMessage, GetStatus, Status
 from dist_attn.wire.rank_messages import (
     Draws,
