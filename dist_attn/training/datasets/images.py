@@ -29,9 +29,9 @@ class PixelScale:
     deviation_C: tuple[float, ...]
 
     @classmethod
-    def of(cls, images: "Images") -> "PixelScale":
+    def of(cls, images_NHWC: NDArray[np.generic]) -> "PixelScale":
         """Those of (the first 10,000) images, in float64; 1 in place of a deviation of 0."""
-        pixels_NC = images.array_NHWC[:_STATISTICS_IMAGES].reshape(-1, images.array_NHWC.shape[3]).astype(np.float64)
+        pixels_NC = images_NHWC[:_STATISTICS_IMAGES].reshape(-1, images_NHWC.shape[3]).astype(np.float64)
         deviation_C = pixels_NC.std(axis=0)
         return cls(tuple(pixels_NC.mean(axis=0).tolist()), tuple(np.where(deviation_C > 0, deviation_C, 1).tolist()))
 
@@ -41,18 +41,8 @@ class PixelScale:
         return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
 
 
-@dataclass(frozen=True)
-class Images:
-    """Images of one size."""
-
-    array_NHWC: NDArray[np.generic]
-
-    def __len__(self) -> int:
-        return len(self.array_NHWC)
-
-
-def read_images(path: Path, key: str, config: ImageConfig) -> Images:
-    """The images of a file, which a `.npy` file is mapped to memory for.
+def read_images(path: Path, key: str, config: ImageConfig) -> NDArray[np.generic]:
+    """The images of a file, [N, H, W, C], which a `.npy` file is mapped to memory for.
 
     Raises: ConfigError for a file that is none, or that holds images of another size, or none, or no finite numbers.
     """
@@ -73,7 +63,7 @@ def read_images(path: Path, key: str, config: ImageConfig) -> Images:
             bad = ~np.isfinite(array[start : start + 1024]).all(axis=(1, 2, 3))
             if bad.any():
                 raise ConfigError(f"{path}: image {start + int(bad.argmax())} has NaN or infinite pixels; take it out")
-    return Images(array)
+    return array
 
 
 def read_labels(path: Path, key: str, count: int) -> tuple[Label, ...]:
@@ -121,16 +111,16 @@ def _array(path: Path, key: str) -> NDArray[np.generic]:
 class ImageSet:
     """Images and, for a classifier, their classes."""
 
-    images: Images
+    images_NHWC: NDArray[np.generic]
     classes_N: NDArray[np.int64] | None
     scale: PixelScale
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.images_NHWC)
 
     def pixels(self, numbers: NDArray[np.int64]) -> Tensor:
         """Some of the images as a model takes them, [B, C, H, W]."""
-        return self.scale(self.images.array_NHWC[numbers])
+        return self.scale(self.images_NHWC[numbers])
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ def test_images_come_from_npy_and_npz(tmp_path):
     grey, colour = _pixels(5, 4, 6), _pixels(5, 4, 6, 3)
     np.save(tmp_path / "grey.npy", grey)
     np.savez_compressed(tmp_path / "colour.npz", x=colour, y=np.arange(5))
-    assert np.array_equal(read_images(tmp_path / "grey.npy", "images", GREY).array_NHWC[..., 0], grey)
-    assert np.array_equal(read_images(tmp_path / "colour.npz", "x", COLOUR).array_NHWC, colour)
+    assert np.array_equal(read_images(tmp_path / "grey.npy", "images", GREY)[..., 0], grey)
+    assert np.array_equal(read_images(tmp_path / "colour.npz", "x", COLOUR), colour)
     assert read_labels(tmp_path / "colour.npz", "y", 5) == (0, 1, 2, 3, 4)
 
 
@@ -32,7 +32,7 @@ def test_channels_are_scaled_to_mean_0_and_deviation_1(tmp_path):
     pixels[..., 2] = 7  # a channel that is always the same
     np.save(tmp_path / "a.npy", pixels)
     images = read_images(tmp_path / "a.npy", "", COLOUR)
-    seen = PixelScale.of(images)(images.array_NHWC)
+    seen = PixelScale.of(images)(images)
     assert seen.shape == (50, 3, 4, 6)
     assert np.allclose(seen.mean(dim=(0, 2, 3)), 0, atol=1e-5)
     assert np.allclose(seen[:, :2].std(dim=(0, 2, 3), correction=0), 1, atol=1e-5)
