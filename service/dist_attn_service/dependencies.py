@@ -6,12 +6,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import ParamSpec, Self, TypeVar
 
-from starlette.requests import Request
-
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.specs import RowChoiceError, choose_rows
 from dist_attn_api.types import CompletionUsage
-from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.errors import BadRequest, Code, NotFound
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
@@ -24,7 +22,6 @@ from dist_attn_service.encodings.estimates import EstimateService
 from dist_attn_service.engine.metrics import Gauges, Metrics
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.feeding.service import FeedingService
-from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.service import SearchService
@@ -33,27 +30,14 @@ from dist_attn_service.sessions.generate import GenerateService
 from dist_attn_service.sessions.store_service import StoreService
 from dist_attn_service.sessions.stored import SessionCatalogue, SessionStates
 from dist_attn_service.text.spool import DiskBudget
-from dist_attn_service.uploads.multipart import boundary_of
 from dist_attn_service.uploads.service import FileService
 
-__all__ = [
-    "ModelServices",
-    "Services",
-    "content_length",
-    "form_boundary",
-    "media_type",
-    "read_json_body",
-    "read_options",
-    "record_of",
-    "services_of",
-]
+__all__ = ["ModelServices", "Services"]
 
-GZIP = ("gzip", "x-gzip")
 P = ParamSpec("P")
 T = TypeVar("T")
 VECTORS = ("encodings", "embeddings", "search", "rerank")
 """What the encoder does where a request names no model."""
-FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
 
 
 @dataclass(frozen=True)
@@ -123,13 +107,6 @@ class Services:
     files: FileService
     feeds: FeedingService
     started: float = field(default_factory=time.monotonic)
-
-    def body(self, request: Request) -> RequestBody:
-        """The one owner of this request's `receive`."""
-        gzip = _coding(request) in GZIP
-        body = RequestBody(request.receive, idle_seconds=self.settings.body_idle_seconds, gzip=gzip)
-        record_of(request).received = lambda: body.bytes
-        return body
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work`, which runs beside the event loop."""
@@ -223,99 +200,3 @@ class Services:
             files.bytes,
             files.entries,
         )
-
-
-def services_of(request: Request) -> Services:
-    """The services of the app that got this request."""
-    services: Services = request.state.services
-    return services
-
-
-def record_of(request: Request) -> RequestRecord:
-    """The log record of this request."""
-    record: RequestRecord = request.state.record
-    return record
-
-
-def content_length(request: Request, limit: int | None = None) -> int | None:
-    """How many bytes the body says to have, None where it does not say.
-
-    Raises: TooLarge for a form that could not hold a file of `limit` bytes at most.
-    """
-    value = request.headers.get("content-length", "")
-    if not (value.isascii() and value.isdecimal() and len(value) <= 20):
-        return None
-    if limit is not None and int(value) > limit + FORM_BYTES:
-        raise TooLarge(f"the body has {value} bytes; what it holds may have {limit}")
-    return int(value)
-
-
-def form_boundary(request: Request) -> bytes:
-    """The boundary of a form.
-
-    Raises: ServiceError (415) for a body of another media type, BadRequest for a boundary that is none.
-    """
-    kind = media_type(request)
-    if kind != "multipart/form-data":
-        raise ServiceError(
-            f"Content-Type is {kind[:80]!r}; send a form, as with curl -F, in multipart/form-data",
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-        )
-    return boundary_of(request.headers.get("content-type", ""))
-
-
-def _coding(request: Request) -> str:
-    return request.headers.get("content-encoding", "identity").strip().lower()
-
-
-def media_type(request: Request, *, gzip: bool = False) -> str:
-    """The body's media type in lower case, empty when none is given; the body may be compressed where `gzip` says so.
-
-    Raises: ServiceError (415) for another compressed body, BadRequest for a charset other than UTF-8.
-    """
-    coding = _coding(request)
-    if coding not in ("identity", "") and not (gzip and coding in GZIP):
-        raise ServiceError(
-            f"Content-Encoding: {coding[:40]} is not offered; send the body as it is" + ", or in gzip" * gzip,
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-        )
-    kind, _, parameters = request.headers.get("content-type", "").partition(";")
-    for parameter in parameters.split(";"):
-        name, _, value = parameter.strip().partition("=")
-        if name.lower() == "charset" and value.strip('"').lower() not in ("utf-8", "utf8", "us-ascii"):
-            raise BadRequest(
-                f"charset {value[:40]} is not offered; convert the text to UTF-8",
-                code=Code.UNSUPPORTED_MEDIA_TYPE,
-                status=400,
-            )
-    return kind.strip().lower()
-
-
-async def read_json_body(request: Request, body: RequestBody, limit: int) -> bytes:
-    """The bytes of a JSON body.
-
-    Raises: ServiceError (415) for another media type, TooLarge over the limit, ServiceError (429) when those of all
-        requests take too much memory.
-    """
-    kind = media_type(request, gzip=True)
-    if kind not in ("application/json", "") and not kind.endswith("+json"):
-        raise ServiceError(
-            f"Content-Type is {kind[:80]!r}; send JSON with -H 'Content-Type: application/json'",
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-        )
-    length = content_length(request)
-    if length is not None and length > limit:
-        raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
-    record = record_of(request)
-    return await body.read_all(limit, services_of(request).json_memory.hold(record.holder, record.at_end.append))
-
-
-async def read_options(request: Request, body: RequestBody) -> bytes:
-    """The bytes of a JSON body that may be left out: then everything is as it is by default.
-
-    Raises: as `read_json_body`.
-    """
-    length, coding = request.headers.get("content-length", "0"), request.headers.get("transfer-encoding")
-    if length == "0" and coding is None:
-        return b"{}"
-    return await read_json_body(request, body, services_of(request).settings.json_body_bytes)

@@ -11,8 +11,9 @@ from dist_attn import __version__
 from dist_attn.wire.messages import RankStatus
 from dist_attn_api.types import EngineStatus, Model, ModelList, Rank, Readiness, Status, Version
 from dist_attn_service.base.errors import DRAINING, Code, NotFound, ServiceStopping
-from dist_attn_service.dependencies import ModelServices, services_of
+from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.http.pages import PAGE_FILES, PAGE_HEADERS, render_reference
+from dist_attn_service.routers.incoming import Asked
 
 router = APIRouter()
 DOCS_HEADERS = {
@@ -22,16 +23,16 @@ DOCS_HEADERS = {
 
 
 @router.get("/v1/models", tags=["models"], summary="List the models")
-async def list_models(request: Request) -> ModelList:
+async def list_models(asked: Asked) -> ModelList:
     """The models of this service, each under each of its names; the one that writes comes first."""
-    models = services_of(request).models
+    models = asked.services.models
     return ModelList(data=[_card(served, name) for served in models for name in served.model.ids])
 
 
 @router.get("/v1/models/{model_id:path}", tags=["models"], summary="One model")
-async def get_model(request: Request, model_id: str) -> Model:
+async def get_model(asked: Asked, model_id: str) -> Model:
     """The model of that name; 404 for any other."""
-    return _card(services_of(request).context_for(model_id), model_id)
+    return _card(asked.services.context_for(model_id), model_id)
 
 
 def _card(served: ModelServices, name: str) -> Model:
@@ -56,9 +57,9 @@ async def livez() -> dict[str, bool]:
 
 
 @router.get("/readyz", tags=["health"], summary="The engine can take work")
-async def readyz(request: Request) -> Readiness:
+async def readyz(asked: Asked) -> Readiness:
     """200 when every engine is ready, otherwise 503 with the reason; 503 too once the service stops."""
-    services = services_of(request)
+    services = asked.services
     if services.open_requests.closed:
         raise ServiceStopping
     readiness = None
@@ -83,9 +84,9 @@ async def version() -> Version:
 
 
 @router.get("/v1/status", tags=["health"], summary="What service and engine are doing")
-async def status(request: Request) -> Status:
+async def status(asked: Asked) -> Status:
     """Ranks, queue, sessions, speed; 200 also while an engine is not ready."""
-    services = services_of(request)
+    services = asked.services
     stored, stopping = await services.sessions.stored.totals(), services.open_requests.closed
     writer, *others = (_engine(served) for served in services.models)
     lacking = [engine for engine in (writer, *others) if not engine["ready"]]
@@ -134,11 +135,11 @@ def _rank(rank: RankStatus, age: float) -> Rank:
 
 
 @router.get("/metrics", tags=["health"], summary="Metrics for Prometheus", response_class=Response)
-async def metrics(request: Request) -> Response:
+async def metrics(asked: Asked) -> Response:
     """Counters and gauges in Prometheus' text format, or in OpenMetrics when that is asked for."""
-    services = services_of(request)
+    services = asked.services
     await services.sessions.stored.totals()  # so that the gauges tell of this moment
-    text, media_type = services.metrics.render(request.headers.get("accept", ""))
+    text, media_type = services.metrics.render(asked.headers.get("accept", ""))
     return Response(text, headers={"content-type": media_type})
 
 

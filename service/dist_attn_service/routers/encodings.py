@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, retry_after
 from dist_attn_service.base.parsing import terms_of
-from dist_attn_service.dependencies import ModelServices, media_type
+from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.encodings.documents import RowRequest, Source
 from dist_attn_service.encodings.estimates import Size
 from dist_attn_service.encodings.formats import FORMATS, choose_format
@@ -74,7 +74,7 @@ async def create_encoding(asked: Asked) -> Response:
 
 async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, EncodingOptions, list[int]]:
     """Where the document is, the options of query and JSON together, and where rows end, if that is given."""
-    if media_type(asked.request, gzip=True) != JSON:
+    if asked.media_type(gzip=True) != JSON:
         return document_source(asked), options, []
     wanted = await asked.json(EncodingRequest)
     source, options = await named_source(asked, wanted.input, wanted.file_id), _merged(options, wanted)

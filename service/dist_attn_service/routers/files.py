@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from dist_attn_api.types import Deleted, File, FileList
 from dist_attn_service.base.errors import BadRequest
-from dist_attn_service.dependencies import content_length, form_boundary
 from dist_attn_service.http.exchange import ResponseWriter, byte_range
 from dist_attn_service.routers.incoming import Asked, json_response, no_error_trailer, validated
 from dist_attn_service.routers.openapi import ANY_BYTES, BYTES, answered, described, form, header, query_parameters
@@ -51,17 +50,11 @@ def details_of(wanted: UploadRequest) -> Details:
 @router.post("/v1/files", response_model=File, summary="Upload a file", openapi_extra=described(content=FORM))
 async def create_file(asked: Asked) -> Response:
     """Write the file of a form to disk while it arrives."""
-    services = asked.services
-    boundary = form_boundary(asked.request)
+    files, boundary = asked.services.files, asked.form_boundary()
     with asked.place():
-        name, record = await services.files.add_file(
-            asked.caller,
-            boundary,
-            asked.body,
-            content_length(asked.request, services.settings.files.file_bytes),
-            ("purpose", ANCHOR, SECONDS),
-            _details,
-        )
+        length = asked.length(asked.services.settings.files.file_bytes, form=True)
+        fields = ("purpose", ANCHOR, SECONDS)
+        name, record = await files.add_file(asked.caller, boundary, asked.body, length, fields, _details)
     return json_response(file_object(name, record))
 
 

@@ -14,17 +14,9 @@ from starlette.responses import Response
 
 from dist_attn.text.plain import HEAD_BYTES
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import parse_json, parse_query, refuse, utf8
-from dist_attn_service.dependencies import (
-    FORM_BYTES,
-    Services,
-    content_length,
-    media_type,
-    read_json_body,
-    read_options,
-    record_of,
-    services_of,
-)
+from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
 from dist_attn_service.routers.openapi import ANY_BYTES, ANY_TEXT, BYTES, FORM, JSON, TEXT, form
@@ -35,6 +27,8 @@ from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormPars
 M = TypeVar("M", bound=BaseModel)
 DOCUMENTS = {TEXT: ANY_TEXT, BYTES: ANY_BYTES, **form("file", file=ANY_BYTES["schema"])}
 """Bodies that are documents, for the OpenAPI document."""
+GZIP = ("gzip", "x-gzip")
+FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
 
 
 @final
@@ -44,26 +38,96 @@ class Incoming:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.headers = request.headers
-        self.services: Services = services_of(request)
-        self.record = record_of(request)
+        self.services: Services = request.state.services
+        self.record: RequestRecord = request.state.record
         self.caller = self.record.caller
-
-    @cached_property
-    def body(self) -> RequestBody:
-        """The one owner of its `receive`."""
-        return self.services.body(self.request)
 
     def place(self) -> AbstractContextManager[None]:
         """One of the places of open requests, for as long as the block runs. Raises: ServiceError when none is free."""
         return self.services.open_requests.one(self.record.holder)
 
+    # ---- its body ------------------------------------------------------------------------------
+
+    @cached_property
+    def body(self) -> RequestBody:
+        """The one owner of its `receive`."""
+        idle = self.services.settings.body_idle_seconds
+        body = RequestBody(self.request.receive, idle_seconds=idle, gzip=self._coding in GZIP)
+        self.record.received = lambda: body.bytes
+        return body
+
+    @property
+    def _coding(self) -> str:
+        return self.headers.get("content-encoding", "identity").strip().lower()
+
+    def media_type(self, *, gzip: bool = False) -> str:
+        """The body's media type in lower case, empty when none is given; it may be compressed where `gzip` says so.
+
+        Raises: ServiceError (415) for another compressed body, BadRequest for a charset other than UTF-8.
+        """
+        coding = self._coding
+        if coding not in ("identity", "") and not (gzip and coding in GZIP):
+            raise ServiceError(
+                f"Content-Encoding: {coding[:40]} is not offered; send the body as it is" + ", or in gzip" * gzip,
+                code=Code.UNSUPPORTED_MEDIA_TYPE,
+            )
+        kind, _, parameters = self.headers.get("content-type", "").partition(";")
+        for parameter in parameters.split(";"):
+            name, _, value = parameter.strip().partition("=")
+            if name.lower() == "charset" and value.strip('"').lower() not in ("utf-8", "utf8", "us-ascii"):
+                raise BadRequest(
+                    f"charset {value[:40]} is not offered; convert the text to UTF-8",
+                    code=Code.UNSUPPORTED_MEDIA_TYPE,
+                    status=400,
+                )
+        return kind.strip().lower()
+
+    def form_boundary(self) -> bytes:
+        """The boundary of a form.
+
+        Raises: ServiceError (415) for a body of another media type, BadRequest for a boundary that is none.
+        """
+        kind = self.media_type()
+        if kind != FORM:
+            raise wrong_type(kind, f"send a form, as with curl -F, in {FORM}")
+        return boundary_of(self.headers.get("content-type", ""))
+
+    def length(self, limit: int | None = None, what: str = "what it holds", *, form: bool = False) -> int | None:
+        """How many bytes the body says to have, None where it does not say.
+
+        Raises: TooLarge for more than `limit`, which is that of `what`; a form has some bytes more than its file.
+        """
+        value = self.headers.get("content-length", "")
+        if not (value.isascii() and value.isdecimal() and len(value) <= 20):
+            return None
+        length = int(value)
+        if limit is not None and length > limit + FORM_BYTES * form:
+            raise TooLarge(f"the body has {length} bytes; {what} may have {limit}")
+        return length
+
+    async def whole(self) -> bytes:
+        """All bytes of a body that has no more than JSON may have.
+
+        Raises: TooLarge, ServiceError (429) when such bodies of all requests take too much memory.
+        """
+        hold = self.services.json_memory.hold(self.record.holder, self.record.at_end.append)
+        return await self.body.read_all(self.services.settings.json_body_bytes, hold)
+
     async def json(self, kind: type[M]) -> M:
         """Its body. Raises: ServiceError for what is no such JSON, or is too long."""
-        return parse_json(await read_json_body(self.request, self.body, self.services.settings.json_body_bytes), kind)
+        media_type = self.media_type(gzip=True)
+        if media_type not in (JSON, "") and not media_type.endswith("+json"):
+            raise wrong_type(media_type, f"send JSON with -H 'Content-Type: {JSON}'")
+        self.length(self.services.settings.json_body_bytes, "a JSON body")
+        return parse_json(await self.whole(), kind)
 
     async def options(self, kind: type[M]) -> M:
         """Its body, which may be left out: then everything is as it is by default. Raises: as `json`."""
-        return parse_json(await read_options(self.request, self.body), kind)
+        if self.headers.get("content-length", "0") == "0" and "transfer-encoding" not in self.headers:
+            return parse_json(b"{}", kind)
+        return await self.json(kind)
+
+    # ---- the rest ------------------------------------------------------------------------------
 
     def query(self, kind: type[M]) -> M:
         """Its query. Raises: BadRequest naming the option."""
@@ -95,6 +159,11 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     return Response(msgspec.json.encode(value), status_code=status, headers=headers, media_type=JSON)
 
 
+def wrong_type(kind: str, needed: str) -> ServiceError:
+    """The answer to a body of another media type than those that are needed."""
+    return ServiceError(f"Content-Type is {kind[:80]!r}; {needed}", code=Code.UNSUPPORTED_MEDIA_TYPE)
+
+
 def validated(kind: type[M], values: Any) -> M:
     """Values that did not come as JSON, checked as if they had. Raises: BadRequest naming what is wrong."""
     try:
@@ -116,17 +185,12 @@ def document_source(asked: Incoming) -> Source:
     Raises: ServiceError (415) for a type that is none, BadRequest for a boundary that is none, TooLarge for one that is
         declared too long.
     """
-    kind, body = media_type(asked.request, gzip=True), asked.body
+    kind, body = asked.media_type(gzip=True), asked.body
     refuse_other(b"", kind)
     if kind not in (TEXT, BYTES, FORM, ""):
-        raise ServiceError(
-            f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes), {JSON}, or "
-            f"a form (curl -F file=@book.txt)",
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-        )
-    length, limit = content_length(asked.request), asked.services.settings.body_bytes
-    if length is not None and length > limit + FORM_BYTES * (kind == FORM):
-        raise TooLarge(f"the body has {length} bytes; a document may have {limit}")
+        others = f"{BYTES} (any bytes), {JSON}, or a form (curl -F file=@book.txt)"
+        raise wrong_type(kind, f"send -H 'Content-Type: {TEXT}' (UTF-8), {others}")
+    length = asked.length(asked.services.settings.body_bytes, "a document", form=kind == FORM)
     size = None if body.gzip else length
     if kind == FORM:
         boundary = boundary_of(asked.headers.get("content-type", ""))

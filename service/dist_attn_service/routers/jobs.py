@@ -10,7 +10,7 @@ from dist_attn_api.types import Job, JobList
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.completions.prepared import prepare
-from dist_attn_service.dependencies import Services, media_type
+from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.formats import FORMATS, choose_format
 from dist_attn_service.http.exchange import ResponseWriter, while_connected
 from dist_attn_service.jobs.catalogue import JobRecord
@@ -49,7 +49,7 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 async def create_job(asked: Asked) -> Response:
     """An encoding of the body (with the query of /v1/encodings), or what a JSON body asks for; 202 with the job."""
     services = asked.services
-    if media_type(asked.request, gzip=True) != JSON:
+    if asked.media_type(gzip=True) != JSON:
         options = asked.query(EncodingOptions)
         _refuse_format(options)
         served = services.context_for(options.model, "encodings")

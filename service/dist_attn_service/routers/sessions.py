@@ -11,12 +11,18 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.types import CheckpointList, Choice, Deleted, Generation, Session, SessionList, TextEvent
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError
 from dist_attn_service.base.parsing import parse_drawing, terms_of, utf8
 from dist_attn_service.base.tasks import task_group
-from dist_attn_service.dependencies import content_length, media_type
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter
-from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source, no_error_trailer
+from dist_attn_service.routers.incoming import (
+    Asked,
+    Incoming,
+    json_response,
+    named_source,
+    no_error_trailer,
+    wrong_type,
+)
 from dist_attn_service.routers.openapi import (
     ANY_BYTES,
     ANY_TEXT,
@@ -138,15 +144,10 @@ async def read_state(asked: Asked, session_id: str) -> Response:
 )
 async def put_state(asked: Asked, session_id: str) -> Response:
     """Take a snapshot file as the session's state; one that takes the place of another must name it by `If-Match`."""
-    services, kind = asked.services, media_type(asked.request)
+    services, kind = asked.services, asked.media_type()
     if kind not in (BYTES, ""):
-        raise ServiceError(
-            f"Content-Type is {kind[:80]!r}; send the snapshot file with -H 'Content-Type: {BYTES}'",
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-        )
-    limit, length = services.settings.store.snapshot_bytes, content_length(asked.request)
-    if length is not None and length > limit:
-        raise TooLarge(f"the body has {length} bytes; a state may have {limit}")
+        raise wrong_type(kind, f"send the snapshot file with -H 'Content-Type: {BYTES}'")
+    asked.length(services.settings.store.snapshot_bytes, "a state")
     with asked.place():
         watch = services.context_for(None, "sessions").watch
         await watch.until_ready()
@@ -271,7 +272,7 @@ async def _whole(asked: Incoming, session_id: str, work: GenerateWork) -> Genera
 async def _appended(asked: Incoming) -> AppendSource:
     """What is appended, and where: query and JSON together."""
     at, body = asked.query(AppendOptions).expected_position, asked.body
-    key, kind = idempotency_key(asked.headers), media_type(asked.request)
+    key, kind = idempotency_key(asked.headers), asked.media_type()
     if kind == JSON:
         wanted = await asked.json(AppendRequest)
         expected = wanted.expected_position
@@ -288,11 +289,6 @@ async def _appended(asked: Incoming) -> AppendSource:
             raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
         return AppendSource(body, key, at, text, terms=terms)
     if kind not in (TEXT, BYTES, ""):
-        raise ServiceError(
-            f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}",
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-        )
-    limit, length = asked.services.settings.body_bytes, content_length(asked.request)
-    if length is not None and length > limit:
-        raise TooLarge(f"the body has {length} bytes; a text may have {limit}")
+        raise wrong_type(kind, f"send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}")
+    asked.length(asked.services.settings.body_bytes, "a text")
     return AppendSource(body, key, at, check_utf8=kind == TEXT, terms=terms_of(asked.request))

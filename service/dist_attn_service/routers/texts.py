@@ -9,7 +9,7 @@ from starlette.responses import Response
 from dist_attn_api.types import Detokenized, Embedding, EmbeddingList, Estimate, Tokenized, Usage
 from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import parse_tokens, terms_of, utf8
-from dist_attn_service.dependencies import Services, media_type
+from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.estimates import PIECES, Size
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_file
@@ -107,7 +107,7 @@ async def create_estimate(asked: Asked) -> Estimate:
 
     A body of text is the `input`, beside the other fields in the query; it is checked as an encoding would check it.
     """
-    is_text = media_type(asked.request, gzip=True) == TEXT
+    is_text = asked.media_type(gzip=True) == TEXT
     wanted = await _with_text(asked) if is_text else await asked.json(EstimateRequest)
     served = asked.services.context_for(wanted.model, "encodings" if wanted.max_tokens is None else "completions")
     rows = served.rows(wanted.granularity, wanted.window)
@@ -119,9 +119,7 @@ async def _with_text(asked: Incoming) -> EstimateRequest:
 
     Raises: BadRequest, ServiceError (415) for what is not plain text, TooLarge.
     """
-    options, services = asked.query(EstimateOptions), asked.services
-    hold = services.json_memory.hold(asked.record.holder, asked.record.at_end.append)
-    sample = await asked.body.read_all(services.settings.json_body_bytes, hold)
+    options, sample = asked.query(EstimateOptions), await asked.whole()
     TextCheck(TEXT).push(sample, final=len(sample) >= (options.bytes or 0))
     text = sample.decode("utf-8", errors="ignore")
     return EstimateRequest.model_validate({**options.model_dump(), "input": text})

@@ -4,15 +4,13 @@ import re
 from contextlib import suppress
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_api.types import Upload, UploadPart
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
-from dist_attn_service.dependencies import content_length, form_boundary, media_type, services_of
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.files import details_of, file_object
-from dist_attn_service.routers.incoming import Asked, Incoming, json_response, validated
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response, validated, wrong_type
 from dist_attn_service.routers.openapi import ANY_BYTES, described, form, header
 from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.stored import CompleteUploadRequest, UploadRequest
@@ -25,12 +23,12 @@ _COUNT = {"type": "integer", "minimum": 0, "maximum": MOST}
 
 
 @router.options("/v1/uploads", summary="What of tus is offered", response_class=Response, status_code=204)
-async def describe_uploads(request: Request) -> Response:
+async def describe_uploads(asked: Asked) -> Response:
     """The version, the extensions and the largest file."""
     headers = {
         "Tus-Version": tus.VERSION,
         "Tus-Extension": tus.EXTENSIONS,
-        "Tus-Max-Size": str(services_of(request).settings.files.file_bytes),
+        "Tus-Max-Size": str(asked.services.settings.files.file_bytes),
         tus.RESUMABLE: tus.VERSION,
     }
     return Response(status_code=204, headers=headers)
@@ -94,7 +92,7 @@ async def patch_upload(asked: Asked, upload_id: str) -> Response:
     Of an upload that feeds a session the last bytes are answered when the session stands at the end of the text.
     """
     tus.check_version(asked.headers)
-    _check_stream(asked.request)
+    _check_stream(asked)
     offset = tus.parse_count(asked.headers, tus.OFFSET)
     record, end = await _append(asked, upload_id, offset)
     headers = _progress(record, end) | await _session_headers(asked, upload_id, record)
@@ -116,9 +114,9 @@ async def delete_upload(asked: Asked, upload_id: str) -> Response:
 )
 async def create_part(asked: Asked, upload_id: str) -> UploadPart:
     """Write a part to disk while it arrives."""
-    files, boundary = asked.services.files, form_boundary(asked.request)
+    files, boundary = asked.services.files, asked.form_boundary()
     with asked.place():
-        length = content_length(asked.request, asked.services.settings.files.part_bytes)
+        length = asked.length(asked.services.settings.files.part_bytes, form=True)
         part, made = await files.add_part(asked.caller, upload_id, boundary, asked.body, length)
     return UploadPart(id=part, created_at=int(made), upload_id=upload_id)
 
@@ -146,14 +144,13 @@ async def _create_by_tus(asked: Incoming) -> Response:
 
     Raises: BadRequest naming the header, what the upload raises.
     """
-    request = asked.request
-    tus.check_version(request.headers)
-    length = tus.parse_count(request.headers, tus.LENGTH)
-    metadata = request.headers.get(tus.METADATA, "")
+    tus.check_version(asked.headers)
+    length = tus.parse_count(asked.headers, tus.LENGTH)
+    metadata = asked.headers.get(tus.METADATA, "")
     wanted = _described(length, tus.parse_metadata(metadata))
-    with_bytes = request.headers.get("content-type") is not None
+    with_bytes = asked.headers.get("content-type") is not None
     if with_bytes:
-        _check_stream(request)
+        _check_stream(asked)
     catalogue, feed = asked.services.files.catalogue, await _feed(asked, wanted)
     name, record = await catalogue.begin(asked.caller, length, details_of(wanted), metadata, feed)
     end = 0
@@ -208,7 +205,7 @@ async def _feed(asked: Incoming, wanted: UploadRequest) -> FeedRecord | None:
 
 async def _append(asked: Incoming, name: str, offset: int) -> tuple[UploadRecord, int]:
     services, caller, body = asked.services, asked.caller, asked.body
-    announced = content_length(asked.request)
+    announced = asked.length()
     with asked.place():
         if (await services.files.catalogue.upload(caller, name)).feed is None:
             return await services.files.append(caller, name, offset, body, announced)
@@ -234,13 +231,10 @@ async def _session_headers(asked: Incoming, name: str, record: UploadRecord) -> 
     }
 
 
-def _check_stream(request: Request) -> None:
-    kind = media_type(request)
+def _check_stream(asked: Incoming) -> None:
+    kind = asked.media_type()
     if kind != tus.OFFSET_STREAM:
-        raise ServiceError(
-            f"Content-Type is {kind[:80]!r}; needed is {tus.OFFSET_STREAM}",
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-        )
+        raise wrong_type(kind, f"needed is {tus.OFFSET_STREAM}")
 
 
 def _progress(record: UploadRecord, offset: int) -> dict[str, str]:
