@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -18,8 +18,9 @@ from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.specs import PRIORITIES, Terms
 from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.schemas.completions import DrawingOptions, StreamOptions
+from dist_attn_service.schemas.completions import CompletionRequest, HowSoon, StreamOptions
 from dist_attn_service.schemas.neutral_fields import NeutralMessage, words_on
+from dist_attn_service.schemas.stored import GenerateRequest
 
 M = TypeVar("M", bound=BaseModel)
 DEFAULT_MAX_TOKENS = 16
@@ -45,10 +46,7 @@ def parse_json(data: bytes, kind: type[M]) -> M:
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}", code=Code.INVALID_JSON) from None
     _bounded(value, kind)
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise refuse(error.errors(include_url=False, include_context=False), kind) from None
+    return validated(kind, value)
 
 
 def _bounded(value: Any, kind: type[BaseModel]) -> None:
@@ -76,6 +74,14 @@ def parse_query(items: list[tuple[str, str]], kind: type[M]) -> M:
             shown = name[:200]
             raise BadRequest(f"{shown} is given more than once; give it once", param=shown)
         values[name] = value
+    return validated(kind, values)
+
+
+def validated(kind: type[M], values: Any) -> M:
+    """These values as one of `kind`.
+
+    Raises: BadRequest naming what is wrong.
+    """
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -171,26 +177,23 @@ def _biases(value: dict[str, float] | None, vocab_size: int) -> dict[int, float]
 
 
 def parse_drawing(
-    options: DrawingOptions,
+    options: CompletionRequest | GenerateRequest,
     limits: Settings,
     vocab_size: int,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
     defaults: Mapping[str, float | int],
 ) -> tuple[SamplingSpec, tuple[str, ...]]:
     """How tokens are drawn, by the model's `defaults` where nothing is said, and the strings that end a text.
 
     Raises: BadRequest naming the option that is over a limit of this service, or does not fit its model.
     """
-    most = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    most = DEFAULT_MAX_TOKENS if options.max_tokens is None else options.max_tokens
     for name, value, limit in (
         ("max_tokens", most, limits.max_tokens),
-        ("logprobs", logprobs or 0, limits.max_logprobs),
+        ("logprobs", options.logprobs or 0, limits.max_logprobs),
     ):
         if value > limit:
             raise BadRequest(f"{name}={value} is over this service's limit of {limit}", param=name)
-    spec = options.spec(most, _biases(options.logit_bias, vocab_size), logprobs, defaults)
+    spec = options.spec(most, _biases(options.logit_bias, vocab_size), options.logprobs, defaults)
     if spec.min_tokens > most:
         raise BadRequest(f"min_tokens={spec.min_tokens} is more than max_tokens={most}", param="min_tokens")
     stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
@@ -231,16 +234,6 @@ class DeadlineExceeded(ServiceError):
         super().__init__(message, headers=NO_RETRY)
 
 
-class WithTerms(Protocol):
-    """A body that may say the same as the headers, and then counts."""
-
-    @property
-    def priority(self) -> str | None: ...
-
-    @property
-    def deadline_seconds(self) -> float | None: ...
-
-
 @dataclass(frozen=True)
 class RequestTerms:
     """`deadline_at` is in seconds of the monotonic clock, None for none; with `progress` the client is told how far."""
@@ -250,7 +243,7 @@ class RequestTerms:
     progress: bool = False
 
     @classmethod
-    def of_body(cls, body: WithTerms) -> "RequestTerms":
+    def of_body(cls, body: HowSoon) -> "RequestTerms":
         """What the body alone says; the deadline counts from now."""
         limit = None if body.deadline_seconds is None else time.monotonic() + body.deadline_seconds
         return cls(PRIORITIES.index(body.priority or "normal"), limit, _wants_progress(body))
@@ -266,7 +259,7 @@ class RequestTerms:
         return Terms(self.priority, left, tokens, self.progress)
 
 
-def terms_of(request: Request, body: WithTerms | None = None) -> RequestTerms:
+def terms_of(request: Request, body: HowSoon | None = None) -> RequestTerms:
     """The terms of a request; its deadline counts from now.
 
     Raises: BadRequest for a class or a number of seconds that there is not, ServiceError (403) for `high` of a caller
@@ -288,7 +281,7 @@ def terms_of(request: Request, body: WithTerms | None = None) -> RequestTerms:
     return RequestTerms(PRIORITIES.index(priority), deadline_at, _wants_progress(body))
 
 
-def _wants_progress(body: WithTerms | None) -> bool:
+def _wants_progress(body: HowSoon | None) -> bool:
     """Whether events shall say how far the prompt is read; not all bodies can ask for that."""
     return bool(getattr(body, "return_progress", None))
 

@@ -12,9 +12,7 @@ from dist_attn.wire.messages import SamplingSpec
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.base.parsing import RequestTerms, parse_drawing, parse_texts
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.schemas.completions import (
-    CompletionRequest,
-)
+from dist_attn_service.schemas.completions import CompletionRequest
 
 MOST_SCORES = 1 << 17  # log-probabilities of prompts in one answer, which is in memory as a whole
 
@@ -69,14 +67,7 @@ async def prepare(
     """
     limits = context.settings
     vocab_size = context.tokeniser.vocab_size
-    sampling, stops = parse_drawing(
-        request,
-        limits,
-        vocab_size,
-        max_tokens=request.max_tokens,
-        logprobs=request.logprobs,
-        defaults=context.model.drawing,
-    )
+    sampling, stops = parse_drawing(request, limits, vocab_size, context.model.drawing)
     if not sampling.max_tokens and not request.echo:
         raise BadRequest("max_tokens=0 draws nothing; send echo=true with it, or at least 1", param="max_tokens")
     if request.stream_options is not None and not request.stream:

@@ -9,8 +9,9 @@ from starlette.responses import Response
 
 from dist_attn_api.types import Deleted, File, FileList
 from dist_attn_service.base.errors import BadRequest
+from dist_attn_service.base.parsing import validated
 from dist_attn_service.http.exchange import ResponseWriter, byte_range
-from dist_attn_service.routers.incoming import Asked, json_response, no_error_trailer, validated
+from dist_attn_service.routers.incoming import Asked, json_response, no_error_trailer
 from dist_attn_service.routers.openapi import ANY_BYTES, BYTES, answered, described, form, header, query_parameters
 from dist_attn_service.schemas.stored import HOUR, MONTH, ExpiresAfter, FileListOptions, UploadRequest
 from dist_attn_service.uploads.ledger import Details, FileRecord

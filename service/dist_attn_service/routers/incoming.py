@@ -8,14 +8,14 @@ from typing import Annotated, Any, TypeVar, final
 import msgspec
 import numpy as np
 from fastapi import Depends
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn.text.plain import HEAD_BYTES
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.parsing import parse_json, parse_query, refuse, utf8
+from dist_attn_service.base.parsing import parse_json, parse_query, utf8
 from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
@@ -162,14 +162,6 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 def wrong_type(kind: str, needed: str) -> ServiceError:
     """The answer to a body of another media type than those that are needed."""
     return ServiceError(f"Content-Type is {kind[:80]!r}; {needed}", code=Code.UNSUPPORTED_MEDIA_TYPE)
-
-
-def validated(kind: type[M], values: Any) -> M:
-    """Values that did not come as JSON, checked as if they had. Raises: BadRequest naming what is wrong."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise refuse(error.errors(include_url=False, include_context=False), kind) from None
 
 
 def no_error_trailer(_: ServiceError) -> None:

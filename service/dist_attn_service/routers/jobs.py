@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dist_attn_api.types import Job, JobList
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
-from dist_attn_service.base.parsing import terms_of
+from dist_attn_service.base.parsing import terms_of, validated
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.formats import FORMATS, choose_format
@@ -24,7 +24,6 @@ from dist_attn_service.routers.incoming import (
     json_response,
     named_source,
     no_error_trailer,
-    validated,
 )
 from dist_attn_service.routers.openapi import JSON, answered, described, events, query_parameters
 from dist_attn_service.schemas.base import ListOptions

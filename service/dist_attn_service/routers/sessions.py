@@ -197,14 +197,7 @@ async def generate(asked: Asked, session_id: str) -> Response:
     services = asked.services
     wanted = await asked.options(GenerateRequest)
     served = services.context_for(wanted.model, "sessions")
-    spec, stops = parse_drawing(
-        wanted,
-        services.settings,
-        served.tokeniser.vocab_size,
-        max_tokens=wanted.max_tokens,
-        logprobs=wanted.logprobs,
-        defaults=served.model.drawing,
-    )
+    spec, stops = parse_drawing(wanted, services.settings, served.tokeniser.vocab_size, served.model.drawing)
     key, terms = idempotency_key(asked.headers), terms_of(asked.request, wanted)
     work = GenerateWork(key, wanted.expected_position, spec, stops, _digest(wanted), terms)
     asked.record.note(completion_id=work.id, stream=bool(wanted.stream))

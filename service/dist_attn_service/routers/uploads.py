@@ -8,9 +8,10 @@ from starlette.responses import Response
 
 from dist_attn_api.types import Upload, UploadPart
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
+from dist_attn_service.base.parsing import validated
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.files import details_of, file_object
-from dist_attn_service.routers.incoming import Asked, Incoming, json_response, validated, wrong_type
+from dist_attn_service.routers.incoming import Asked, Incoming, json_response, wrong_type
 from dist_attn_service.routers.openapi import ANY_BYTES, described, form, header
 from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.stored import CompleteUploadRequest, UploadRequest
