@@ -17,7 +17,7 @@ from dist_attn_service.completions.prepared import PlannedChoice, PreparedComple
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.text.choice_text import ChoiceText, FinishReason, PromptText, ScoredToken, finish_reason
-from dist_attn_service.text.tokenising import TokeniserPort
+from dist_attn_service.text.tokenising import ThreadTokeniser
 
 DELTAS_WAITING = 64
 
@@ -44,7 +44,7 @@ class ChoiceRun:
         planned: PlannedChoice,
         prefix: PromptPrefix,
         opened: Opened,
-        tokeniser: TokeniserPort,
+        tokeniser: ThreadTokeniser,
         stops: tuple[str, ...],
     ) -> None:
         self._planned = planned

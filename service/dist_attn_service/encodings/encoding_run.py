@@ -17,7 +17,7 @@ from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
-from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks, TokeniserPort
+from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks, ThreadTokeniser
 
 LOOKED_AT_BYTES = 1 << 13  # for ends of rows, at most some milliseconds: other requests get their turn
 FLOATS_PER_CALL = 1 << 15  # about 4 ms of formatting: other threads get their turn
@@ -127,7 +127,7 @@ class ByteOffsets:
 
 
 async def pieces_of(
-    tokeniser: TokeniserPort, spec: RowSpec, blocks: AsyncIterator[bytes], begin: TextMark, given: Sequence[int] = ()
+    tokeniser: ThreadTokeniser, spec: RowSpec, blocks: AsyncIterator[bytes], begin: TextMark, given: Sequence[int] = ()
 ) -> AsyncGenerator[Piece]:
     """The tokens of a stream of bytes, marked where the rows' ends are to be found or are `given`, as byte offsets.
 

@@ -23,7 +23,7 @@ from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.engine.workload import Workload
-from dist_attn_service.text.tokenising import TokeniserPort
+from dist_attn_service.text.tokenising import ThreadTokeniser
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class ServiceContext:
     model: ServedModel
     engine: EnginePort
     watch: EngineWatch
-    tokeniser: TokeniserPort
+    tokeniser: ThreadTokeniser
     store: StateStore
     workload: Workload
     metrics: Metrics

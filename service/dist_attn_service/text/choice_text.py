@@ -13,7 +13,7 @@ from dist_attn.wire.messages import Generated, Rows, TokenLogprobs
 from dist_attn_api.types import ChoiceLogprobs
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.floats import shortest_float32
-from dist_attn_service.text.tokenising import TokeniserPort
+from dist_attn_service.text.tokenising import ThreadTokeniser
 
 FinishReason = Literal["stop", "length"]
 LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place
@@ -95,7 +95,7 @@ def finish_reason(event: Generated) -> FinishReason | None:
 class PromptText:
     """The tokens of a prompt as texts, to be told with their scores. Memory: all of them."""
 
-    def __init__(self, tokeniser: TokeniserPort, texts: list[str], offsets: list[int]) -> None:
+    def __init__(self, tokeniser: ThreadTokeniser, texts: list[str], offsets: list[int]) -> None:
         self._tokeniser = tokeniser
         self._texts = texts
         self._offsets = offsets
@@ -107,7 +107,7 @@ class PromptText:
         return self._told == len(self._texts)
 
     @staticmethod
-    async def of(tokeniser: TokeniserPort, tokens: TokenArray) -> "PromptText":
+    async def of(tokeniser: ThreadTokeniser, tokens: TokenArray) -> "PromptText":
         """The texts of these tokens."""
         return PromptText(tokeniser, await tokeniser.texts(tokens), await tokeniser.offsets(tokens))
 
@@ -143,7 +143,9 @@ class ChoiceText:
     Stop strings are looked for behind the first `min_tokens` tokens. `offset` is where the text begins, in characters.
     """
 
-    def __init__(self, tokeniser: TokeniserPort, stops: Sequence[str], *, offset: int = 0, min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokeniser: ThreadTokeniser, stops: Sequence[str], *, offset: int = 0, min_tokens: int = 0
+    ) -> None:
         self._tokeniser = tokeniser
         self._decoder = tokeniser.decoder()
         self._scanner = StopScanner(stops)

@@ -1,4 +1,4 @@
-"""Tokenising beside the event loop: the port the service uses, and its form with threads."""
+"""Tokenising beside the event loop, in threads: texts as they come and as they are, and tokens as texts."""
 
 import contextlib
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,9 +19,7 @@ from dist_attn.text.library import MOST_BYTES
 from dist_attn_service.base.errors import TooLarge
 from dist_attn_service.base.tasks import beside
 
-__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "TokeniserPort", "tokens_of"]
-
-T = TypeVar("T")
+__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "tokens_of"]
 
 
 class TextMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,75 +62,8 @@ class Piece:
     mark: TextMark = BEGINNING
 
 
-class TokeniserPort(Protocol):
-    """What the service needs of a tokeniser; no call blocks the event loop."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-
-    @property
-    def end_token(self) -> int | None:
-        """The token that ends a text, if the model has one."""
-
-    def pieces(self, blocks: AsyncIterator[bytes], begin: TextMark = BEGINNING) -> AsyncGenerator[Piece]:
-        """The tokens of a stream of bytes; they do not depend on where the stream is cut.
-
-        With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are the tokens.
-        """
-
-    def decoder(self) -> IncrementalDecoder:
-        """A fresh decoder from tokens to text."""
-
-    def token_text(self, token: int) -> str:
-        """One token by itself; the bytes of one that is no whole character, as `bytes:\\xe2\\x82`."""
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The id of each special token, by its text."""
-
-    async def whole(self, text: bytes, piece_bytes: int, *, framed: bool = True) -> TokenArray:
-        """The tokens of a text that is in memory and read as a whole, such as a prompt: those of transformers.
-
-        `framed`: with the tokens that the model's files put around every text. A text that is too long for that is read
-        in pieces of `piece_bytes`, as a stream is.
-        """
-
-    async def parts(self, parts: Sequence[str | int]) -> TokenArray:
-        """The tokens of texts, which never become special tokens, and of special tokens between them."""
-
-    async def texts(self, tokens: TokenArray) -> list[str]:
-        """`token_text` of each of these."""
-
-    async def offsets(self, tokens: TokenArray) -> list[int]:
-        """Where each of these begins in the text that they make together, in characters."""
-
-    async def text(self, tokens: TokenArray) -> str:
-        """The text that the tokens make together; U+FFFD in place of what is not UTF-8.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-
-
-async def tokens_of(tokeniser: TokeniserPort, text: bytes, piece_bytes: int, limit: int | None = None) -> TokenArray:
-    """The tokens of a whole text that is in memory, the first `limit` of them where there is one."""
-    pieces, count = [np.empty(0, dtype=np.int32)], 0
-    async with contextlib.aclosing(tokeniser.pieces(_cut(text, piece_bytes))) as stream:
-        async for piece in stream:
-            pieces.append(piece.tokens)
-            count += len(piece.tokens)
-            if limit is not None and count >= limit:
-                break
-    return np.concatenate(pieces)[:limit]
-
-
-async def _cut(text: bytes, size: int) -> AsyncIterator[bytes]:
-    for start in range(0, len(text), size):
-        yield text[start : start + size]
-
-
 class ThreadTokeniser:
-    """Tokenises in a thread pool, in blocks so short that other threads are not kept waiting."""
+    """Tokenises in a thread pool, in blocks so short that neither the event loop nor other threads are kept waiting."""
 
     def __init__(self, tokeniser: Tokeniser, threads: Executor) -> None:
         self._tokeniser = tokeniser
@@ -143,15 +74,12 @@ class ThreadTokeniser:
         """Token ids are below this."""
         return self._tokeniser.vocab_size
 
-    @property
-    def end_token(self) -> int | None:
-        """The token that ends a text, if the model has one."""
-        return self._tokeniser.end_token
-
     async def pieces(self, blocks: AsyncIterator[bytes], begin: TextMark = BEGINNING) -> AsyncGenerator[Piece]:
-        """The tokens of a stream of bytes; what a block leaves over (a few bytes, or a word) joins the next.
+        """The tokens of a stream of bytes; they do not depend on where the stream is cut.
 
-        Bytes that no token stands for count for the token behind them.
+        What a block leaves over (a few bytes, or a word) joins the next. Bytes that no token stands for count for the
+        token behind them. With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are
+        the tokens.
         """
         rest, mark = b"", begin  # what has been left over, and where it begins
         async for block in blocks:
@@ -168,7 +96,7 @@ class ThreadTokeniser:
         return IncrementalDecoder(self._tokeniser)
 
     def token_text(self, token: int) -> str:
-        """One token by itself; the bytes of one that is no whole character."""
+        """One token by itself; the bytes of one that is no whole character, as `bytes:\\xe2\\x82`."""
         data = self._tokeniser.decode([token])
         try:
             return data.decode("utf-8")
@@ -181,7 +109,11 @@ class ThreadTokeniser:
         return self._tokeniser.special_tokens
 
     async def whole(self, text: bytes, piece_bytes: int, *, framed: bool = True) -> TokenArray:
-        """The tokens of a text that is in memory and read as a whole."""
+        """The tokens of a text that is in memory and read as a whole, such as a prompt: those of transformers.
+
+        `framed`: with the tokens that the model's files put around every text. A text that is too long for that is read
+        in pieces of `piece_bytes`, as a stream is.
+        """
         tokeniser = self._tokeniser
         if not isinstance(tokeniser, ForeignTokeniser):
             return await tokens_of(self, text, piece_bytes)
@@ -210,7 +142,10 @@ class ThreadTokeniser:
         return await beside(self._threads, work)
 
     async def text(self, tokens: TokenArray) -> str:
-        """The text that the tokens make together."""
+        """The text that the tokens make together; U+FFFD in place of what is not UTF-8.
+
+        Raises: TokenError for an id outside the vocabulary.
+        """
 
         def work() -> str:
             decoder = IncrementalDecoder(self._tokeniser, begins=True)
@@ -227,3 +162,20 @@ class ThreadTokeniser:
         gap = consumed - int(ends[-1]) if len(ends) else mark.gap + consumed
         after = TextMark(mark.tokens + len(tokens), mark.byte + consumed, gap)
         return Piece(tokens, np.diff(ends, prepend=-mark.gap), after), data[consumed:]
+
+
+async def tokens_of(tokeniser: ThreadTokeniser, text: bytes, piece_bytes: int, limit: int | None = None) -> TokenArray:
+    """The tokens of a whole text that is in memory, the first `limit` of them where there is one."""
+    pieces, count = [np.empty(0, dtype=np.int32)], 0
+    async with contextlib.aclosing(tokeniser.pieces(_cut(text, piece_bytes))) as stream:
+        async for piece in stream:
+            pieces.append(piece.tokens)
+            count += len(piece.tokens)
+            if limit is not None and count >= limit:
+                break
+    return np.concatenate(pieces)[:limit]
+
+
+async def _cut(text: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
