@@ -30,25 +30,13 @@ TOKEN_BYTES = 4
 class Source:
     """Where the document comes from: the body that still arrives, a text that came as JSON, or a stored file.
 
-    `pieces` check what they give. `size` is its length in bytes, where that is known; a form's may be a little less.
+    `pieces` give it once, as it comes, and check what they give: ServiceError for what is not a document, ClientGone.
+    `size` is its length in bytes, where that is known; a form's may be a little less.
     """
 
-    text: bytes | None = None
-    pieces: AsyncGenerator[bytes] | None = None
+    pieces: AsyncGenerator[bytes]
     stored: bool = False
     size: int | None = None
-
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """The document as it comes.
-
-        Raises: ServiceError for what is not a document, ClientGone.
-        """
-        if self.pieces is None:
-            yield self.text or b""
-            return
-        async with aclosing(self.pieces):  # also when it is given up in the middle
-            async for piece in self.pieces:
-                yield piece
 
 
 @dataclass(frozen=True)
@@ -206,7 +194,7 @@ class DocumentService:
     async def _fill(self, document: _Document) -> None:
         inbox, stored, size = document.inbox, document.source.stored, 0
         try:
-            async with aclosing(document.source.chunks()) as chunks:
+            async with aclosing(document.source.pieces) as chunks:
                 async for chunk in chunks:
                     size += len(chunk)
                     if not stored and size > self._context.settings.body_bytes:

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -16,6 +16,7 @@ from dist_attn_api.types import Job, JobProgress
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, unbroken
+from dist_attn_service.encodings.documents import Source
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import Event, JobCatalogue, JobRecord, end_of, with_event
 from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
@@ -51,27 +52,26 @@ class JobApi:
         context: ServiceContext,
         caller: str,
         spec: RowSpec,
-        body: AsyncIterator[bytes],
-        size: int | None,
+        source: Source,
         boundaries: Sequence[int] = (),
     ) -> tuple[str, JobRecord]:
-        """A new job that encodes what `body` gives with the model of `context`; `size` is its length, if known.
+        """A new job that encodes a document with the model of `context`.
 
         `boundaries` are the byte offsets at which rows end, where the granularity of `spec` says so.
 
         When this returns, all of it is on the disk, where a power cut leaves it.
 
-        Raises: ServiceError for an empty body, too many jobs or a full disk, and what `body` raises; then there is no
-            job.
+        Raises: ServiceError for an empty body, too many jobs or a full disk, and what the pieces raise; then there is
+            no job.
         """
         lease = self._settings.body_idle_seconds + self._settings.jobs.lease_s
         until, runner = self._catalogue.clock() + lease, self._catalogue.runner
-        receiving = {"state": "receiving", "disk_bytes": size or 0, "runner": runner, "lease_until": until}
+        receiving = {"state": "receiving", "disk_bytes": source.size or 0, "runner": runner, "lease_until": until}
         record = self._new(context, caller, "encoding", spec=spec, dim=context.model.hidden_size, **receiving)
         name = await self._catalogue.add(record)
         try:
             ends = np.array(boundaries, dtype="<i8").tobytes()
-            total, sha256 = await self._receive(name, body, ends, size or 0, lease)
+            total, sha256 = await self._receive(name, source, ends, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
             await unbroken(beside(None, self._store.files.sync_input, name))
@@ -107,29 +107,29 @@ class JobApi:
             **{"state": "queued", **values},
         )
 
-    async def _receive(
-        self, name: str, body: AsyncIterator[bytes], ends: bytes, reserved: int, lease: float
-    ) -> tuple[int, str]:
-        """Write the body to the job's file, and where its rows end; its length, and the SHA-256 of both in hex."""
+    async def _receive(self, name: str, source: Source, ends: bytes, lease: float) -> tuple[int, str]:
+        """Write a document to the job's file, and where its rows end; its length, and the SHA-256 of both in hex."""
         await beside(None, self._store.files.make, name)
-        total, waiting, renewed, digest = 0, bytearray(), self._catalogue.clock(), hashlib.sha256()
+        total, reserved, waiting = 0, source.size or 0, bytearray()
+        renewed, digest = self._catalogue.clock(), hashlib.sha256()
 
         def write(data: bytes) -> None:
             digest.update(data)
             self._store.files.add_input(name, data)
 
-        async for chunk in body:
-            total += len(chunk)
-            if total > self._settings.body_bytes:
-                raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
-            waiting += chunk
-            now = self._catalogue.clock()
-            if total > reserved or now - renewed > RENEW_SECONDS:
-                reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
-                await self._catalogue.change(name, _reserving(reserved, now + lease))
-            if len(waiting) >= WRITE_BYTES:
-                await unbroken(beside(None, write, bytes(waiting)))
-                waiting.clear()
+        async with aclosing(source.pieces) as chunks:
+            async for chunk in chunks:
+                total += len(chunk)
+                if total > self._settings.body_bytes:
+                    raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
+                waiting += chunk
+                now = self._catalogue.clock()
+                if total > reserved or now - renewed > RENEW_SECONDS:
+                    reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
+                    await self._catalogue.change(name, _reserving(reserved, now + lease))
+                if len(waiting) >= WRITE_BYTES:
+                    await unbroken(beside(None, write, bytes(waiting)))
+                    waiting.clear()
         await unbroken(beside(None, write, bytes(waiting)))
         if ends:
             digest.update(ends)

@@ -21,6 +21,7 @@ from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
 from dist_attn_service.routers.openapi import ANY_BYTES, ANY_TEXT, BYTES, FORM, JSON, TEXT, form
 from dist_attn_service.text.text_check import TextCheck, refuse_other, utf8_checked
+from dist_attn_service.text.tokenising import cut
 from dist_attn_service.uploads.ledger import FileRecord
 from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
 
@@ -186,8 +187,8 @@ def document_source(asked: Incoming) -> Source:
     size = None if body.gzip else length
     if kind == FORM:
         boundary = boundary_of(asked.headers.get("content-type", ""))
-        return Source(pieces=_file_of_form(body.chunks(), boundary), size=size)
-    return Source(pieces=body.chunks() if kind == BYTES else _text(body.chunks(), kind), size=size)
+        return Source(_file_of_form(body.chunks(), boundary), size=size)
+    return Source(body.chunks() if kind == BYTES else _text(body.chunks(), kind), size=size)
 
 
 async def _text(chunks: AsyncGenerator[bytes], kind: str) -> AsyncGenerator[bytes]:
@@ -256,13 +257,13 @@ async def named_source(asked: Incoming, text: str | None, file_id: str | None) -
             raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
         data = utf8(text, "input", "input")
         refuse_other(data[:HEAD_BYTES])
-        return Source(text=data, size=len(data))
+        return Source(cut(data, asked.services.settings.piece_bytes), size=len(data))
     if text is not None:
         raise BadRequest("input and file_id are two documents; send one of them", param="file_id")
     file = await named_file(asked, file_id)
     pieces = asked.services.files.read(file.segments, 0, file.size)
     is_text = file.details.mime_type.lower().startswith("text/")
-    return Source(pieces=utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
+    return Source(utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
 
 
 def check_boundaries(boundaries: list[int], named: Set[str], source: Source) -> None:

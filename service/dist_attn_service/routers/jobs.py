@@ -55,7 +55,7 @@ async def create_job(asked: Asked) -> Response:
         source = document_source(asked)
         with asked.place():
             rows = served.rows(options.granularity, *options.sizes)
-            made = await services.jobs.api.encoding(served, asked.caller, rows, source.chunks(), source.size)
+            made = await services.jobs.api.encoding(served, asked.caller, rows, source)
         return await job_response(services, *made)
     wanted = await asked.json(JobRequest)
     with asked.place():
@@ -74,8 +74,7 @@ async def _encoding(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord
     if boundaries:
         named = {name for name in ("granularity", "window") if getattr(wanted, name) is not None}
         check_boundaries(boundaries, named, source)
-    jobs = asked.services.jobs.api
-    return await jobs.encoding(served, asked.caller, spec, source.chunks(), source.size, boundaries)
+    return await asked.services.jobs.api.encoding(served, asked.caller, spec, source, boundaries)
 
 
 async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord]:

@@ -48,6 +48,8 @@ from dist_attn_service.sessions.answers import Outlet, content_digest, idempoten
 from dist_attn_service.sessions.append import AppendSource
 from dist_attn_service.sessions.generate import GenerateWork, TextPiece
 from dist_attn_service.text.choice_text import choice_logprobs
+from dist_attn_service.text.text_check import utf8_checked
+from dist_attn_service.text.tokenising import cut
 
 router = APIRouter(tags=["sessions"])
 _FILE = {BYTES: ANY_BYTES}
@@ -275,13 +277,15 @@ async def _appended(asked: Incoming) -> AppendSource:
             )
         at, terms = at if expected is None else expected, terms_of(asked.request, wanted)
         if wanted.input is None or wanted.file_id is not None:
-            stored = (await named_source(asked, wanted.input, wanted.file_id)).pieces
-            return AppendSource(body, key, at, stored=stored, terms=terms)
+            source = await named_source(asked, wanted.input, wanted.file_id)
+            return AppendSource(body, key, at, source.pieces, terms=terms)
         text = utf8(wanted.input, "input", "input")
         if not text:
             raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-        return AppendSource(body, key, at, text, terms=terms)
+        pieces = cut(text, asked.services.settings.piece_bytes)
+        return AppendSource(body, key, at, pieces, hashlib.sha256(text).hexdigest(), terms)
     if kind not in (TEXT, BYTES, ""):
         raise wrong_type(kind, f"send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}")
     asked.length(asked.services.settings.body_bytes, "a text")
-    return AppendSource(body, key, at, check_utf8=kind == TEXT, terms=terms_of(asked.request))
+    pieces = utf8_checked(body.chunks()) if kind == TEXT else body.chunks()
+    return AppendSource(body, key, at, pieces, terms=terms_of(asked.request))

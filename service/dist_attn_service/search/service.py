@@ -35,7 +35,7 @@ from dist_attn_service.encodings.encoding_run import ByteOffsets, EncodingRun, R
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.passages import Floats, Passages, Pool, directions, fused, places_of, ranks
-from dist_attn_service.text.tokenising import Piece, TextMark
+from dist_attn_service.text.tokenising import Piece, TextMark, cut
 
 __all__ = ["Query", "SearchService", "Searched", "check_size"]
 
@@ -199,13 +199,13 @@ class SearchService:
         """Encode documents, one after the other, and count their words."""
         for place, source in waiting:
             parts: list[bytes] = []
-            async with self._places, aclosing(source.chunks()) as chunks:
+            async with self._places, aclosing(source.pieces) as chunks:
                 async for chunk in chunks:
                     found.take_bytes(len(chunk))
                     parts.append(chunk)
                 data = b"".join(parts)
                 parts.clear()
-                pieces = pieces_of(self._context.tokeniser, query.spec, _once(data), TextMark())
+                pieces = pieces_of(self._context.tokeniser, query.spec, cut(data, PIECE_BYTES), TextMark())
                 if query.mode == "lexical":
                     blocks = await _without_vectors(query.spec, pieces, found)
                 else:
@@ -315,11 +315,6 @@ def _deleted_is_not_found() -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise NotFound("a job was deleted while it was searched", param="documents") from None
-
-
-async def _once(data: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(data), PIECE_BYTES):
-        yield data[start : start + PIECE_BYTES]
 
 
 async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: _Found) -> list[RowBlock]:

@@ -24,7 +24,6 @@ from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.sessions.answers import Outlet
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
-from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece
 
 __all__ = ["AppendService", "AppendSource"]
@@ -37,15 +36,15 @@ BETWEEN_LINES_SECONDS = 0.1
 class AppendSource:
     """What is appended, under which key and where: the body that still arrives, a text of JSON, or a stored file.
 
-    `stored` checks what it gives; as nothing of it must be sent, a client that leaves does not cut it off.
+    `pieces` give it once, as it comes, and check what they give; of a text or a file nothing must be sent, so a client
+    that leaves does not cut it off. `digest` is SHA-256 in hex of what is here already.
     """
 
     body: RequestBody
     key: str
     expected_position: int | None
-    text: bytes | None = None
-    stored: AsyncGenerator[bytes] | None = None
-    check_utf8: bool = False
+    pieces: AsyncGenerator[bytes]
+    digest: str = ""
     terms: RequestTerms = field(default_factory=RequestTerms)
 
 
@@ -114,7 +113,7 @@ class AppendService:
         """
         outlet, key = Outlet(response), f"append {source.key}" if source.key else ""
         async with writing(
-            self._context.store, record.caller, session_id, key, source.expected_position, digest=_digest(source.text)
+            self._context.store, record.caller, session_id, key, source.expected_position, digest=source.digest
         ) as writer:
             append = _Append(source, writer, outlet, _FedTokens(writer.append.start))
             if writer.done:
@@ -151,21 +150,15 @@ class AppendService:
 
     async def _text(self, append: _Append) -> AsyncIterator[bytes]:
         """The text as it comes, in blocks that are tokenised at a time."""
-        size, source = self._context.settings.piece_bytes, append.source
-        check = Utf8Check() if source.check_utf8 else None
-        chunks = source.stored or (source.body.chunks() if source.text is None else _once(source.text))
-        async with contextlib.aclosing(chunks):
+        size = self._context.settings.piece_bytes
+        async with contextlib.aclosing(append.source.pieces) as chunks:
             async for chunk in chunks:
                 append.text_bytes += len(chunk)
                 if append.text_bytes > self._context.settings.body_bytes:
                     raise TooLarge(f"a text may have {self._context.settings.body_bytes} bytes")
-                if check is not None:
-                    check.push(chunk)
                 append.content.update(chunk)
                 for at in range(0, len(chunk), size):
                     yield chunk[at : at + size]
-        if check is not None:
-            check.push(b"", final=True)
 
     async def _pieces(self, append: _Append, run: TextRun, blocks: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
         """Its tokens; those that were fed under this key before must be the same.
@@ -252,18 +245,10 @@ def _another(append: _Append) -> ServiceError:
     )
 
 
-async def _once(text: bytes) -> AsyncGenerator[bytes]:
-    yield text
-
-
 async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
     async for block in rest:
         yield block
-
-
-def _digest(text: bytes | None) -> str:
-    return "" if text is None else hashlib.sha256(text).hexdigest()
 
 
 def _line(value: Answer) -> bytes:

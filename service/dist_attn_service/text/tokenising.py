@@ -19,7 +19,7 @@ from dist_attn.text.library import MOST_BYTES
 from dist_attn_service.base.errors import TooLarge
 from dist_attn_service.base.tasks import beside
 
-__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "tokens_of"]
+__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "cut", "tokens_of"]
 
 
 class TextMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,7 +167,7 @@ class ThreadTokeniser:
 async def tokens_of(tokeniser: ThreadTokeniser, text: bytes, piece_bytes: int, limit: int | None = None) -> TokenArray:
     """The tokens of a whole text that is in memory, the first `limit` of them where there is one."""
     pieces, count = [np.empty(0, dtype=np.int32)], 0
-    async with contextlib.aclosing(tokeniser.pieces(_cut(text, piece_bytes))) as stream:
+    async with contextlib.aclosing(tokeniser.pieces(cut(text, piece_bytes))) as stream:
         async for piece in stream:
             pieces.append(piece.tokens)
             count += len(piece.tokens)
@@ -176,6 +176,7 @@ async def tokens_of(tokeniser: ThreadTokeniser, text: bytes, piece_bytes: int, l
     return np.concatenate(pieces)[:limit]
 
 
-async def _cut(text: bytes, size: int) -> AsyncIterator[bytes]:
+async def cut(text: bytes, size: int) -> AsyncGenerator[bytes]:
+    """A text that is in memory, as if it came in pieces of so many bytes."""
     for start in range(0, len(text), size):
         yield text[start : start + size]
