@@ -1,12 +1,11 @@
 """The application: made by a function, its parts owned by the lifespan."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple, TypedDict
 
-import msgspec
 from fastapi import FastAPI
 
 from dist_attn import __version__
@@ -17,16 +16,13 @@ from dist_attn.text import fitted, load_tokeniser
 from dist_attn.wire.curve import ClientKeys
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.logs import Log, make_log
-from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
 from dist_attn_service.base.tracing import Tracing
 from dist_attn_service.completions.chat import ChatService
 from dist_attn_service.completions.chat_template import ChatTemplate
 from dist_attn_service.completions.prefixes import PrefixCache
-from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.completions.run import CompletionService
-from dist_attn_service.completions.whole import gather, whole_completion
 from dist_attn_service.dependencies import ModelServices, Services, SessionServices
 from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
@@ -45,7 +41,6 @@ from dist_attn_service.http.envelope import EXCEPTION_HANDLERS, Envelope
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.jobs.catalogue import JobCatalogue
-from dist_attn_service.jobs.runner import Complete
 from dist_attn_service.routers import (
     about,
     completions,
@@ -58,7 +53,6 @@ from dist_attn_service.routers import (
     uploads,
 )
 from dist_attn_service.routers.openapi import PROBLEM_RESPONSE, openapi_document
-from dist_attn_service.schemas.completions import CompletionRequest
 from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.store_service import StoreService
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
@@ -238,7 +232,7 @@ def _services(
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
     models = tuple(_model_services(context, spools) for context in contexts)
-    kept_jobs = JobServices.over(stores.jobs, [(served, _complete(served, served.completions)) for served in models])
+    kept_jobs = JobServices.over(stores.jobs, [(served, served.completions) for served in models])
     return Services(
         models=models,
         searches=tuple(SearchService(served, served.embeddings, kept_jobs) for served in models),
@@ -268,21 +262,3 @@ def _model_services(context: ServiceContext, spools: SpoolFactory) -> ModelServi
         embeddings=EmbeddingService(context),
         estimates=EstimateService(context),
     )
-
-
-def _complete(context: ServiceContext, completions: CompletionService) -> Complete:
-    """How a job draws a completion."""
-
-    async def run(options: dict[str, Any], name: str, drawn: Callable[[int], None]) -> bytes:
-        request = CompletionRequest.model_validate(options)
-        prepared = await prepare(context, request, RequestTerms.of_body(request))
-        choices, usage = await gather(
-            completions,
-            prepared,
-            name,
-            counted=context.metrics.completion,
-            drawn=lambda usage: drawn(usage.completion_tokens),
-        )
-        return msgspec.json.encode(whole_completion(prepared, context.model.id, choices, usage))
-
-    return run

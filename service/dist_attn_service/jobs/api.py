@@ -16,12 +16,13 @@ from dist_attn_api.types import Job, JobProgress
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, unbroken
+from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import Event, JobCatalogue, JobRecord, end_of, with_event
 from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
 from dist_attn_service.jobs.results import JobResults
-from dist_attn_service.jobs.runner import Complete, JobRunner, Work
+from dist_attn_service.jobs.runner import JobRunner, Work
 from dist_attn_service.jobs.work import CompletionWork, EncodingWork
 
 STEP_BYTES = 8 << 20  # of disk, taken at once while a body of unknown length comes in
@@ -283,16 +284,16 @@ class JobServices:
     runner: JobRunner
 
     @staticmethod
-    def over(catalogue: JobCatalogue, workers: Sequence[tuple[ServiceContext, Complete]]) -> "JobServices":
+    def over(catalogue: JobCatalogue, workers: Sequence[tuple[ServiceContext, CompletionService]]) -> "JobServices":
         """The parts over one catalogue, for jobs of each model; nothing runs before `runner.start()`."""
         contexts = {context.model.identity: context for context, _ in workers}
         first = workers[0][0]
         settings = first.settings
         files, states = JobFiles(settings.data_dir / "jobs" / "files"), JobStates(first.store, first.log)
         works: dict[tuple[str, str], Work] = {}
-        for context, complete in workers:
+        for context, completions in workers:
             works[context.model.identity, "encoding"] = EncodingWork(context, files, states)
-            works[context.model.identity, "completion"] = CompletionWork(files, complete)
+            works[context.model.identity, "completion"] = CompletionWork(context, files, completions)
 
         def work_of(record: JobRecord) -> Work:
             """Raises: BadRequest for a job of a model that is not served any more."""

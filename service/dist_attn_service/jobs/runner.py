@@ -53,7 +53,6 @@ async def _nothing() -> None:
 
 
 Work = Callable[[str, JobRecord, Report], Awaitable[dict[str, Any]]]
-Complete = Callable[[dict[str, Any], str, Callable[[int], None]], Awaitable[bytes]]
 
 
 class _Stop(Exception):

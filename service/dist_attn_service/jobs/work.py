@@ -6,16 +6,23 @@ from contextlib import suppress
 from math import lcm
 from typing import Any, final
 
+import msgspec
 import numpy as np
 
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
+from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
+from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import beside, unbroken
+from dist_attn_service.completions.prepared import prepare
+from dist_attn_service.completions.run import CompletionService
+from dist_attn_service.completions.whole import gather, whole_completion
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
 from dist_attn_service.jobs.files import JobFiles, JobStates, RowFile
-from dist_attn_service.jobs.runner import Complete, Report
+from dist_attn_service.jobs.runner import Report
+from dist_attn_service.schemas.completions import CompletionRequest
 
 BOUNDARY_BYTES = 8
 CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
@@ -162,23 +169,27 @@ def _tell(report: Report, run: EncodingRun, rows: RowFile, input_bytes: int) -> 
 class CompletionWork:
     """Draws a completion, from its beginning each time; its seed is settled, so it is the same each time."""
 
-    def __init__(self, files: JobFiles, complete: Complete) -> None:
+    def __init__(self, context: ServiceContext, files: JobFiles, completions: CompletionService) -> None:
+        self._context = context
         self._files = files
-        self._complete = complete
+        self._completions = completions
 
     async def __call__(self, name: str, record: JobRecord, report: Report) -> dict[str, Any]:
         """Draw it and keep it.
 
         Raises: ServiceError.
         """
-        assert record.completion is not None
         drawn = 0
 
-        def draw(count: int) -> None:
+        def draw(usage: CompletionUsage) -> None:
             nonlocal drawn
-            drawn = count
+            drawn = usage.completion_tokens
 
         report.tokens = lambda: drawn
-        result = await self._complete(record.completion, name, draw)
+        request = CompletionRequest.model_validate(record.completion)
+        prepared = await prepare(self._context, request, RequestTerms.of_body(request))
+        counted = self._context.metrics.completion
+        choices, usage = await gather(self._completions, prepared, name, counted=counted, drawn=draw)
+        result = msgspec.json.encode(whole_completion(prepared, self._context.model.id, choices, usage))
         await beside(None, self._files.write_result, name, result)
         return {"tokens": drawn, "disk_bytes": record.disk_bytes + len(result)}
