@@ -1,22 +1,31 @@
-"""A completion in the engine: stored states and prompts in, and the text of each choice as it is drawn."""
+"""A completion in the engine: stored states and prompts in, and the text of each choice as it is drawn, or whole."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from math import inf
+from statistics import fmean
 
 import msgspec
 
 from dist_attn.wire.messages import BeginState, Generated, Keep, OpenWork, Progress, Rows
-from dist_attn_api.types import CompletionUsage, PromptProgress, PromptTokensDetails
+from dist_attn_api.types import Choice, Completion, CompletionUsage, PromptProgress, PromptTokensDetails
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.completions.prefixes import NO_PREFIX, PrefixCache, PromptPrefix
 from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
-from dist_attn_service.text.choice_text import ChoiceText, FinishReason, PromptText, ScoredToken, finish_reason
+from dist_attn_service.text.choice_text import (
+    ChoiceText,
+    FinishReason,
+    PromptText,
+    ScoredToken,
+    choice_logprobs,
+    finish_reason,
+)
 from dist_attn_service.text.tokenising import ThreadTokeniser
 
 DELTAS_WAITING = 64
@@ -218,6 +227,30 @@ class CompletionService:
                     group.create_task(choice.work(deltas))
                 yield CompletionRun(prepared, choices, deltas)
 
+    async def gather(
+        self,
+        prepared: PreparedCompletion,
+        name: str,
+        *,
+        counted: Callable[[CompletionUsage], None],
+        drawn: Callable[[CompletionUsage], None] = lambda _: None,
+    ) -> tuple[list["Gathered"], CompletionUsage]:
+        """Draw a completion to its end: the choices that are answered, and its tokens. `counted` is told what was read
+        and drawn, however it ends; `drawn` on the way.
+
+        Raises: as `open`.
+        """
+        choices = [Gathered(prepared.logprobs, planned) for planned in prepared.choices]
+        async with self.open(prepared, name) as run:
+            try:
+                while not run.finished:
+                    delta = await run.next()
+                    choices[delta.index].add(delta)
+                    drawn(run.usage)
+            finally:
+                counted(run.usage)
+        return _best(prepared, choices), run.usage
+
     async def _look_up(self, prepared: PreparedCompletion) -> list[PromptPrefix]:
         """What each choice begins with. All choices of a prompt begin alike, and the first one's states are kept.
 
@@ -247,3 +280,70 @@ class CompletionService:
         if prefix.states_at:
             self._prefixes.keep(prefix, choice.stream)
         return choice
+
+
+# ---- whole ---------------------------------------------------------------------------------------
+
+
+class Gathered:
+    """What has come of one choice."""
+
+    def __init__(self, logprobs: int | None, planned: PlannedChoice) -> None:
+        self._logprobs = logprobs
+        self._prompt_tokens = 0 if planned.sampling.prompt_logprobs is None else len(planned.prompt.tokens)
+        self._deltas: list[Delta] = []
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    @property
+    def score(self) -> float:
+        """The mean log-probability of its drawn tokens; a text without any is the worst."""
+        values = [token.logprob for token in self.scored[self._prompt_tokens :] if token.logprob is not None]
+        return fmean(values) if values else -inf
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(delta.text for delta in self._deltas)
+
+    @property
+    def scored(self) -> list[ScoredToken]:
+        """Its tokens, where log-probabilities were asked for."""
+        return [token for delta in self._deltas for token in delta.scored]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended."""
+        return self._deltas[-1].finish_reason
+
+    def whole(self, index: int) -> Choice:
+        """As a choice of a completion."""
+        logprobs = choice_logprobs(self.scored, self._logprobs)
+        return Choice(index=index, text=self.text, logprobs=logprobs, finish_reason=self.finish_reason)
+
+
+def _best(prepared: PreparedCompletion, choices: list[Gathered]) -> list[Gathered]:
+    """Of each prompt's choices the wanted number; where more were drawn, the likeliest first."""
+    drawn = len(choices) // len(prepared.prompts)
+    if drawn == prepared.answered:
+        return choices
+    groups = [choices[at : at + drawn] for at in range(0, len(choices), drawn)]
+    return [
+        choice
+        for group in groups
+        for choice in sorted(group, key=lambda choice: choice.score, reverse=True)[: prepared.answered]
+    ]
+
+
+def whole_completion(
+    prepared: PreparedCompletion, model: str, choices: list[Gathered], usage: CompletionUsage
+) -> Completion:
+    """The answer in OpenAI's form."""
+    return Completion(
+        id=prepared.id,
+        created=prepared.created,
+        model=model,
+        choices=[choice.whole(index) for index, choice in enumerate(choices)],
+        usage=usage,
+    )

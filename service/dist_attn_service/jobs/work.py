@@ -15,8 +15,7 @@ from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.completions.prepared import prepare
-from dist_attn_service.completions.run import CompletionService
-from dist_attn_service.completions.whole import gather, whole_completion
+from dist_attn_service.completions.run import CompletionService, whole_completion
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
@@ -189,7 +188,7 @@ class CompletionWork:
         request = CompletionRequest.model_validate(record.completion)
         prepared = await prepare(self._context, request, RequestTerms.of_body(request))
         counted = self._context.metrics.completion
-        choices, usage = await gather(self._completions, prepared, name, counted=counted, drawn=draw)
+        choices, usage = await self._completions.gather(prepared, name, counted=counted, drawn=draw)
         result = msgspec.json.encode(whole_completion(prepared, self._context.model.id, choices, usage))
         await beside(None, self._files.write_result, name, result)
         return {"tokens": drawn, "disk_bytes": record.disk_bytes + len(result)}

@@ -14,8 +14,7 @@ from dist_attn_api.types import Choice, Completion, CompletionUsage
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
-from dist_attn_service.completions.run import Delta
-from dist_attn_service.completions.whole import Gathered, gather, whole_completion
+from dist_attn_service.completions.run import Delta, Gathered, whole_completion
 from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter, while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response
@@ -137,7 +136,7 @@ async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
     def counted(usage: CompletionUsage) -> None:
         services.count_completion(record, usage)
 
-    work = gather(form.completions, form.prepared, record.request_id, counted=counted)
+    work = form.completions.gather(form.prepared, record.request_id, counted=counted)
     try:
         with asked.place():
             choices, usage = await while_connected(asked.body, work)
