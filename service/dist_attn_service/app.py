@@ -35,7 +35,7 @@ from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.stream import StreamLimits
 from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.engine.workload import Workload
-from dist_attn_service.feeding.service import FeedingService
+from dist_attn_service.feeding import FeedingService
 from dist_attn_service.http.auth import KeyRing
 from dist_attn_service.http.envelope import EXCEPTION_HANDLERS, Envelope
 from dist_attn_service.http.limits import BodyMemory, OpenRequests

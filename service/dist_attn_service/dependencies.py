@@ -21,7 +21,7 @@ from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
 from dist_attn_service.engine.metrics import Gauges, Metrics
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.feeding.service import FeedingService
+from dist_attn_service.feeding import FeedingService
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.service import SearchService

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dist_attn_service.feeding import feeder
+from dist_attn_service import feeding as feeder
 
 from dist_attn.settings import FileSettings, StoreSettings
 from tests.support.fake_engine import FakeEngine, fake_controller

@@ -1,21 +1,25 @@
-"""The bytes of an upload into a session as they come: disk -> tokens -> engine, states into the store.
+"""Uploads into sessions as their bytes come: disk -> tokens -> engine, states into the store; and how far they are.
 
-It is read from the disk, where what has come is kept, so that neither a broken connection nor the death of this process
-costs more than what lies behind the last state. Memory: a block of the text and its tokens, a piece of a state.
+A request begins it, the next one goes on with it, and HEAD tells of it. Bytes are read from the disk, where what has
+come is kept, so that neither a broken connection nor the death of this process costs more than what lies behind the
+last state. Memory: a block of the text and its tokens, a piece of a state.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager, suppress
-from typing import final
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
+from typing import Literal, final
 
-from dist_attn.store import Reached
+from dist_attn.errors import DistAttnError
+from dist_attn.store import Reached, Session
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
-from dist_attn_service.base.errors import ClientGone, Code, ServiceError
+from dist_attn_api.types import Feeding
+from dist_attn_service.base.errors import NO_RETRY, ClientGone, Code, NotFound, ServiceError, UnforeseenError
+from dist_attn_service.base.tasks import Changes
 from dist_attn_service.engine.run import ServiceContext
+from dist_attn_service.sessions.answers import store_refusals
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
@@ -27,6 +31,8 @@ BUSY_POLL_SECONDS = 0.1
 POLL_SECONDS = 0.5
 LINGER_SECONDS = 2.0  # for a client that sends its next request
 CHARACTER_BYTES = 4
+LASTING = (400, 404, 409, 413)
+"""Statuses of errors that come again if the same is tried again."""
 
 
 @final
@@ -57,7 +63,7 @@ class Feed:
         self._ahead = ahead
         self._senders = 0
         self._quiet_since = time.monotonic()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     # ---- who sends -----------------------------------------------------------------------------
 
@@ -112,31 +118,139 @@ class Feed:
 
     def notify(self) -> None:
         """Something has changed."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.notify()
 
     async def changed(self, seconds: float) -> None:
         """Wait until something changes, at most so long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+        await self._changes.wait(time.monotonic() + seconds)
 
 
 @final
-class Feeder:
-    """Feeds; holds what all share, nothing of any one upload."""
+class FeedingService:
+    """What routes do with uploads that feed, and the feeding itself."""
 
     def __init__(self, context: ServiceContext, files: FileService) -> None:
         self._context = context
         self._files = files
+        self._feeds: dict[str, Feed] = {}
 
-    async def run(self, feed: Feed) -> None:
+    async def wanted(self, caller: str, session: str, expected: int | None, *, is_text: bool) -> FeedRecord:
+        """What a new upload is told to feed, as the session stands now.
+
+        Raises: NotFound; ServiceError (409) when it does not stand where it is expected to.
+        """
+        try:
+            with store_refusals():
+                stored = await self._context.store.sessions.get(caller, session)
+        except NotFound as error:
+            raise NotFound(error.message, param="session_id") from None
+        if expected is not None and expected != stored.position:
+            raise ServiceError(
+                f"session {session} stands at {stored.position}, not at {expected}; begin the upload for there",
+                code=Code.CONFLICT,
+                param="expected_position",
+                headers=NO_RETRY,
+                facts={"expected_position": expected, "position": stored.position},
+            )
+        return FeedRecord(session, stored.position, is_text)
+
+    async def begin(self, caller: str, name: str) -> Feed:
+        """The feeding of an upload of this caller, which goes on in this process from now on.
+
+        Raises: NotFound; ServiceError (409) when the session stands elsewhere by now, or another writer has it.
+        """
+        while (feed := self._feeds.get(name)) is not None and feed.leaving and feed.task is not None:
+            await asyncio.wait({feed.task})
+        if feed is None:
+            record, segments, size = await self._files.fed_from(caller, name)
+            feed = self._feeds.get(name)
+            if feed is None:
+                feed = Feed(caller, name, record, segments, size, self._context.settings.files.feed_ahead_bytes)
+                self._feeds[name] = feed
+                feed.task = asyncio.create_task(self._work(feed), name=f"feed {name}")
+        await asyncio.shield(feed.begun)
+        return feed
+
+    async def standing(self, caller: str, name: str, record: UploadRecord) -> Feeding:
+        """How far it is. One whose text is whole is gone on with, should its process have died.
+
+        Raises: NotFound; ServiceError (507).
+        """
+        recorded = record.feed
+        assert recorded is not None
+        session = await self._session(caller, recorded.session)
+        idle = session is not None and not session.busy_until
+        ended = recorded.state in ("done", "failed")
+        if record.state == "completed" and not ended and idle and name not in self._feeds:
+            with suppress(ServiceError):  # the record says why it cannot be
+                await self.begin(caller, name)
+        feed = self._feeds.get(name)
+        if feed is not None and feed.error is None:
+            recorded = feed.recorded if feed.begun.done() else recorded
+            start = recorded.expected if recorded.start is None else recorded.start
+            position, kept, error = max(start, feed.position), max(start, feed.kept), None
+        else:
+            start = recorded.expected if recorded.start is None else recorded.start
+            stands = start if session is None else session.position
+            marks = [mark.position for mark in recorded.marks if mark.position <= stands]
+            position = kept = recorded.position if recorded.state == "done" else max(marks, default=start)
+            error = recorded.error or None
+        return Feeding(
+            id=recorded.session, state=recorded.state, start=start, position=position, checkpoint=kept, error=error
+        )
+
+    async def _session(self, caller: str, name: str) -> Session | None:
+        with suppress(DistAttnError):
+            return await self._context.store.sessions.get(caller, name)
+        return None
+
+    async def stop(self) -> None:
+        """Let go of all sessions: who sends on begins again behind their last states."""
+        tasks = [feed.task for feed in self._feeds.values() if feed.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, feed: Feed) -> None:
+        """Feed, and say in the record how it ended."""
+        state: Literal["waiting", "failed"] = "waiting"
+        try:
+            await self._run(feed)
+            return
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            feed.error = ServiceError("the service is stopping", code=Code.STOPPING)
+            raise
+        except ServiceError as error:
+            feed.error = error
+            state = "failed" if error.status in LASTING else "waiting"
+        except Exception as error:
+            self._context.log.error("unexpected error while an upload was fed", upload=feed.name, exc_info=error)
+            feed.error = UnforeseenError()
+        finally:
+            if self._feeds.get(feed.name) is feed:
+                del self._feeds[feed.name]
+            was_writer = feed.begun.done()
+            if not was_writer:
+                feed.begun.set_exception(feed.error or UnforeseenError())
+            feed.notify()
+        if not was_writer:  # who is may be another process: the record is its own
+            return
+        recorded = changed(feed.recorded, state=state, error=feed.error.message if feed.error else "")
+        with suppress(ServiceError):  # it was deleted
+            await self._files.note_feed(feed.caller, feed.name, recorded)
+        self._context.log.info("feed", upload=feed.name, state=state, position=feed.kept, error=recorded.error)
+
+    # ---- feeding -------------------------------------------------------------------------------
+
+    async def _run(self, feed: Feed) -> None:
         """Feed the session until it stands at the end of the text.
 
         Raises: ServiceError when it stands elsewhere, is being written to or cannot be fed; ClientGone when nobody
             sends any more and every whole state of what came is kept.
         """
-        async with contextlib.AsyncExitStack() as held:
+        async with AsyncExitStack() as held:
             writer = await self._become_writer(feed, held)
             feed.position = feed.kept = writer.append.position
             if not writer.done:
@@ -147,7 +261,7 @@ class Feeder:
                 await self._feed(feed, writer)
         await self._note(feed, changed(feed.recorded, state="done", position=feed.position, marks=()))
 
-    async def _become_writer(self, feed: Feed, held: contextlib.AsyncExitStack) -> SessionWriter:
+    async def _become_writer(self, feed: Feed, held: AsyncExitStack) -> SessionWriter:
         """The session's writer, for as long as `held`.
 
         Raises: ServiceError; while another writer has it, only after a while.
@@ -197,8 +311,8 @@ class Feeder:
         Raises: ClientGone when its senders have gone.
         """
         async with (
-            contextlib.aclosing(self._blocks(feed, begin.byte)) as blocks,
-            contextlib.aclosing(self._context.tokeniser.pieces(blocks, begin)) as pieces,
+            aclosing(self._blocks(feed, begin.byte)) as blocks,
+            aclosing(self._context.tokeniser.pieces(blocks, begin)) as pieces,
         ):
             async for piece in pieces:
                 marks.push(piece.mark)
@@ -221,7 +335,7 @@ class Feeder:
                 await feed.changed(POLL_SECONDS)
                 continue
             stop = min(feed.size, at + self._context.settings.piece_bytes)
-            async with contextlib.aclosing(self._files.read(feed.segments, at, stop)) as pieces:
+            async with aclosing(self._files.read(feed.segments, at, stop)) as pieces:
                 async for piece in pieces:
                     if check is not None:
                         check.push(piece)
@@ -234,7 +348,7 @@ class Feeder:
     async def _check(self, feed: Feed, start: int) -> Utf8Check:
         """A check of what comes from byte `start` on; the character that it lies in began before."""
         before = max(0, start - CHARACTER_BYTES)
-        async with contextlib.aclosing(self._files.read(feed.segments, before, start)) as pieces:
+        async with aclosing(self._files.read(feed.segments, before, start)) as pieces:
             tail = b"".join([piece async for piece in pieces])
         at = next((place for place in reversed(range(len(tail))) if tail[place] & 0xC0 != 0x80), len(tail))
         check = Utf8Check(before + at)

@@ -1,1 +1,0 @@
-"""Uploads that feed a session while they arrive."""
