@@ -90,7 +90,9 @@ class DocumentService:
                 if not inbox.waiting:
                     raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
                 pieces, count = await self._pieces(document, spools)
-                form = await self._context.beside(make_format, request.form, self._ahead(request, count))
+                model = self._context.model
+                ahead = RowsAhead.of(request.spec, model.id, model.hidden_size, request.first_row, count)
+                form = await self._context.beside(make_format, request.form, ahead)
                 await self._context.watch.until_ready()
                 work = OpenWork(record.request_id, rows=request.spec, terms=request.terms.for_engine())
                 with self._context.workload.document(size=source.size) as load:
@@ -127,19 +129,6 @@ class DocumentService:
             await spool.put(piece.tokens.astype("<i4").tobytes())
         spool.end()
         return _spooled(spool, size), marks + min(count, 1) if spec.marked else count_rows(spec, count)
-
-    def _ahead(self, request: RowRequest, count: int | None) -> RowsAhead:
-        spec = request.spec
-        about = {
-            "model": self._context.model.id,
-            "granularity": spec.granularity,
-            "window": str(spec.window),
-            "pooling": spec.pooling,
-            "from_row": str(request.first_row),
-        }
-        return RowsAhead(
-            self._context.model.hidden_size, None if count is None else max(0, count - request.first_row), about
-        )
 
     async def _encode(
         self,

@@ -4,12 +4,13 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self, final
 
 import msgspec
 import numpy as np
 
 from dist_attn.errors import MissingExtraError, extra_hint
+from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import EncodingSummary
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure, ServiceError
 from dist_attn_service.base.floats import shortest_float32
@@ -23,6 +24,18 @@ class RowsAhead:
     dim: int
     count: int | None = None
     about: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: RowSpec, model: str, dim: int, first_row: int, count: int | None) -> Self:
+        """What is known of rows of a model from one on; `count` is of all rows of the document."""
+        about = {
+            "model": model,
+            "granularity": spec.granularity,
+            "window": str(spec.window),
+            "pooling": spec.pooling,
+            "from_row": str(first_row),
+        }
+        return cls(dim, None if count is None else max(0, count - first_row), about)
 
 
 class RowFormat(ABC):

@@ -74,8 +74,10 @@ class JobResults:
         """
         if FORMATS[wanted.form].needs_count and record.state != "succeeded":
             raise not_done(record)
-        count = max(0, record.rows - wanted.first_row) if record.state == "succeeded" else None
-        form = await beside(self._threads, lambda: make_format(wanted.form, self._ahead(record, wanted, count)))
+        assert record.spec is not None
+        count = record.rows if record.state == "succeeded" else None
+        ahead = RowsAhead.of(record.spec, self._model_of(record), self._dim_of(record), wanted.first_row, count)
+        form = await beside(self._threads, make_format, wanted.form, ahead)
         if FORMATS[wanted.form].needs_count:
             await self._npy(name, record, wanted, form, writer)
             return
@@ -145,18 +147,6 @@ class JobResults:
             if record.ended:
                 return
             await asyncio.sleep(self._settings.jobs.look_s)
-
-    def _ahead(self, record: JobRecord, wanted: ResultWanted, count: int | None) -> RowsAhead:
-        spec = record.spec
-        assert spec is not None
-        about = {
-            "model": self._model_of(record),
-            "granularity": spec.granularity,
-            "window": str(spec.window),
-            "pooling": spec.pooling,
-            "from_row": str(wanted.first_row),
-        }
-        return RowsAhead(self._dim_of(record), count, about)
 
     def _model_of(self, record: JobRecord) -> str:
         """The name of a job's model, as answers have it."""
