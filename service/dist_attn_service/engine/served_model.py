@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -109,38 +110,19 @@ class ServedModel:
             tokeniser = folder / "tokenizer.json"
             if not tokeniser.is_file():
                 raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
-            name = folder.resolve().name
             digest = hashlib.sha256(hashlib.sha256(data).digest() + tokeniser.read_bytes()).hexdigest()[:16]
+            made = partial(cls, folder.resolve().name, created=created, digest=digest, names=names)
             if origin(folder) == "downloaded":
                 model = read_downloaded(folder)
-                return cls(
-                    name,
-                    model.vocab_size,
-                    model.hidden_size,
-                    created,
-                    digest=digest,
-                    num_layers=model.num_layers,
-                    names=names,
-                    drawing=model.generation.sampling,
-                )
+                drawing = model.generation.sampling
+                return made(model.vocab_size, model.hidden_size, num_layers=model.num_layers, drawing=drawing)
             if kind == "stream_encoder":
                 inner = msgspec.json.decode(data, type=_StreamEncoder).sentence
-                return cls(
-                    name,
-                    inner.vocab_size,
-                    inner.encoder.hidden_size,
-                    created,
-                    writes=False,
-                    unit_vectors=inner.normalise,
-                    digest=digest,
-                    names=names,
-                )
+                unit = inner.normalise
+                return made(inner.vocab_size, inner.encoder.hidden_size, writes=False, unit_vectors=unit)
             if kind != "text_encoder":
                 sizes = msgspec.json.decode(data, type=_Sizes)
-                layers = sizes.num_layers
-                return cls(
-                    name, sizes.vocab_size, sizes.hidden_size, created, digest=digest, num_layers=layers, names=names
-                )
+                return made(sizes.vocab_size, sizes.hidden_size, num_layers=sizes.num_layers)
             encoder = msgspec.json.decode(data, type=_TextEncoder)
         except OSError as error:
             raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
@@ -149,4 +131,4 @@ class ServedModel:
         frame = len(encoder.prefix) + len(encoder.suffix)
         reading = SequenceReading(encoder.max_tokens - frame, encoder.pooling)
         size = encoder.encoder.hidden_size
-        return cls(name, encoder.vocab_size, size, created, reading, frame, writes=False, digest=digest, names=names)
+        return made(encoder.vocab_size, size, reading=reading, frame_tokens=frame, writes=False)
