@@ -146,25 +146,21 @@ class _GaugeCollector(Collector):
 def _engine_metrics(engines: Mapping[str, EngineHealth]) -> Iterable[Metric]:
     """What each engine said lately, under the name of its model."""
     heard = {model: (health.status, health.age) for model, health in engines.items() if health.status is not None}
-    for name, words, figure in (
-        ("dist_attn_engine_epoch", "How often a group of ranks was started", "epoch"),
-        ("dist_attn_engine_step", "Steps sent to the ranks in this epoch", "step"),
-        ("dist_attn_engine_queued", "Requests that no rank has begun", "queued"),
-        ("dist_attn_engine_active", "Requests that ranks hold a state for", "active"),
-        ("dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", "tokens_per_second"),
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    again = "Tokens that were read or drawn a second time after a loss"
+    for family, name, words, figure in (
+        (gauge, "dist_attn_engine_epoch", "How often a group of ranks was started", "epoch"),
+        (gauge, "dist_attn_engine_step", "Steps sent to the ranks in this epoch", "step"),
+        (gauge, "dist_attn_engine_queued", "Requests that no rank has begun", "queued"),
+        (gauge, "dist_attn_engine_active", "Requests that ranks hold a state for", "active"),
+        (gauge, "dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", "tokens_per_second"),
+        (counter, "dist_attn_lost_groups", "Times that the ranks were lost and started again", "lost_groups"),
+        (counter, "dist_attn_replayed_tokens", again, "replayed_tokens"),
     ):
-        gauge = GaugeMetricFamily(name, words, labels=["model"])
+        metric = family(name, words, labels=["model"])
         for model, (status, _) in heard.items():
-            gauge.add_metric([model], getattr(status, figure))
-        yield gauge
-    for name, words, figure in (
-        ("dist_attn_lost_groups", "Times that the ranks were lost and started again", "lost_groups"),
-        ("dist_attn_replayed_tokens", "Tokens that were read or drawn a second time after a loss", "replayed_tokens"),
-    ):
-        counter = CounterMetricFamily(name, words, labels=["model"])
-        for model, (status, _) in heard.items():
-            counter.add_metric([model], getattr(status, figure))
-        yield counter
+            metric.add_metric([model], getattr(status, figure))
+        yield metric
     yield from _rank_metrics(heard)
     yield from _guard_counters({model: status.guards for model, (status, _) in heard.items() if status.guards})
 
