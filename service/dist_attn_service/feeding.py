@@ -16,7 +16,7 @@ from dist_attn.store import Reached, Session
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_api.types import Feeding
-from dist_attn_service.base.errors import NO_RETRY, ClientGone, Code, NotFound, ServiceError, UnforeseenError
+from dist_attn_service.base.errors import ClientGone, Code, Conflict, NotFound, ServiceError, UnforeseenError
 from dist_attn_service.base.tasks import Changes
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.sessions.answers import store_refusals
@@ -145,11 +145,9 @@ class FeedingService:
         except NotFound as error:
             raise NotFound(error.message, param="session_id") from None
         if expected is not None and expected != stored.position:
-            raise ServiceError(
+            raise Conflict(
                 f"session {session} stands at {stored.position}, not at {expected}; begin the upload for there",
-                code=Code.CONFLICT,
                 param="expected_position",
-                headers=NO_RETRY,
                 facts={"expected_position": expected, "position": stored.position},
             )
         return FeedRecord(session, stored.position, is_text)

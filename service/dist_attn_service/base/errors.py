@@ -4,6 +4,7 @@
     ├── BadRequest          400     what was sent cannot be used
     ├── NotFound            404     no such model, route
     ├── TooLarge            413     over a limit that the message names
+    ├── Conflict            409     it stands otherwise than the client thinks
     ├── EngineUnavailable   503     try again soon: not ready, overloaded, gone
     ├── EngineFailure       500     the engine gave up on this request
     ├── ServiceStopping     503     the server stops while the request is under way
@@ -14,8 +15,9 @@ The body is RFC 9457 (`application/problem+json`) and OpenAI's `{"error": {…}}
 """
 
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -29,6 +31,7 @@ __all__ = [
     "BadRequest",
     "ClientGone",
     "Code",
+    "Conflict",
     "EngineFailure",
     "EngineUnavailable",
     "NotFound",
@@ -57,11 +60,12 @@ class ClientGone(Exception):
 class ServiceError(Exception):
     """An answer other than success: HTTP status, code of the closed set, a message, the parameter it is about.
 
-    Without a `status` it is that of the code. `facts` are the values that a program needs to go on; they stand in the
-    problem document beside its own members.
+    Without a `status` it is that of the code; `headers` come beside those of the kind. `facts` are the values that a
+    program needs to go on; they stand in the problem document beside its own members.
     """
 
     default_code = Code.INTERNAL_ERROR
+    default_headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class ServiceError(Exception):
         self.code = code or self.default_code
         self.param = param
         self.status = status or self.code.status
-        self.headers = headers or {}
+        self.headers = {**self.default_headers, **(headers or {})}
         self.facts = facts or {}
 
     @property
@@ -131,6 +135,13 @@ class TooLarge(ServiceError):
     """Over a limit that the message names."""
 
     default_code = Code.BODY_TOO_LARGE
+
+
+class Conflict(ServiceError):
+    """It stands otherwise than the client thinks: the same request would be refused again."""
+
+    default_code = Code.CONFLICT
+    default_headers = NO_RETRY
 
 
 class EngineUnavailable(ServiceError):

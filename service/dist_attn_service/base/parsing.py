@@ -229,9 +229,7 @@ class DeadlineExceeded(ServiceError):
     """The request's own deadline has passed; to send it again as it is would be of no use."""
 
     default_code = Code.DEADLINE_EXCEEDED
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers=NO_RETRY)
+    default_headers = NO_RETRY
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,16 @@ from dist_attn.errors import (
     UnknownStateError,
     WireError,
 )
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, ClientGone, Code, NotFound, ServiceError, retry_after
+from dist_attn_service.base.errors import (
+    NO_RETRY,
+    BadRequest,
+    ClientGone,
+    Code,
+    Conflict,
+    NotFound,
+    ServiceError,
+    retry_after,
+)
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 
 _KEY = re.compile(r"[\x21\x23-\x7e]{1,256}")
@@ -117,12 +126,12 @@ def store_refusals() -> Iterator[None]:
         facts = {"expected_position": error.expected, "position": error.position}
         if error.start is not None:
             facts["start"] = error.start
-        raise _conflict(str(error), facts) from None
+        raise Conflict(str(error), facts=facts) from None
     except BusyError as error:
         after = retry_after(error.retry_s)
         raise ServiceError(str(error), code=Code.SESSION_BUSY, headers=after) from None
     except ConflictError as error:
-        raise _conflict(str(error), {}) from None
+        raise Conflict(str(error)) from None
     except QuotaError as error:
         raise ServiceError(str(error), code=Code.INSUFFICIENT_QUOTA, headers=NO_RETRY) from None
     except StateDamagedError as error:
@@ -135,10 +144,6 @@ def store_refusals() -> Iterator[None]:
         raise BadRequest(str(error), code=Code.INVALID_STATE) from None
     except InputError as error:
         raise BadRequest(str(error)) from None
-
-
-def _conflict(message: str, facts: dict[str, int]) -> ServiceError:
-    return ServiceError(message, code=Code.CONFLICT, headers=NO_RETRY, facts=facts)
 
 
 @final

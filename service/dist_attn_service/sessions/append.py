@@ -16,7 +16,7 @@ from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_api.types import Answer, AppendProgress, AppendSummary
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, ClientGone, Code, ServiceError, TooLarge
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code, Conflict, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
@@ -236,12 +236,10 @@ async def _watch(append: _Append) -> None:
     await append.outlet.watch(append.source.body)
 
 
-def _another(append: _Append) -> ServiceError:
+def _another(append: _Append) -> Conflict:
     known = append.writer.append
-    return ServiceError(
-        f"the key {append.source.key!r} was used for another text, which began at {known.start}; take a new key",
-        code=Code.CONFLICT,
-        headers=NO_RETRY,
+    return Conflict(
+        f"the key {append.source.key!r} was used for another text, which began at {known.start}; take a new key"
     )
 
 

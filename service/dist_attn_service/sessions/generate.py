@@ -15,7 +15,7 @@ from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Generated, Keep, OpenWork, SamplingSpec
 from dist_attn_api.types import Choice, CompletionUsage, Generation, GenerationSummary
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError
+from dist_attn_service.base.errors import BadRequest, Code, Conflict
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
@@ -185,11 +185,9 @@ class GenerateService:
         """The answer of a generation that was done before."""
         known = writer.append
         if not known.result:
-            raise ServiceError(
+            raise Conflict(
                 f"this generation was done under the key {work.key!r} and came to position {known.position}; its text "
                 "was too long to be kept for a second answer",
-                code=Code.CONFLICT,
-                headers=NO_RETRY,
                 facts={"position": known.position},
             )
         answer = msgspec.json.decode(known.result, type=Generation)

@@ -11,7 +11,7 @@ from dist_attn.settings import FileSettings
 from dist_attn.store.ledger import change, changed, moment, salted, secret_of, unknown_beside
 from dist_attn.store.open import lost_catalogue
 from dist_attn.store.ports import Records
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, Conflict, NotFound, ServiceError, TooLarge
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.ledger import (
     Details,
@@ -286,9 +286,5 @@ def pending(record: UploadRecord) -> UploadRecord:
     Raises: ServiceError (409) when the upload takes nothing any more.
     """
     if record.state != "pending":
-        raise ServiceError(
-            f"the upload is {record.state}, and takes nothing any more",
-            code=Code.CONFLICT,
-            headers=NO_RETRY,
-        )
+        raise Conflict(f"the upload is {record.state}, and takes nothing any more")
     return record

@@ -4,7 +4,7 @@ from typing import final
 
 from dist_attn.store.ledger import changed
 from dist_attn.store.ports import new_name
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError, TooLarge
+from dist_attn_service.base.errors import BadRequest, Code, Conflict, ServiceError, TooLarge
 from dist_attn_service.uploads.catalogue import Catalogue, known, new_id
 from dist_attn_service.uploads.ledger import (
     BlobRecord,
@@ -37,7 +37,7 @@ class Reservations:
         async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
             nonlocal room
             if before.kind == "stream" or before.feed is not None:
-                raise _mixed("the bytes of this upload come by PATCH; send parts to another one")
+                raise Conflict("the bytes of this upload come by PATCH; send parts to another one")
             if before.parts >= limits.upload_parts:
                 raise BadRequest(f"an upload may have {limits.upload_parts} parts; send larger ones", param="data")
             room = min(most, limits.part_bytes, before.length)
@@ -62,7 +62,7 @@ class Reservations:
         async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
             held = await ledger.blob(blob)
             if before.kind == "stream":
-                raise _mixed("the bytes of this upload come by PATCH since this part began")
+                raise Conflict("the bytes of this upload come by PATCH since this part began")
             await ledger.save(blob, changed(held, held=0), held)
             await ledger.save(f"{upload}/{part}", PartRecord(Segment(blob, size), ledger.now))
             ends = ledger.now + ledger.limits.upload_s
@@ -133,7 +133,7 @@ class Reservations:
 
         async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
             if before.kind == "parts":
-                raise _mixed("the bytes of this upload come as parts; send the next one to /parts")
+                raise Conflict("the bytes of this upload come as parts; send the next one to /parts")
             blob = before.blob or new_name(ledger.now)
             await ledger.save(blob, BlobRecord(before.tenant, f"upload/{upload}", ledger.now))
             return changed(before, kind="stream", blob=blob)
@@ -149,7 +149,3 @@ class Reservations:
                 await ledger.release(blob, record)
 
         await self._catalogue.change(leave)
-
-
-def _mixed(message: str) -> ServiceError:
-    return ServiceError(message, code=Code.CONFLICT, headers=NO_RETRY)

@@ -8,7 +8,7 @@ from typing import final
 
 from dist_attn.store import ExpiryGrace, open_records
 from dist_attn.store.ledger import changed
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError, TooLarge
+from dist_attn_service.base.errors import BadRequest, Conflict, TooLarge
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.http.exchange import RequestBody
@@ -115,11 +115,10 @@ class FileService:
             record = await self._reservations.for_stream(caller, name)
             begin = self._trusted(record, writer.end)
             if offset != begin:
-                raise ServiceError(
+                raise Conflict(
                     f"{OFFSET} is {offset}, and the upload stands at {begin}; go on there",
-                    code=Code.CONFLICT,
                     param=OFFSET,
-                    headers={OFFSET.lower(): str(begin), **NO_RETRY},
+                    headers={OFFSET.lower(): str(begin)},
                 )
             if announced is not None and begin + announced > record.length:
                 raise _too_long(record.length)
