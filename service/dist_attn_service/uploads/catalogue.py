@@ -115,7 +115,7 @@ class Catalogue:
 
         Raises: NotFound.
         """
-        return await self.change(lambda ledger: ledger.upload(self.tenant(caller), known(name)))
+        return await self.change(lambda ledger: ledger.owned(UploadRecord, self.tenant(caller), known(name)))
 
     async def change_upload(
         self, caller: str, name: str, work: Callable[[FileLedger, UploadRecord], Awaitable[UploadRecord]]
@@ -126,7 +126,7 @@ class Catalogue:
         """
 
         async def run(ledger: FileLedger) -> UploadRecord:
-            before = pending(await ledger.upload(self.tenant(caller), known(name)))
+            before = pending(await ledger.owned(UploadRecord, self.tenant(caller), known(name)))
             after = await work(ledger, before)
             await ledger.save(name, after, before)
             return after
@@ -140,7 +140,7 @@ class Catalogue:
         """
 
         async def run(ledger: FileLedger) -> UploadRecord:
-            before = await ledger.upload(self.tenant(caller), known(name))
+            before = await ledger.owned(UploadRecord, self.tenant(caller), known(name))
             if before.state == "cancelled":
                 return pending(before)
             ends = ledger.now + (self.limits.upload_s if before.state == "pending" else COMPLETED_S)
@@ -173,7 +173,7 @@ class Catalogue:
         """
 
         async def drop(ledger: FileLedger) -> None:
-            record = await ledger.upload(self.tenant(caller), known(name))
+            record = await ledger.owned(UploadRecord, self.tenant(caller), known(name))
             await ledger.drop_upload(name, record)
 
         await self.change(drop)
@@ -199,7 +199,7 @@ class Catalogue:
         """
 
         async def run(ledger: FileLedger) -> UploadRecord:
-            before = pending(await ledger.upload(self.tenant(caller), known(name)))
+            before = pending(await ledger.owned(UploadRecord, self.tenant(caller), known(name)))
             await ledger.empty_upload(name, before, frozenset(segment.blob for segment in segments))
             file = new_id("file-")
             ends = ledger.now + COMPLETED_S
@@ -219,7 +219,7 @@ class Catalogue:
         Raises: NotFound.
         """
         tenant = self.tenant(caller)
-        return await self.change(lambda ledger: ledger.file(tenant, known(name)))
+        return await self.change(lambda ledger: ledger.owned(FileRecord, tenant, known(name)))
 
     async def delete_file(self, caller: str, name: str) -> None:
         """Forget a file and its bytes.
@@ -229,7 +229,7 @@ class Catalogue:
         tenant = self.tenant(caller)
 
         async def drop(ledger: FileLedger) -> None:
-            await ledger.drop_file(name, await ledger.file(tenant, known(name)))
+            await ledger.drop_file(name, await ledger.owned(FileRecord, tenant, known(name)))
 
         await self.change(drop)
 

@@ -16,7 +16,7 @@ TENANT is a salted hash of the caller.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, ClassVar, Literal, TypeVar, final
 
 import msgspec
 from msgspec import Meta
@@ -182,6 +182,8 @@ def remote_moment(time: float) -> str:
 
 # ---- changes -------------------------------------------------------------------------------------
 
+Owned = TypeVar("Owned", UploadRecord, FileRecord)
+
 
 @final
 class FileLedger(Ledger):
@@ -206,17 +208,17 @@ class FileLedger(Ledger):
         elif after.bytes > limits.caller_bytes:
             raise _over_quota(f"your files would have {after.bytes} bytes; they may have {limits.caller_bytes}")
 
-    # ---- uploads -------------------------------------------------------------------------------
-
-    async def upload(self, tenant: str, name: str) -> UploadRecord:
-        """The record of a caller's upload.
+    async def owned(self, kind: type[Owned], tenant: str, name: str) -> Owned:
+        """The record of a caller's upload or file.
 
         Raises: NotFound when it is not there, has expired, or is somebody else's, which sounds the same.
         """
-        record = await self.find(UploadRecord, name)
-        if record is None or record.tenant != tenant or record.expires_at <= self.now:
-            raise NotFound(f"there is no upload {name[:80]!r}; it was deleted, has expired, or never was")
+        record = await self.find(kind, name)
+        if record is None or record.tenant != tenant or 0 < record.expires_at <= self.now:
+            raise NotFound(f"there is no {kind.KIND} {name[:80]!r}; it was deleted, has expired, or never was")
         return record
+
+    # ---- uploads -------------------------------------------------------------------------------
 
     async def drop_upload(self, name: str, record: UploadRecord) -> None:
         """Forget an upload and its bytes."""
@@ -234,16 +236,6 @@ class FileLedger(Ledger):
             self.drop_blob(record.blob)
 
     # ---- files ---------------------------------------------------------------------------------
-
-    async def file(self, tenant: str, name: str) -> FileRecord:
-        """The record of a caller's file.
-
-        Raises: NotFound when it is not there, has expired, or is somebody else's, which sounds the same.
-        """
-        record = await self.find(FileRecord, name)
-        if record is None or record.tenant != tenant or 0 < record.expires_at <= self.now:
-            raise NotFound(f"there is no file {name[:80]!r}; it was deleted, has expired, or never was")
-        return record
 
     async def add_file(self, name: str, record: FileRecord) -> None:
         """Enter a file and make it the owner of its blobs, for which nothing is held any more.
