@@ -1,7 +1,6 @@
 """POST /v1/encodings: a document of any length in, rows out while it still arrives, or a job (RFC 7240)."""
 
 import re
-from dataclasses import dataclass
 
 from fastapi import APIRouter
 from starlette.datastructures import Headers
@@ -108,19 +107,14 @@ def _check_length(form: str, source: Source) -> None:
 # ---- jobs in place of rows -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Preference:
-    """What `Prefer` says: an answer of 202 is welcome, perhaps only where the work takes longer than `wait` seconds."""
+def _preference(headers: Headers) -> tuple[bool, int | None]:
+    """What `Prefer` says: whether an answer of 202 is welcome, perhaps only where work takes longer than some seconds.
 
-    respond_async: bool = False
-    wait: int | None = None
-
-
-def preference_of(headers: Headers) -> Preference:
-    """The preferences of a request; those that nobody knows mean nothing."""
+    Preferences that nobody knows mean nothing.
+    """
     words = [word.split(";")[0].strip().lower() for line in headers.getlist("prefer") for word in line.split(",")]
     waits = [int(match[1]) for word in words if (match := _WAIT.fullmatch(word))]
-    return Preference("respond-async" in words, waits[0] if waits else None)
+    return "respond-async" in words, waits[0] if waits else None
 
 
 async def becomes_job(served: ModelServices, headers: Headers, source: Source) -> bool:
@@ -129,17 +123,17 @@ async def becomes_job(served: ModelServices, headers: Headers, source: Source) -
     Raises: ServiceError (429) when it would wait for longer than `jobs.queue_s`, and neither its client nor the
         settings allow a job.
     """
-    preference, limits = preference_of(headers), served.settings.jobs
-    if preference.respond_async and preference.wait is None:
+    (welcome, wait), limits = _preference(headers), served.settings.jobs
+    if welcome and wait is None:
         return True
     if source.size is None:
-        return preference.respond_async  # how long it takes is not known
+        return welcome  # how long it takes is not known
     queue, total = await served.estimates.delay(Size(size=source.size))
-    if preference.respond_async and preference.wait is not None and total > preference.wait:
+    if welcome and wait is not None and total > wait:
         return True
     if queue <= limits.queue_s:
         return False
-    if preference.respond_async or limits.when_busy == "job":
+    if welcome or limits.when_busy == "job":
         return True
     raise ServiceError(
         f"this would wait for about {queue:.0f} s behind other work; send it with `Prefer: respond-async` and it "
