@@ -154,19 +154,9 @@ async def docs(request: Request) -> Response:
 
 
 @router.get("/", include_in_schema=False)
-async def index(request: Request) -> Response:
-    """The page."""
-    return _page_file(request)
-
-
 @router.get("/page/{name:path}", include_in_schema=False)
-async def part(request: Request, name: str) -> Response:
-    """A style or a script of it."""
-    return _page_file(request)
-
-
-def _page_file(request: Request) -> Response:
-    """The file at exactly this address.
+async def page_file(request: Request) -> Response:
+    """The page, or a style or a script of it: the file at exactly this address.
 
     Raises: NotFound.
     """
