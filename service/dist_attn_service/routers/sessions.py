@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.types import CheckpointList, Choice, Deleted, Generation, Session, SessionList, TextEvent
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.parsing import parse_drawing, terms_of, utf8
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter
@@ -44,7 +44,7 @@ from dist_attn_service.schemas.stored import (
     GenerateRequest,
     StateOptions,
 )
-from dist_attn_service.sessions.answers import Outlet, content_digest, idempotency_key, names_tag
+from dist_attn_service.sessions.answers import Outlet, content_digest, idempotency_key, names_tag, watch
 from dist_attn_service.sessions.append import AppendSource
 from dist_attn_service.sessions.generate import GenerateWork, TextPiece
 from dist_attn_service.text.choice_text import choice_logprobs
@@ -151,9 +151,9 @@ async def put_state(asked: Asked, session_id: str) -> Response:
         raise wrong_type(kind, f"send the snapshot file with -H 'Content-Type: {BYTES}'")
     asked.length(services.settings.store.snapshot_bytes, "a state")
     with asked.place():
-        watch = services.context_for(None, "sessions").watch
-        await watch.until_ready()
-        served = watch.manifest().model
+        engine = services.context_for(None, "sessions").watch
+        await engine.until_ready()
+        served = engine.manifest().model
         state = await services.sessions.states.put(asked.caller, session_id, asked.body, asked.headers, served)
     shown = await services.sessions.catalogue.get(asked.caller, session_id)
     asked.record.note(state_bytes=state.snapshot.size, position=state.position)
@@ -227,7 +227,7 @@ async def _stream(asked: Incoming, session_id: str, work: GenerateWork, writer: 
         "model": services.writer.model.id,
     }
     async with task_group() as group:
-        watching = group.create_task(outlet.watch(asked.body))
+        watching = group.create_task(watch(asked.body, outlet.gone))
         generation = services.sessions.generations
         task = group.create_task(generation.answer(session_id, work, asked.record, outlet.gone, pieces.put_nowait))
         task.add_done_callback(lambda _: pieces.put_nowait(None))
@@ -247,20 +247,13 @@ async def _stream(asked: Incoming, session_id: str, work: GenerateWork, writer: 
 
 async def _whole(asked: Incoming, session_id: str, work: GenerateWork) -> Generation:
     """The whole answer; a client that leaves does not end the work at once."""
-    gone = asyncio.Event()
-
-    async def watch() -> None:
-        try:
-            await asked.body.until_gone()
-        except ClientGone:
-            asked.record.reason = "client_gone"
-            gone.set()
-
+    gone, generations = asyncio.Event(), asked.services.sessions.generations
     async with task_group() as group:
-        watching = group.create_task(watch())
-        generations = asked.services.sessions.generations
+        watching = group.create_task(watch(asked.body, gone))
         answer = await generations.answer(session_id, work, asked.record, gone, lambda _: None)
         watching.cancel()
+    if gone.is_set():
+        asked.record.reason = "client_gone"
     return answer
 
 

@@ -172,15 +172,16 @@ class Outlet:
             raise ClientGone
         await self._writer.finish(data)
 
-    async def watch(self, body: RequestBody) -> None:
-        """Return when the client has left or has its whole answer; the body must have come."""
-        try:
-            await body.until_gone()
-        except ClientGone:
-            self.gone.set()
-
     async def _unless_gone(self, sending: Awaitable[None]) -> None:
         try:
             await sending
         except ClientGone:
             self.gone.set()
+
+
+async def watch(body: RequestBody, gone: asyncio.Event) -> None:
+    """Return when the client has left, which is set then, or has its whole answer; the body must have come."""
+    try:
+        await body.until_gone()
+    except ClientGone:
+        gone.set()

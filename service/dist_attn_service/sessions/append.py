@@ -22,7 +22,7 @@ from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
-from dist_attn_service.sessions.answers import Outlet
+from dist_attn_service.sessions.answers import Outlet, watch
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.tokenising import Piece
 
@@ -233,7 +233,7 @@ class AppendService:
 async def _watch(append: _Append) -> None:
     """Notice that the client leaves once its text has come."""
     await append.read.wait()
-    await append.outlet.watch(append.source.body)
+    await watch(append.source.body, append.outlet.gone)
 
 
 def _another(append: _Append) -> Conflict:
