@@ -78,7 +78,7 @@ class JobApi:
             await unbroken(beside(None, self._store.files.sync_input, name))
             return name, await self._enqueue(context, name, total, total + len(ends), sha256)
         except BaseException as error:
-            await asyncio.shield(self._drop(name))
+            await asyncio.shield(self._store.remove(name))
             if isinstance(error, OSError):
                 words = f"what was sent could not be written to the disk: {error.strerror}; nothing of it is kept"
                 raise ServiceError(words, code=Code.STORAGE_FAILED) from None
@@ -155,10 +155,6 @@ class JobApi:
         record = await self._catalogue.change(name, queued)
         self._runner.wake()
         return record
-
-    async def _drop(self, name: str) -> None:
-        await beside(None, self._store.files.remove, name)
-        await self._catalogue.remove(name)
 
     # ---- looking -------------------------------------------------------------------------------
 
@@ -260,7 +256,7 @@ class JobApi:
         if not record.runner:
             await self._store.states.forget(caller, record.point)
             with suppress(NotFound, ServiceError):
-                await self._drop(name)
+                await self._store.remove(name)
 
     def _cancelled(self, record: JobRecord) -> JobRecord:
         if record.ended:

@@ -23,6 +23,7 @@ from dist_attn.store import StateStore
 from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.base.logs import Log
+from dist_attn_service.base.tasks import beside
 from dist_attn_service.encodings.encoding_run import RowBlock
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobPoint
 
@@ -83,12 +84,12 @@ class JobFiles:
     def write_result(self, name: str, data: bytes) -> None:
         """Have a completion on the disk, whole or not at all."""
         self.make(name)
-        beside = self.result(name).with_suffix(".writing")
-        with open(beside, "wb", opener=private_opener) as file:
+        writing = self.result(name).with_suffix(".writing")
+        with open(writing, "wb", opener=private_opener) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(self.result(name))
+        writing.replace(self.result(name))
         self._sync_names(name)
 
     def rows(self, name: str, dim: int) -> "RowFile":
@@ -254,3 +255,8 @@ class JobStore:
     catalogue: JobCatalogue
     files: JobFiles
     states: JobStates
+
+    async def remove(self, name: str) -> None:
+        """Forget a job, with its files; states end by themselves."""
+        await beside(None, self.files.remove, name)
+        await self.catalogue.remove(name)

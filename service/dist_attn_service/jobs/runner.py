@@ -77,9 +77,8 @@ class JobRunner:
         models: int = 1,
     ) -> None:
         self._settings = settings
+        self._store = store
         self._catalogue = store.catalogue
-        self._files = store.files
-        self._states = store.states
         self._work_of = work_of
         self._places = models * settings.jobs.at_once
         self._log = log
@@ -145,8 +144,7 @@ class JobRunner:
         warn_of_jump(self._log, self._grace, "job")
         for name in lost:
             self.interrupt(name)
-            await beside(None, self._files.remove, name)
-            await self._catalogue.remove(name)
+            await self._store.remove(name)
 
     def _has_place(self, record: JobRecord) -> bool:
         return self._of_models[record.model] < self._settings.jobs.at_once
@@ -259,11 +257,11 @@ class JobRunner:
         except ServiceError as error:  # what it has come to does not fit on the disk any more
             await self._failed(name, error)
             return
-        await self._states.forget(record.caller, point)
+        await self._store.states.forget(record.caller, point)
         self._metrics.job_ended(record.kind, state)
         self._log.info("job", job=name, kind=record.kind, state=state, tokens=record.tokens, rows=record.rows)
         if record.deleted:
-            await self._forget(name)
+            await self._store.remove(name)
 
     async def _failed(self, name: str, error: ServiceError) -> None:
         with suppress(ServiceError):
@@ -274,17 +272,13 @@ class JobRunner:
         try:
             record = await self._catalogue.change(name, lambda record: record)
         except JobGone:
-            await beside(None, self._files.remove, name)
+            await beside(None, self._store.files.remove, name)
             return
         except ServiceError as error:  # then its lease ends
             self._log.warning("a job could not be stopped in the catalogue", job=name, error=str(error))
             return
         if record.runner == self._catalogue.runner and (record.cancel or record.deleted):
             await self._end(name, "cancelled", {})
-
-    async def _forget(self, name: str) -> None:
-        await beside(None, self._files.remove, name)
-        await self._catalogue.remove(name)
 
     async def _hand_back(self, name: str, pause: float) -> None:
         """Let anybody go on with it, after a pause of so many seconds."""
