@@ -38,14 +38,11 @@ async def search(asked: Asked) -> Response:
     documents = [await _document(asked, one, str(place)) for place, one in enumerate(wanted.documents)]
     if len({one.id for one in documents}) < len(documents):
         raise BadRequest("two documents have the same id; give each its own", param="documents")
-    query = Query(wanted.query, wanted.mode, wanted.top_k, spec)
-    terms = terms_of(asked.request, wanted)
-    name = asked.record.request_id
+    name, terms = asked.record.request_id, terms_of(asked.request, wanted)
+    query = Query(wanted.query, wanted.mode, wanted.top_k, spec, asked.caller, name, terms)
     size = sum(one.source.size or 0 for one in documents if one.source is not None)
     check_size(size)
-    return await _answered(
-        asked, size, lambda hold: services.search_by(served).search(documents, query, asked.caller, name, terms, hold)
-    )
+    return await _answered(asked, size, lambda hold: services.search_by(served).search(documents, query, hold))
 
 
 async def _document(asked: Incoming, one: SearchDocument, number: str) -> Searched:

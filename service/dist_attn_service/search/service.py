@@ -60,18 +60,24 @@ class Searched:
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked, and how: `mode` is hybrid, dense or lexical. `spec` is of documents that are not encoded yet."""
+    """What is asked, by whom, and how: `mode` is hybrid, dense or lexical. `spec` is of documents that are not encoded
+    yet, and `name` the request's in the log.
+    """
 
     text: str
     mode: Literal["hybrid", "dense", "lexical"]
     top: int
     spec: RowSpec
+    caller: str
+    name: str
+    terms: RequestTerms
 
 
 @dataclass
 class _Found:
     """What one request has of its documents, by their places, and the tokens that it has read."""
 
+    query: Query
     hold: Callable[[int], None]  # takes so many bytes of what all searches may have
     passages: dict[int, Passages] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
@@ -105,32 +111,24 @@ class SearchService:
 
     # ---- searches ------------------------------------------------------------------------------
 
-    async def search(
-        self,
-        documents: Sequence[Searched],
-        query: Query,
-        caller: str,
-        name: str,
-        terms: RequestTerms,
-        hold: Callable[[int], None],
-    ) -> SearchResults:
-        """The passages that answer a query best; `name` is the request's in the log.
+    async def search(self, documents: Sequence[Searched], query: Query, hold: Callable[[int], None]) -> SearchResults:
+        """The passages that answer a query best.
 
         `hold` takes the bytes of jobs' texts and of rows. Raises: ServiceError for documents that cannot be had or are
             too large, and when the engine fails; what `hold` raises.
         """
-        async with _in_time(terms):
-            found, query_D = _Found(hold), None
+        async with _in_time(query.terms):
+            found, query_D = _Found(query, hold), None
             if query.mode != "lexical":
                 await self._context.watch.until_ready()
-                query_D, found.tokens = await self._read_query(query.text, name, terms)
+                query_D, found.tokens = await self._read_query(query)
             for place, one in enumerate(documents):
                 if one.job is not None:
-                    await self._take_job(one.job, place, found, caller)
+                    await self._take_job(one.job, place, found)
             waiting = iter([(place, one.source) for place, one in enumerate(documents) if one.source is not None])
             async with task_group() as group:
                 for _ in range(min(AT_ONCE, len(documents))):
-                    group.create_task(self._encode(waiting, found, query, name, terms))
+                    group.create_task(self._encode(waiting, found))
             pool = Pool.of([found.passages[place] for place in range(len(documents))])
             with _deleted_is_not_found():
                 results = await self._context.beside(_results, pool, query, query_D, [one.id for one in documents])
@@ -143,20 +141,21 @@ class SearchService:
             model=self._context.model.id, mode=query.mode, documents=told, results=results, usage=usage
         )
 
-    async def _read_query(self, text: str, name: str, terms: RequestTerms) -> tuple[npt.NDArray[np.float32], int]:
+    async def _read_query(self, query: Query) -> tuple[npt.NDArray[np.float32], int]:
         """Its vector, read alone, and its tokens. Raises: BadRequest for one that has none."""
         with _naming("input[0]", "query"):
             # Less the rows' mean it is compared with them, so it must be as long as they are.
-            vectors = await self._embeddings.embed([utf8(text, "query", "query")], name, terms, as_rows=True)
+            text = utf8(query.text, "query", "query")
+            vectors = await self._embeddings.embed([text], query.name, query.terms, as_rows=True)
         return vectors.rows_ND[0], vectors.tokens
 
-    async def _take_job(self, name: str, place: int, found: _Found, caller: str) -> None:
+    async def _take_job(self, name: str, place: int, found: _Found) -> None:
         """The rows of a job that are safe by now, their words counted.
 
         Raises: NotFound, BadRequest for a completion and for another model's, TooLarge.
         """
         try:
-            record = await self._jobs.api.get(caller, name)
+            record = await self._jobs.api.get(found.query.caller, name)
         except NotFound as error:
             raise NotFound(error.message, param="documents") from None
         if record.kind != "encoding":
@@ -188,15 +187,9 @@ class SearchService:
             found.passages[place] = dataclasses.replace(passages)  # as far as it is: other searches let it grow
         found.complete[place] = record.state == "succeeded"
 
-    async def _encode(
-        self,
-        waiting: Iterator[tuple[int, Source]],
-        found: _Found,
-        query: Query,
-        name: str,
-        terms: RequestTerms,
-    ) -> None:
+    async def _encode(self, waiting: Iterator[tuple[int, Source]], found: _Found) -> None:
         """Encode documents, one after the other, and count their words."""
+        spec = found.query.spec
         for place, source in waiting:
             parts: list[bytes] = []
             async with self._places, aclosing(source.pieces) as chunks:
@@ -205,39 +198,30 @@ class SearchService:
                     parts.append(chunk)
                 data = b"".join(parts)
                 parts.clear()
-                pieces = pieces_of(self._context.tokeniser, query.spec, cut(data, PIECE_BYTES), TextMark())
-                if query.mode == "lexical":
-                    blocks = await _without_vectors(query.spec, pieces, found)
+                pieces = pieces_of(self._context.tokeniser, spec, cut(data, PIECE_BYTES), TextMark())
+                if found.query.mode == "lexical":
+                    blocks = await _without_vectors(spec, pieces, found)
                 else:
-                    blocks = await self._rows(data, query.spec, pieces, found, name, terms)
+                    blocks = await self._rows(data, pieces, found)
             block = _joined(blocks)
             passages = _in_memory(block, data)
             while passages.rows < len(block):
                 await self._context.beside(passages.grow, len(block))
             found.passages[place] = passages
 
-    async def _rows(
-        self,
-        data: bytes,
-        spec: RowSpec,
-        pieces: AsyncGenerator[Piece],
-        found: _Found,
-        name: str,
-        terms: RequestTerms,
-    ) -> list[RowBlock]:
+    async def _rows(self, data: bytes, pieces: AsyncGenerator[Piece], found: _Found) -> list[RowBlock]:
         """The rows of a document by the engine."""
+        query, dim = found.query, self._context.model.hidden_size
         blocks: list[RowBlock] = []
 
         async def put(block: RowBlock) -> None:
-            found.take_rows(len(block), self._context.model.hidden_size)
+            found.take_rows(len(block), dim)
             blocks.append(block)
 
         with self._context.workload.document(size=len(data)) as load:
-            run = EncodingRun(spec, self._context.model.hidden_size, put, load=load)
-            async with (
-                aclosing(pieces),
-                self._context.open(OpenWork(name, rows=spec, terms=terms.for_engine())) as stream,
-            ):
+            run = EncodingRun(query.spec, dim, put, load=load)
+            work = OpenWork(query.name, rows=query.spec, terms=query.terms.for_engine())
+            async with aclosing(pieces), self._context.open(work) as stream:
                 await run.work(stream, pieces)
         found.tokens += run.tokens
         return blocks
