@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,44 +73,35 @@ class EmbeddingService:
 
         Raises: ServiceError when the engine fails.
         """
+        model = self._context.model
         await self._context.watch.until_ready()
-        vectors = Vectors(np.empty((len(inputs), self._context.model.hidden_size), dtype=np.float32))
+        vectors = Vectors(np.empty((len(inputs), model.hidden_size), dtype=np.float32))
         waiting = iter(enumerate(inputs))
+
+        async def work() -> None:
+            for place, text in waiting:
+                async with self._places:
+                    tokens = await self._tokens(text, place)
+                    row_D = await self._embed_one(tokens, name, terms)
+                if model.unit_vectors and not as_rows:
+                    row_D = row_D / max(float(np.linalg.norm(row_D)), TINY)
+                vectors.rows_ND[place] = row_D
+                vectors.tokens += len(tokens) + model.frame_tokens
+
         async with task_group() as group:
             for _ in range(min(AT_ONCE, len(inputs))):
-                group.create_task(self._work(waiting, vectors, name, terms, as_rows))
+                group.create_task(work())
         return vectors
-
-    async def _work(
-        self,
-        waiting: Iterator[tuple[int, bytes | TokenArray]],
-        vectors: Vectors,
-        name: str,
-        terms: RequestTerms,
-        as_rows: bool,
-    ) -> None:
-        for place, text in waiting:
-            async with self._places:
-                tokens = await self._tokens(text, place)
-                row_D = await self._embed_one(tokens, name, terms)
-            if self._context.model.unit_vectors and not as_rows:
-                row_D = row_D / max(float(np.linalg.norm(row_D)), TINY)
-            vectors.rows_ND[place] = row_D
-            vectors.tokens += len(tokens) + self._context.model.frame_tokens
 
     async def _tokens(self, text: bytes | TokenArray, place: int) -> TokenArray:
         """The tokens of an input, cut where the model stops reading.
 
         Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
         """
-        reading, tokeniser, size = (
-            self._context.model.reading,
-            self._context.tokeniser,
-            self._context.settings.piece_bytes,
-        )
-        limit = None if reading is None else reading.text_tokens
+        model, tokeniser, size = self._context.model, self._context.tokeniser, self._context.settings.piece_bytes
+        limit = None if model.reading is None else model.reading.text_tokens
         if isinstance(text, bytes) and limit is None:
-            text = await tokeniser.whole(text, size, framed=self._context.model.writes)
+            text = await tokeniser.whole(text, size, framed=model.writes)
         elif isinstance(text, bytes):  # the model frames what it reads
             text = await tokens_of(tokeniser, text, size, limit)
         if not len(text):
