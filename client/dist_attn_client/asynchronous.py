@@ -116,10 +116,10 @@ class Flows:
             asked = query | {"format": "ndjson", "from_row": row or None}
             if body is not None:
                 return Call("POST", "/v1/encodings", asked, headers, json=body, repeatable=True)
-            return Call("POST", "/v1/encodings", asked, headers, source=source, repeatable=True)
+            return Call("POST", "/v1/encodings", asked, headers, source=source, on_sent=plan.sent, repeatable=True)
 
         plan = RowsPlan(call, from_row=from_row, on_progress=on_progress)
-        return self._exchange.stream(plan, deadline_s, plan.sent, source if body is None else None)
+        return self._exchange.stream(plan, deadline_s)
 
     async def search(
         self,

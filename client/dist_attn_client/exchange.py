@@ -1,6 +1,6 @@
 """One piece of work with a service, to its end: requests, what comes back, and going on after a lost connection."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from time import monotonic
 from typing import Protocol, TypeVar, final
@@ -61,13 +61,7 @@ class Exchange:
         """
         await self.transport.sleep(attempts.wait_after(error, repeatable=repeatable))
 
-    async def value(
-        self,
-        call: Call,
-        kind: type[T],
-        deadline_s: float | None = None,
-        on_sent: Callable[[Reached], None] | None = None,
-    ) -> T:
+    async def value(self, call: Call, kind: type[T], deadline_s: float | None = None) -> T:
         """The JSON that answers a call, checked against `kind`.
 
         Raises: ClientError.
@@ -75,7 +69,7 @@ class Exchange:
         attempts = self.attempts(deadline_s)
         while True:
             try:
-                _, body = await self.whole(call, attempts, on_sent)
+                _, body = await self.whole(call, attempts)
                 return _decoded(body, kind, call)
             except ClientError as error:
                 await self.pause(attempts, error, repeatable=call.repeatable)
@@ -106,39 +100,24 @@ class Exchange:
                     return
                 await self.pause(attempts, error, repeatable=True)
 
-    async def whole(
-        self, call: Call, attempts: Attempts, on_sent: Callable[[Reached], None] | None = None
-    ) -> tuple[Answer, bytes]:
+    async def whole(self, call: Call, attempts: Attempts) -> tuple[Answer, bytes]:
         """One try: the head of the answer, and its body. Raises: ClientError."""
-        async with self._opened(call, attempts, on_sent) as answer:
+        async with self._opened(call, attempts) as answer:
             return answer, await _all(answer, attempts)
 
-    def stream(
-        self,
-        plan: Plan[Item, End],
-        deadline_s: float | None = None,
-        on_sent: Callable[[Reached], None] | None = None,
-        source: Source | None = None,
-    ) -> AsyncStream[Item, End]:
-        """What a plan comes to, through lost connections; `source`, which it sends, is closed when it has ended.
+    def stream(self, plan: Plan[Item, End], deadline_s: float | None = None) -> AsyncStream[Item, End]:
+        """What a plan comes to, through lost connections; the source that it sends is closed when it has ended.
 
         Raises: InputError for a deadline that is none.
         """
-        attempts = self.attempts(deadline_s)
-        parts = self._through(plan, attempts, on_sent, source)
+        parts = self._through(plan, self.attempts(deadline_s))
         return AsyncStream(parts)
 
-    async def _through(
-        self,
-        plan: Plan[Item, End],
-        attempts: Attempts,
-        on_sent: Callable[[Reached], None] | None,
-        source: Source | None,
-    ) -> AsyncGenerator[Item | Finished[End], None]:
+    async def _through(self, plan: Plan[Item, End], attempts: Attempts) -> AsyncGenerator[Item | Finished[End], None]:
         """Part by part. Raises: ClientError once it cannot go on."""
         try:
             while True:
-                one = self._once(plan, attempts, on_sent)
+                one = self._once(plan, attempts)
                 try:
                     async with aclosing(one):
                         async for item in one:
@@ -149,17 +128,15 @@ class Exchange:
                 except ClientError as error:
                     await self.pause(attempts, error, repeatable=plan.resumable)
         finally:
-            if source is not None:
+            if (source := plan.call().source) is not None:
                 source.close()
 
-    async def _once(
-        self, plan: Plan[Item, End], attempts: Attempts, on_sent: Callable[[Reached], None] | None
-    ) -> AsyncGenerator[Item | Finished[End], None]:
+    async def _once(self, plan: Plan[Item, End], attempts: Attempts) -> AsyncGenerator[Item | Finished[End], None]:
         """The parts of one answer.
 
         Raises: ClientError, also when it ends before its last part.
         """
-        async with self._opened(plan.call(), attempts, on_sent) as answer:
+        async with self._opened(plan.call(), attempts) as answer:
             plan.begin(answer.headers)
             decoder = plan.decoder()
             async with aclosing(answer.pieces()) as pieces:
@@ -172,9 +149,7 @@ class Exchange:
                 yield item
 
     @asynccontextmanager
-    async def _opened(
-        self, call: Call, attempts: Attempts, on_sent: Callable[[Reached], None] | None
-    ) -> AsyncIterator[Answer]:
+    async def _opened(self, call: Call, attempts: Attempts) -> AsyncIterator[Answer]:
         """An answer that is a success, closed at the end. Raises: ClientError."""
         left = attempts.left_s()
         headers, body, sending = _checked(dict(self._headers) | dict(call.headers)), None, None
@@ -185,7 +160,7 @@ class Exchange:
             headers.setdefault("content-type", call.source.media_type)
             if call.source.size is not None:
                 headers["content-length"] = str(call.source.size - call.start)
-            sending = self._sending(call.source, call.start, attempts, on_sent)
+            sending = self._sending(call, call.source, attempts)
         request = Outgoing(
             call.method,
             self._url + call.path,
@@ -205,17 +180,15 @@ class Exchange:
                 )
             yield answer
 
-    async def _sending(
-        self, source: Source, start: int, attempts: Attempts, on_sent: Callable[[Reached], None] | None
-    ) -> AsyncGenerator[bytes, None]:
-        sent = start
-        async with aclosing(source.pieces(self.transport.blocking, start)) as pieces:
+    async def _sending(self, call: Call, source: Source, attempts: Attempts) -> AsyncGenerator[bytes, None]:
+        sent = call.start
+        async with aclosing(source.pieces(self.transport.blocking, sent)) as pieces:
             async for piece in pieces:
                 yield piece
                 sent += len(piece)
                 attempts.left_s()
-                if on_sent is not None:
-                    on_sent(Reached(sent, source.size))
+                if call.on_sent is not None:
+                    call.on_sent(Reached(sent, source.size))
 
 
 def _checked(headers: dict[str, str]) -> dict[str, str]:

@@ -167,8 +167,8 @@ async def _go_on(
 ) -> str:
     """Send all from a byte on; the id of the file that it makes."""
     headers = {**TUS, "upload-offset": str(offset), "content-type": STREAM}
-    call = Call("PATCH", place, headers=headers, source=source, start=offset)
-    answer, _ = await exchange.whole(call, attempts, on_progress)
+    call = Call("PATCH", place, headers=headers, source=source, start=offset, on_sent=on_progress)
+    answer, _ = await exchange.whole(call, attempts)
     name = answer.headers.get("upload-file-id", "")
     if not name:
         raise BrokenOff(f"{call.what}: the upload is not complete after its last byte")

@@ -58,8 +58,8 @@ class AsyncJobs:
         source = one_document(document, file_id)
         try:
             if body is None:
-                call = Call("POST", "/v1/jobs", query, source=source)
-                return await self._exchange.value(call, Job, deadline_s, on_sent)
+                call = Call("POST", "/v1/jobs", query, source=source, on_sent=on_sent)
+                return await self._exchange.value(call, Job, deadline_s)
             body |= {name: value for name, value in query.items() if value is not None}
             return await self._exchange.value(Call("POST", "/v1/jobs", json=body), Job, deadline_s)
         finally:

@@ -4,7 +4,7 @@ Bytes of an answer are cut into its parts while they arrive: lines of JSON, serv
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, final
 from urllib.parse import quote
@@ -17,10 +17,19 @@ End = TypeVar("End")
 
 
 @dataclass(frozen=True)
+class Reached:
+    """How far the sending has come. Units: bytes; `total` is None where it is not known."""
+
+    sent: int
+    total: int | None
+
+
+@dataclass(frozen=True)
 class Call:
     """A request as the routes have it. `repeatable`: sent twice it does no harm (RFC 9110, 9.2.2; or it has a key).
 
-    Values of the query that are None are left out. The body is `json`, or `source` from byte `start` on.
+    Values of the query that are None are left out. The body is `json`, or `source` from byte `start` on, and `on_sent`
+    hears how far that has come.
     """
 
     method: str
@@ -30,6 +39,7 @@ class Call:
     json: Any = None
     source: Source | None = None
     start: int = 0
+    on_sent: Callable[[Reached], None] | None = None
     repeatable: bool = False
 
     @property
@@ -48,14 +58,6 @@ class Finished(Generic[End]):
     """The end of a stream, and what it came to."""
 
     value: End
-
-
-@dataclass(frozen=True)
-class Reached:
-    """How far the sending has come. Units: bytes; `total` is None where it is not known."""
-
-    sent: int
-    total: int | None
 
 
 # ---- bytes into parts ----------------------------------------------------------------------------

@@ -113,8 +113,9 @@ class AsyncSessions:
         source = Source(document)
         headers = {"idempotency-key": key or new_key()}
         query = {"expected_position": expected_position}
-        call = Call("POST", _path(session, "append"), query, headers, source=source, repeatable=True)
-        return self._exchange.stream(AppendPlan(call), deadline_s, on_sent, source)
+        path = _path(session, "append")
+        call = Call("POST", path, query, headers, source=source, on_sent=on_sent, repeatable=True)
+        return self._exchange.stream(AppendPlan(call), deadline_s)
 
     async def upload(
         self,
