@@ -37,7 +37,7 @@ from dist_attn_client.errors import NotOurAnswer, Overloaded
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.files import AsyncFiles
 from dist_attn_client.jobs import AsyncJobs
-from dist_attn_client.plan import Call, path_of
+from dist_attn_client.plan import Call, path_of, told
 from dist_attn_client.sessions import AsyncSessions
 from dist_attn_client.sources import Document, one_document
 from dist_attn_client.streams import AsyncStream
@@ -136,7 +136,7 @@ class Flows:
         """
         check_keywords("search", options, SearchOptions)
         given = [{"text": one} if isinstance(one, str) else dict(one) for one in documents]
-        body = {"query": query, "documents": given, **_told(options)}
+        body = told({"query": query, "documents": given, **options})
         call = Call("POST", "/v1/search", headers=_terms(deadline_s), json=body, repeatable=True)
         return await self._exchange.value(call, SearchResults, deadline_s)
 
@@ -151,8 +151,8 @@ class Flows:
         deadline_s: float | None = None,
     ) -> RerankResults:
         """Documents in order of how near their vectors are to the query's, the best first. Raises: ClientError."""
-        more = {"top_n": top_n, "return_documents": return_documents or None, "model": model}
-        body = {"query": query, "documents": list(documents), **_told(more)}
+        options = {"top_n": top_n, "return_documents": return_documents or None, "model": model}
+        body = told({"query": query, "documents": list(documents), **options})
         call = Call("POST", "/v1/rerank", headers=_terms(deadline_s), json=body, repeatable=True)
         return await self._exchange.value(call, RerankResults, deadline_s)
 
@@ -189,7 +189,7 @@ class Flows:
         self, texts: Sequence[str], *, model: str | None = None, deadline_s: float | None = None
     ) -> npt.NDArray[np.float32]:
         """A vector of each text, float32 [N, D], by `/v1/embeddings`. Raises: ClientError."""
-        body = {"input": list(texts), "encoding_format": "base64", **({} if model is None else {"model": model})}
+        body = told({"input": list(texts), "encoding_format": "base64", "model": model})
         call = Call("POST", "/v1/embeddings", headers=_terms(deadline_s), json=body, repeatable=True)
         vectors = sorted((await self._exchange.value(call, EmbeddingList, deadline_s)).data, key=lambda v: v.index)
         try:
@@ -217,7 +217,7 @@ class Flows:
         """
         check_keywords("estimate", work, WorkSize)
         names = {"size": "bytes", "text": "input"}  # of the API, where they differ
-        body = {names.get(name, name): value for name, value in work.items() if value is not None}
+        body = {names.get(name, name): value for name, value in told(work).items()}
         return await self._exchange.value(
             Call("POST", "/v1/estimate", json=body, repeatable=True), Estimate, deadline_s
         )
@@ -279,11 +279,6 @@ class AsyncClient(Flows):
     ) -> None:
         """Close all connections."""
         await self.close()
-
-
-def _told(options: Mapping[str, object]) -> dict[str, object]:
-    """Those that are not left out."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _terms(deadline_s: float | None, priority: Priority | None = None) -> dict[str, str]:

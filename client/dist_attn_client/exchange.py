@@ -11,7 +11,7 @@ from dist_attn_api.errors import ClientError, InputError
 from dist_attn_api.types import File, Job, Session
 from dist_attn_client.attempts import Attempts, Retry
 from dist_attn_client.errors import Missing, NotOurAnswer, error_of_answer
-from dist_attn_client.plan import Call, Finished, Plan, Reached
+from dist_attn_client.plan import Call, Finished, Plan, Reached, told
 from dist_attn_client.sources import Source
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.transport import Answer, Outgoing, Transport
@@ -165,7 +165,7 @@ class Exchange:
             call.method,
             self._url + call.path,
             headers,
-            {name: str(value) for name, value in call.query.items() if value is not None},
+            {name: str(value) for name, value in told(call.query).items()},
             body if sending is None else sending,
             self._silence_s if left is None else min(left, self._silence_s),
         )

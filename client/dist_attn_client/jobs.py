@@ -10,7 +10,7 @@ from dist_attn_api.types import Completion, EncodingSummary, Job, JobList
 from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, encoding_body, row_query
 from dist_attn_client.errors import NotOurAnswer, error_of_words
 from dist_attn_client.exchange import Exchange
-from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, Reached, path_of
+from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, Reached, path_of, told
 from dist_attn_client.sources import Document, one_document
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Sampling, drawing_body
@@ -60,8 +60,7 @@ class AsyncJobs:
             if body is None:
                 call = Call("POST", "/v1/jobs", query, source=source, on_sent=on_sent)
                 return await self._exchange.value(call, Job, deadline_s)
-            body |= {name: value for name, value in query.items() if value is not None}
-            return await self._exchange.value(Call("POST", "/v1/jobs", json=body), Job, deadline_s)
+            return await self._exchange.value(Call("POST", "/v1/jobs", json=body | told(query)), Job, deadline_s)
         finally:
             if source is not None:
                 source.close()

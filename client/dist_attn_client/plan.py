@@ -53,6 +53,11 @@ def path_of(*parts: str) -> str:
     return "/" + "/".join(quote(part, safe="") for part in parts)
 
 
+def told(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that are not left out."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class Finished(Generic[End]):
     """The end of a stream, and what it came to."""

@@ -25,7 +25,7 @@ from dist_attn_api.types import (
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, ServiceFailed, error_of_words
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.files import UploadMetadata, send_file
-from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached, path_of
+from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached, path_of, told
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
@@ -63,7 +63,7 @@ class AsyncSessions:
         model: str | None = None,
     ) -> Session:
         """A session without a text. Raises: ClientError."""
-        body = _given(name=name, metadata=metadata, ttl_seconds=ttl_seconds, model=model)
+        body = told({"name": name, "metadata": metadata, "ttl_seconds": ttl_seconds, "model": model})
         return await self._exchange.value(Call("POST", "/v1/sessions", json=body), Session)
 
     async def all(self) -> list[Session]:
@@ -88,7 +88,7 @@ class AsyncSessions:
         ttl_seconds: float | None = None,
     ) -> Session:
         """A session that goes on from a checkpoint of this one, or from where it stands. Raises: ClientError."""
-        body = _given(position=position, name=name, metadata=metadata, ttl_seconds=ttl_seconds)
+        body = told({"position": position, "name": name, "metadata": metadata, "ttl_seconds": ttl_seconds})
         return await self._exchange.value(Call("POST", _path(session, "fork"), json=body), Session)
 
     async def checkpoints(self, session: str) -> list[Checkpoint]:
@@ -257,7 +257,3 @@ def _generate(session: str, key: str | None, body: dict[str, Any]) -> Call:
 
 def _path(session: str, *more: str) -> str:
     return path_of("v1", "sessions", session, *more)
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

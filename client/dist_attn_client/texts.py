@@ -9,7 +9,7 @@ import msgspec
 
 from dist_attn_api.types import Choice, CompletionUsage, GenerationSummary, PromptProgress, TextEvent
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, error_of_words
-from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan
+from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, told
 
 Priority = Literal["high", "normal", "low"]
 
@@ -44,7 +44,7 @@ class Sampling(Drawing, total=False):
 
 def drawing_body(options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The JSON of a request. It always has a seed: sent again, it draws the same text again."""
-    body = {name: value for name, value in {**options, **more}.items() if value is not None}
+    body = told({**options, **more})
     body.setdefault("seed", secrets.randbits(63))
     return body
 
