@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dist_attn_api.errors import InputError
 from dist_attn_api.types import EncodingSummary
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
-from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached
+from dist_attn_client.plan import Call, Event, Finished, LineDecoder, Plan, Reached
 from dist_attn_client.sources import Document
 
 Granularity = Literal["token", "window", "document", "sentence", "paragraph", "chapter"]
@@ -98,6 +98,8 @@ class RowsPlan(Plan[Row, EncodingSummary]):
     `call` makes the request that begins with a given row.
     """
 
+    decoder = LineDecoder
+
     def __init__(
         self,
         call: Callable[[int], Call],
@@ -120,10 +122,6 @@ class RowsPlan(Plan[Row, EncodingSummary]):
         kind = headers.get("content-type", "").partition(";")[0]
         if kind != "application/x-ndjson":
             raise NotOurAnswer(f"{self.call().what}: rows were asked for as lines of JSON, and {kind!r} came")
-
-    def decoder(self) -> Decoder:
-        """Lines."""
-        return LineDecoder()
 
     def take(self, part: bytes | Event) -> Iterator[Row | Finished[EncodingSummary]]:
         """A row, or the last line. Raises: Refused for an error line, BrokenOff for a gap."""

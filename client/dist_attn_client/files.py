@@ -11,7 +11,7 @@ from dist_attn_api.types import File, FileList
 from dist_attn_client.attempts import Attempts
 from dist_attn_client.errors import BrokenOff, Conflict, NotOurAnswer
 from dist_attn_client.exchange import Exchange
-from dist_attn_client.plan import Call, Decoder, Event, Finished, Plan, RawDecoder, Reached, path_of
+from dist_attn_client.plan import Call, Event, Finished, Plan, RawDecoder, Reached, path_of
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
 
@@ -186,6 +186,8 @@ def _number(headers: Mapping[str, str], name: str, call: Call) -> int:
 class ContentPlan(Plan[bytes, int]):
     """The bytes of a file, each once; the end is how many came."""
 
+    decoder = RawDecoder
+
     def __init__(self, path: str) -> None:
         self._path = path
         self._had = 0
@@ -206,10 +208,6 @@ class ContentPlan(Plan[bytes, int]):
         self._skip = self._had - start
         length = headers.get("content-length", "")
         self._due = start + int(length) if length.isdecimal() else None
-
-    def decoder(self) -> Decoder:
-        """None: bytes as they come."""
-        return RawDecoder()
 
     def take(self, part: bytes | Event) -> Iterator[bytes | Finished[int]]:
         """Bytes that were not there yet."""

@@ -10,7 +10,7 @@ from dist_attn_api.types import Completion, EncodingSummary, Job, JobList
 from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, encoding_body, row_query
 from dist_attn_client.errors import NotOurAnswer, error_of_words
 from dist_attn_client.exchange import Exchange
-from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, Reached, path_of, told
+from dist_attn_client.plan import Call, Event, EventDecoder, Finished, Plan, Reached, path_of, told
 from dist_attn_client.sources import Document, one_document
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Sampling, drawing_body
@@ -123,16 +123,14 @@ class AsyncJobs:
 class _EventsPlan(Plan[JobEvent, JobEvent]):
     """The events of a job behind a number, each once, to the one that ends it."""
 
+    decoder = EventDecoder
+
     def __init__(self, job: str, after: int) -> None:
         self._job, self._after = job, after
 
     def call(self) -> Call:
         """The events that were not there yet."""
         return Call("GET", _path(self._job, "events"), {"after": self._after}, repeatable=True)
-
-    def decoder(self) -> Decoder:
-        """Events."""
-        return EventDecoder()
 
     def take(self, part: bytes | Event) -> Iterator[JobEvent | Finished[JobEvent]]:
         """An event. Raises: Refused for an error that ends the stream."""

@@ -6,7 +6,7 @@ Bytes of an answer are cut into its parts while they arrive: lines of JSON, serv
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, final
 from urllib.parse import quote
 
 from dist_attn_client.errors import BrokenOff
@@ -153,13 +153,12 @@ class Plan(ABC, Generic[Item, End]):
     A plan is asked again after a lost connection, so it knows where it stands.
     """
 
+    decoder: ClassVar[type[Decoder]]
+    """What cuts an answer into parts."""
+
     @abstractmethod
     def call(self) -> Call:
         """The request that goes on from here."""
-
-    @abstractmethod
-    def decoder(self) -> Decoder:
-        """What cuts the answer into parts."""
 
     @abstractmethod
     def take(self, part: bytes | Event) -> Iterable[Item | Finished[End]]:

@@ -25,7 +25,7 @@ from dist_attn_api.types import (
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, ServiceFailed, error_of_words
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.files import UploadMetadata, send_file
-from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached, path_of, told
+from dist_attn_client.plan import Call, Event, Finished, LineDecoder, Plan, Reached, path_of, told
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
@@ -218,6 +218,8 @@ class AppendPlan(Plan[AppendProgress, AppendSummary]):
     Progress that was reported before is left out then.
     """
 
+    decoder = LineDecoder
+
     def __init__(self, call: Call) -> None:
         self._call = call
         self._position = self._kept = -1  # the furthest that was reported
@@ -225,10 +227,6 @@ class AppendPlan(Plan[AppendProgress, AppendSummary]):
     def call(self) -> Call:
         """The same request with the same key."""
         return self._call
-
-    def decoder(self) -> Decoder:
-        """Lines."""
-        return LineDecoder()
 
     def take(self, part: bytes | Event) -> Iterator[AppendProgress | Finished[AppendSummary]]:
         """How far it is; at the end the summary. Raises: Refused for an error line."""

@@ -9,7 +9,7 @@ import msgspec
 
 from dist_attn_api.types import Choice, CompletionUsage, GenerationSummary, PromptProgress, TextEvent
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, error_of_words
-from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, told
+from dist_attn_client.plan import Call, Event, EventDecoder, Finished, Plan, told
 
 Priority = Literal["high", "normal", "low"]
 
@@ -66,6 +66,8 @@ class TextPlan(Plan[Choice, DrawnEnd]):
     key. What was handed out is left out of it then, and compared with what was.
     """
 
+    decoder = EventDecoder
+
     def __init__(self, call: Call, on_progress: Callable[[PromptProgress], None] | None = None) -> None:
         self._call, self._on_progress = call, on_progress
         self._had: dict[int, str] = {}  # what was handed out, by choice
@@ -84,10 +86,6 @@ class TextPlan(Plan[Choice, DrawnEnd]):
         if not headers.get("content-type", "").startswith("text/event-stream"):
             raise NotOurAnswer(f"{self._call.what}: events were asked for, and {headers.get('content-type')!r} came")
         self._due = dict(self._had)
-
-    def decoder(self) -> Decoder:
-        """Events."""
-        return EventDecoder()
 
     def take(self, part: bytes | Event) -> Iterator[Choice | Finished[DrawnEnd]]:
         """Pieces of text; at the end what they came to. Raises: Refused, BrokenOff when another text comes."""
