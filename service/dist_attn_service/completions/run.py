@@ -26,7 +26,6 @@ from dist_attn_service.text.choice_text import (
     choice_logprobs,
     finish_reason,
 )
-from dist_attn_service.text.tokenising import ThreadTokeniser
 
 DELTAS_WAITING = 64
 
@@ -42,30 +41,31 @@ class Delta:
     processed: int | None = None  # where it says nothing but how far the prompt has been read
 
 
-Opened = Callable[[BeginState | None, Keep], EngineStream]
-
-
 class ChoiceRun:
     """One choice in the engine. It may begin with a stored state that some `cached` tokens of the prompt are in."""
 
     def __init__(
         self,
+        context: ServiceContext,
+        prepared: PreparedCompletion,
         planned: PlannedChoice,
         prefix: PromptPrefix,
-        opened: Opened,
-        tokeniser: ThreadTokeniser,
-        stops: tuple[str, ...],
+        name: str,
     ) -> None:
+        self._context = context
+        self._terms = prepared.terms
         self._planned = planned
         self._prefix = prefix
-        self._opened = opened
-        self._tokeniser = tokeniser
+        self._name = name
         self._prompt: PromptText | None = None
-        self._text = ChoiceText(
-            tokeniser, stops, offset=len(planned.prompt.echo), min_tokens=planned.sampling.min_tokens
-        )
+        offset, min_tokens = len(planned.prompt.echo), planned.sampling.min_tokens
+        self._text = ChoiceText(context.tokeniser, prepared.stops, offset=offset, min_tokens=min_tokens)
         self.cached = prefix.begin.position if prefix.begin else 0
-        self.stream = opened(prefix.begin, Keep(at=prefix.states_at))
+        self.stream = self._opened(prefix.begin, Keep(at=prefix.states_at))
+
+    def _opened(self, begin: BeginState | None, keep: Keep) -> EngineStream:
+        terms = self._terms.for_engine(len(self._planned.prompt.tokens))
+        return self._context.engine.open(OpenWork(self._name, begin, None, self._planned.sampling, keep, terms))
 
     @property
     def drawn(self) -> int:
@@ -76,11 +76,12 @@ class ChoiceRun:
         """Leave the engine."""
         self.stream.close()
 
-    async def begin(self, prefixes: PrefixCache, admission_seconds: float) -> None:
+    async def begin(self, prefixes: PrefixCache) -> None:
         """Wait until the engine has the choice, and the state to begin with; without that it reads the whole prompt.
 
         Raises: ServiceError when the engine does not take it.
         """
+        admission_seconds = self._context.settings.admission_seconds
         await self.stream.admitted(admission_seconds)
         if self._prefix.begin is None or await prefixes.restore(self._prefix, self.stream):
             return
@@ -97,7 +98,7 @@ class ChoiceRun:
         index, prompt, scores = self._planned.index, self._planned.prompt, self._planned.sampling.prompt_logprobs
         scored: tuple[ScoredToken, ...] = ()
         if scores is not None:
-            self._prompt = await PromptText.of(self._tokeniser, prompt.tokens)
+            self._prompt = await PromptText.of(self._context.tokeniser, prompt.tokens)
             scored = (self._prompt.first(),)
         if prompt.echo or scored:
             await deltas.put(Delta(index, prompt.echo, scored))
@@ -216,11 +217,15 @@ class CompletionService:
         await self._context.watch.until_ready()
         prefixes = await self._look_up(prepared)
         with ExitStack() as opened:
-            choices = [
-                self._opened(planned, prefixes[planned.index], prepared, name, opened) for planned in prepared.choices
-            ]
+            choices = []
+            for planned, prefix in zip(prepared.choices, prefixes, strict=True):
+                choice = ChoiceRun(self._context, prepared, planned, prefix, name)
+                opened.callback(choice.close)
+                if prefix.states_at:
+                    self._prefixes.keep(prefix, choice.stream)
+                choices.append(choice)
             for choice in choices:
-                await choice.begin(self._prefixes, self._context.settings.admission_seconds)
+                await choice.begin(self._prefixes)
             deltas: asyncio.Queue[Delta] = asyncio.Queue(DELTAS_WAITING)
             async with task_group() as group:
                 for choice in choices:
@@ -267,19 +272,6 @@ class CompletionService:
             of_choices.append(replace(prefix, states_at=()) if planned.place in seen else prefix)
             seen.add(planned.place)
         return of_choices
-
-    def _opened(
-        self, planned: PlannedChoice, prefix: PromptPrefix, prepared: PreparedCompletion, name: str, opened: ExitStack
-    ) -> ChoiceRun:
-        def open_stream(begin: BeginState | None, keep: Keep) -> EngineStream:
-            terms = prepared.terms.for_engine(len(planned.prompt.tokens))
-            return self._context.engine.open(OpenWork(name, begin, None, planned.sampling, keep, terms))
-
-        choice = ChoiceRun(planned, prefix, open_stream, self._context.tokeniser, prepared.stops)
-        opened.callback(choice.close)
-        if prefix.states_at:
-            self._prefixes.keep(prefix, choice.stream)
-        return choice
 
 
 # ---- whole ---------------------------------------------------------------------------------------
