@@ -17,7 +17,7 @@ from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_api.types import Feeding
 from dist_attn_service.base.errors import ClientGone, Code, Conflict, NotFound, ServiceError, UnforeseenError
-from dist_attn_service.base.tasks import Changes
+from dist_attn_service.base.tasks import Changes, stop_tasks
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.sessions.answers import store_refusals
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
@@ -204,10 +204,7 @@ class FeedingService:
 
     async def stop(self) -> None:
         """Let go of all sessions: who sends on begins again behind their last states."""
-        tasks = [feed.task for feed in self._feeds.values() if feed.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop_tasks(*(feed.task for feed in self._feeds.values() if feed.task is not None))
 
     async def _work(self, feed: Feed) -> None:
         """Feed, and say in the record how it ended."""

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["Changes", "beside", "task_group", "unbroken"]
+__all__ = ["Changes", "beside", "stop_tasks", "task_group", "unbroken"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,6 +59,13 @@ async def unbroken(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait({future})
         raise
+
+
+async def stop_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel these, and wait until each of them has ended, however it does."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Changes:

@@ -19,6 +19,7 @@ from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import BeginState, Checkpoint
 from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 
@@ -172,6 +173,4 @@ class PrefixCache:
 
     async def close(self) -> None:
         """Give up what is being kept."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop_tasks(*self._tasks)

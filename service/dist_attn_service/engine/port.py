@@ -27,6 +27,7 @@ from dist_attn.wire.messages import (
     encode,
 )
 from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable
+from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
@@ -206,9 +207,7 @@ class ZmqEnginePort:
         """Fail what is open, stop the tasks, close the sockets; a second time there is nothing left to do."""
         self._streams.fail_all("the service is stopping; send the request again", Code.STOPPING)
         self._stop_giving_up()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop_tasks(*self._tasks)
         if self._socket is not None and self._context is not None:
             self._socket.disable_monitor()
             self._socket.close()

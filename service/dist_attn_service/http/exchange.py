@@ -22,7 +22,7 @@ from dist_attn_service.base.errors import (
     UnforeseenError,
 )
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.tasks import task_group
+from dist_attn_service.base.tasks import stop_tasks, task_group
 
 T = TypeVar("T")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -340,8 +340,7 @@ class EventWriter:
             return task.result()
         finally:
             if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await stop_tasks(task)
 
 
 def byte_range(header: str | None, size: int) -> tuple[int, int] | None:

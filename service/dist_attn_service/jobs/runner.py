@@ -13,7 +13,7 @@ from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import Code, ServiceError, UnforeseenError
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.base.tasks import beside, task_group, unbroken
+from dist_attn_service.base.tasks import beside, stop_tasks, task_group, unbroken
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.jobs.catalogue import JobGone, JobPoint, JobRecord, State, end_of, with_event
 from dist_attn_service.jobs.files import JobStore
@@ -96,10 +96,7 @@ class JobRunner:
 
     async def stop(self) -> None:
         """Hand back what runs: another process, or the next start of this one, goes on with it."""
-        tasks = [*self._running.values(), *([self._loop] if self._loop else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop_tasks(*self._running.values(), *([self._loop] if self._loop else []))
 
     def wake(self) -> None:
         """There may be a job that waits."""

@@ -14,7 +14,7 @@ from dist_attn.store.open import folder_of
 from dist_attn.store.private import tighten
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.base.tasks import beside
+from dist_attn_service.base.tasks import beside, stop_tasks
 
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
 FRESH_SECONDS = 1.0
@@ -53,8 +53,7 @@ class StoreService:
             try:
                 yield service
             finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await stop_tasks(task)
 
     async def totals(self) -> Usage:
         """How much is kept for all callers, not older than a second; what was last known when the store is away."""

@@ -22,7 +22,7 @@ from typing import ParamSpec, Protocol, TypeVar, final
 
 from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
-from dist_attn_service.base.tasks import beside, unbroken
+from dist_attn_service.base.tasks import beside, stop_tasks, unbroken
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.uploads.ledger import Segment
 
@@ -353,8 +353,7 @@ async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes
             yield chunk
     finally:
         if waiting is not None and not waiting.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+            await stop_tasks(waiting)
         await chunks.aclose()
 
 

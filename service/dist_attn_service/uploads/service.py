@@ -11,6 +11,7 @@ from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import BadRequest, Conflict, TooLarge
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, kept_up, this_boot
 from dist_attn_service.uploads.catalogue import Catalogue, pending
@@ -63,8 +64,7 @@ class FileService:
                 try:
                     yield service
                 finally:
-                    keeper.cancel()
-                    await asyncio.gather(keeper, return_exceptions=True)
+                    await stop_tasks(keeper)
             finally:
                 await records.close()
 
