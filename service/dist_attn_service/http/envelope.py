@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,33 +26,25 @@ POLLED = frozenset({"/health", "/livez", "/readyz", "/metrics", "/v1/status", *P
 CLIENT_GONE = 499  # as nginx writes it
 
 
+@dataclass(frozen=True, kw_only=True)
 class Envelope:
     """What is around the whole app; never touches `receive`.
 
     `refusal` tells why a request may not pass, `whereabouts` what the engine is doing, for the log.
     """
 
-    def __init__(
-        self,
-        *,
-        log: Log,
-        metrics: Metrics,
-        refusal: Callable[[Scope], ServiceError | None],
-        whereabouts: Callable[[], dict[str, Any]],
-        tracing: Tracing,
-    ) -> None:
-        self._log = log
-        self._metrics = metrics
-        self._refusal = refusal
-        self._whereabouts = whereabouts
-        self._tracing = tracing
+    log: Log
+    metrics: Metrics
+    refusal: Callable[[Scope], ServiceError | None]
+    whereabouts: Callable[[], dict[str, Any]]
+    tracing: Tracing
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The app inside the envelope, as an ASGI middleware."""
 
         async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
-                with self._tracing.request(scope) as trace:
+                with self.tracing.request(scope) as trace:
                     await self._answer(app, scope, receive, send, trace)
             else:
                 await app(scope, receive, send)
@@ -64,7 +57,7 @@ class Envelope:
             request_id=RequestRecord.pick_id(Headers(scope=scope).get("x-request-id")),
             method=scope["method"],
             path=scope["path"],
-            log=self._log,
+            log=self.log,
             address=(scope.get("client") or ("",))[0],
         )
         scope.setdefault("state", {})["record"] = record
@@ -80,7 +73,7 @@ class Envelope:
             record.sent += len(message.get("body", b""))
 
         try:
-            refusal = self._refusal(scope)
+            refusal = self.refusal(scope)
             inner = app if refusal is None else _problem_response(refusal, record)
             await inner(scope, receive, marked)
         except asyncio.CancelledError:
@@ -101,15 +94,15 @@ class Envelope:
 
     def refused(self, error: ServiceError, request_id: str) -> None:
         """Log and count what was no HTTP request, so that no app has seen it."""
-        record = RequestRecord(request_id, method="", path="", log=self._log, reason=str(error.code))
+        record = RequestRecord(request_id, method="", path="", log=self.log, reason=str(error.code))
         record.status = error.status
         self._write(record, UNROUTED)
 
     def _write(self, record: RequestRecord, route: str) -> None:
         with contextlib.suppress(Exception):  # whatever is wrong with the engine's door: the line is written
-            record.note(**self._whereabouts())
+            record.note(**self.whereabouts())
         record.write(polled=record.path in POLLED)
-        self._metrics.ended(route, record.reason, record.seconds, received=record.received(), sent=record.sent)
+        self.metrics.ended(route, record.reason, record.seconds, received=record.received(), sent=record.sent)
 
 
 def _problem_response(error: ServiceError, record: RequestRecord) -> Response:
