@@ -6,6 +6,7 @@ import tempfile
 from collections import deque
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -81,13 +82,10 @@ class Spool(AbstractContextManager["Spool"]):
     single thread, so that a close always comes after a write that was under way.
     """
 
-    def __init__(self, folder: Path, *, limit: int, memory: int, what: str, budget: DiskBudget, disk: Executor) -> None:
-        self._folder = folder
-        self._limit = limit
-        self._memory = memory
+    def __init__(self, place: "SpoolFactory", what: str, limit: int) -> None:
+        self._place = place
         self._what = what
-        self._budget = budget
-        self._disk = disk
+        self._limit = limit
         self._head = bytearray()
         self._segments: deque[_Segment] = deque()
         self._on_disk = 0
@@ -116,7 +114,8 @@ class Spool(AbstractContextManager["Spool"]):
             return
         if self.waiting + len(data) > self._limit:
             raise _disk_full(f"more than {self._limit} bytes of {self._what} are waiting; {_ADVICE}")
-        if not self._on_disk and not self._flushing and not self._tail and len(self._head) + len(data) <= self._memory:
+        behind = self.waiting - len(self._head)  # on the disk, or on the way to it
+        if not behind and len(self._head) + len(data) <= self._place.memory:
             self._head += data
         else:
             self._tail += data
@@ -183,19 +182,19 @@ class Spool(AbstractContextManager["Spool"]):
     async def _flush(self) -> None:
         """Write the tail to the newest file; its bytes can be read from then on."""
         data = bytes(self._tail)
-        self._budget.reserve(len(data))
+        self._place.budget.reserve(len(data))
         if not self._segments or self._segments[-1].reserved >= SEGMENT_BYTES:
-            self._segments.append(_Segment(self._folder))
+            self._segments.append(_Segment(self._place.folder))
         segment = self._segments[-1]
         start, segment.reserved = segment.reserved, segment.reserved + len(data)
         self._tail, self._flushing = bytearray(), len(data)
         try:
-            await beside(self._disk, segment.append, data, start)
+            await beside(self._place.disk, segment.append, data, start)
             self._on_disk += len(data)
             self.spilled += len(data)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise _disk_full(f"the disk of {self._folder} is full; {_ADVICE}") from None
+                raise _disk_full(f"the disk of {self._place.folder} is full; {_ADVICE}") from None
             raise
         finally:
             self._flushing = 0
@@ -205,7 +204,7 @@ class Spool(AbstractContextManager["Spool"]):
         """Read the next block of the oldest file into memory."""
         segment = self._segments[0]
         count = min(BLOCK_BYTES, self._on_disk, segment.reserved - segment.read)
-        data = await beside(self._disk, segment.take, count, segment.read)
+        data = await beside(self._place.disk, segment.take, count, segment.read)
         segment.read += len(data)
         self._on_disk -= len(data)
         self._head += data
@@ -214,22 +213,22 @@ class Spool(AbstractContextManager["Spool"]):
 
     def _drop_segment(self) -> None:
         segment = self._segments.popleft()
-        self._budget.release(segment.reserved)
-        self._disk.submit(segment.close)
+        self._place.budget.release(segment.reserved)
+        self._place.disk.submit(segment.close)
 
 
+@dataclass(frozen=True)
 class SpoolFactory:
-    """Makes spools in one folder that share a budget and a disk thread."""
+    """Makes spools in one folder that share a budget and a disk thread, each with so much memory."""
 
-    def __init__(self, folder: Path, *, memory: int, budget: DiskBudget, disk: Executor) -> None:
-        self._folder = folder
-        self._memory = memory
-        self.budget = budget
-        self._disk = disk
+    folder: Path
+    memory: int
+    budget: DiskBudget
+    disk: Executor
 
     def open(self, what: str, limit: int) -> Spool:
         """A new spool for at most `limit` waiting bytes of `what` (words for error messages)."""
-        return Spool(self._folder, limit=limit, memory=self._memory, what=what, budget=self.budget, disk=self._disk)
+        return Spool(self, what, limit)
 
 
 def _disk_full(message: str) -> ServiceError:
