@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
-from starlette.requests import Request
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
@@ -240,12 +239,6 @@ class RequestTerms:
     deadline_at: float | None = None
     progress: bool = False
 
-    @classmethod
-    def of_body(cls, body: HowSoon) -> "RequestTerms":
-        """What the body alone says; the deadline counts from now."""
-        limit = None if body.deadline_seconds is None else time.monotonic() + body.deadline_seconds
-        return cls(PRIORITIES.index(body.priority or "normal"), limit, _wants_progress(body))
-
     def for_engine(self, tokens: int | None = None) -> Terms:
         """What the engine is told of a part of the request that has so many tokens.
 
@@ -257,31 +250,27 @@ class RequestTerms:
         return Terms(self.priority, left, tokens, self.progress)
 
 
-def terms_of(request: Request, body: HowSoon | None = None) -> RequestTerms:
-    """The terms of a request; its deadline counts from now.
+def terms_of(body: HowSoon | None, headers: Mapping[str, str], *, may_hurry: bool = True) -> RequestTerms:
+    """The terms of a request, whose body counts before its headers; its deadline counts from now.
 
     Raises: BadRequest for a class or a number of seconds that there is not, ServiceError (403) for `high` of a caller
         that may not ask for it.
     """
-    priority = (body and body.priority) or request.headers.get(PRIORITY_HEADER, "normal").strip().lower()
+    priority = (body and body.priority) or headers.get(PRIORITY_HEADER, "normal").strip().lower()
     if priority not in PRIORITIES:
         raise BadRequest(f"{PRIORITY_HEADER} is {priority[:40]!r}; send one of {', '.join(PRIORITIES)}")
-    if priority == "high" and not request.state.record.may_hurry:
+    if priority == "high" and not may_hurry:
         raise ServiceError(
             "the priority high asks for an admin key, and this key is none; leave it out",
             code=Code.ADMIN_KEY_NEEDED,
             param="priority",
         )
     seconds = None if body is None else body.deadline_seconds
-    if seconds is None and DEADLINE_HEADER in request.headers:
-        seconds = _seconds(request.headers[DEADLINE_HEADER])
+    if seconds is None and DEADLINE_HEADER in headers:
+        seconds = _seconds(headers[DEADLINE_HEADER])
     deadline_at = None if seconds is None else time.monotonic() + seconds
-    return RequestTerms(PRIORITIES.index(priority), deadline_at, _wants_progress(body))
-
-
-def _wants_progress(body: HowSoon | None) -> bool:
-    """Whether events shall say how far the prompt is read; not all bodies can ask for that."""
-    return bool(getattr(body, "return_progress", None))
+    progress = bool(getattr(body, "return_progress", None))  # not all bodies can ask for that
+    return RequestTerms(PRIORITIES.index(priority), deadline_at, progress)
 
 
 def _seconds(text: str) -> float:

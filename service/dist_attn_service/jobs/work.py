@@ -12,7 +12,7 @@ import numpy as np
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
-from dist_attn_service.base.parsing import RequestTerms
+from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.completions.run import CompletionService, whole_completion
@@ -186,7 +186,7 @@ class CompletionWork:
 
         report.tokens = lambda: drawn
         request = CompletionRequest.model_validate(record.completion)
-        prepared = await prepare(self._context, request, RequestTerms.of_body(request))
+        prepared = await prepare(self._context, request, terms_of(request, {}))
         counted = self._context.metrics.completion
         choices, usage = await self._completions.gather(prepared, name, counted=counted, drawn=draw)
         result = msgspec.json.encode(whole_completion(prepared, self._context.model.id, choices, usage))

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from dist_attn_api.types import Choice, Completion, CompletionUsage
 from dist_attn_service.base.errors import ServiceError
-from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.completions.run import Delta, Gathered, whole_completion
 from dist_attn_service.dependencies import ModelServices
@@ -51,7 +50,7 @@ async def create_completion(asked: Asked) -> Response:
     """Continue one or more prompts; with `stream` as server-sent events."""
     wanted = await asked.json(CompletionRequest)
     served = asked.services.context_for(wanted.model, "completions")
-    prepared = await prepare(served, wanted, terms_of(asked.request, wanted), asked.caller)
+    prepared = await prepare(served, wanted, asked.terms(wanted), asked.caller)
     return await _answer(asked, _CompletionForm(prepared, served), wanted)
 
 
@@ -69,7 +68,7 @@ async def create_chat_completion(asked: Asked) -> Response:
     wanted = await asked.json(ChatRequest)
     served = asked.services.context_for(wanted.model, "completions")
     completion = await served.chat.as_completion(wanted)
-    prepared = await prepare(served, completion, terms_of(asked.request, wanted), asked.caller)
+    prepared = await prepare(served, completion, asked.terms(wanted), asked.caller)
     form = _ChatForm(replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}"), served)
     return await _answer(asked, form, wanted)
 

@@ -7,7 +7,6 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, retry_after
-from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.encodings.documents import RowRequest, Source
 from dist_attn_service.encodings.estimates import Size
@@ -57,7 +56,7 @@ async def create_encoding(asked: Asked) -> Response:
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, asked.headers.get("accept", ""))
     spec = served.rows("boundaries" if boundaries else options.granularity, *options.sizes)
-    wanted = RowRequest(spec, form, options.from_row, boundaries, terms_of(asked.request))
+    wanted = RowRequest(spec, form, options.from_row, boundaries, asked.terms())
     _check_length(form, source)
     if await becomes_job(served, asked.headers, source):
         with asked.place():

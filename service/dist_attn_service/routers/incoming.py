@@ -15,11 +15,12 @@ from starlette.responses import Response
 from dist_attn.text.plain import HEAD_BYTES
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.parsing import parse_json, parse_query, utf8
+from dist_attn_service.base.parsing import RequestTerms, parse_json, parse_query, terms_of, utf8
 from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
 from dist_attn_service.routers.openapi import ANY_BYTES, ANY_TEXT, BYTES, FORM, JSON, TEXT, form
+from dist_attn_service.schemas.completions import HowSoon
 from dist_attn_service.text.text_check import TextCheck, refuse_other, utf8_checked
 from dist_attn_service.text.tokenising import cut
 from dist_attn_service.uploads.ledger import FileRecord
@@ -129,6 +130,10 @@ class Incoming:
         return await self.json(kind)
 
     # ---- the rest ------------------------------------------------------------------------------
+
+    def terms(self, body: HowSoon | None = None) -> RequestTerms:
+        """How urgent it is, by its body or else its headers. Raises: BadRequest, ServiceError (403)."""
+        return terms_of(body, self.headers, may_hurry=self.record.may_hurry)
 
     def query(self, kind: type[M]) -> M:
         """Its query. Raises: BadRequest naming the option."""

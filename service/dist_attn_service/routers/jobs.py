@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dist_attn_api.types import Job, JobList
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
-from dist_attn_service.base.parsing import terms_of, validated
+from dist_attn_service.base.parsing import validated
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.formats import FORMATS, choose_format
@@ -94,7 +94,7 @@ async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobReco
                 param="model",
             )
         served = named
-    await prepare(served, completion, terms_of(asked.request, completion))
+    await prepare(served, completion, asked.terms(completion))
     # A seed that is settled now gives the same text when the work is done again.
     seed = secrets.randbits(63) if completion.seed is None else completion.seed
     options = {**completion.model_dump(mode="json", exclude_unset=True), "seed": seed}

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from dist_attn_api.search_types import RerankResults, SearchResults
 from dist_attn_service.base.errors import BadRequest, Code
-from dist_attn_service.base.parsing import terms_of
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source
@@ -38,7 +37,7 @@ async def search(asked: Asked) -> Response:
     documents = [await _document(asked, one, str(place)) for place, one in enumerate(wanted.documents)]
     if len({one.id for one in documents}) < len(documents):
         raise BadRequest("two documents have the same id; give each its own", param="documents")
-    name, terms = asked.record.request_id, terms_of(asked.request, wanted)
+    name, terms = asked.record.request_id, asked.terms(wanted)
     query = Query(wanted.query, wanted.mode, wanted.top_k, spec, asked.caller, name, terms)
     size = sum(one.source.size or 0 for one in documents if one.source is not None)
     check_size(size)
@@ -90,7 +89,7 @@ async def rerank(asked: Asked) -> Response:
         raise BadRequest(f"{name}[{texts.index('')}] is empty; send a text", code=Code.EMPTY_INPUT, param=name)
     told = bool(wanted.return_documents or wanted.return_text)
     asked.record.note(inputs=len(texts))
-    terms = terms_of(asked.request, wanted)
+    terms = asked.terms(wanted)
     request_id = asked.record.request_id
     return await _answered(
         asked,

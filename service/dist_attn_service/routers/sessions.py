@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from dist_attn_api.types import CheckpointList, Choice, Deleted, Generation, Session, SessionList, TextEvent
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
-from dist_attn_service.base.parsing import parse_drawing, terms_of, utf8
+from dist_attn_service.base.parsing import parse_drawing, utf8
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter
 from dist_attn_service.routers.incoming import (
@@ -200,7 +200,7 @@ async def generate(asked: Asked, session_id: str) -> Response:
     wanted = await asked.options(GenerateRequest)
     served = services.context_for(wanted.model, "sessions")
     spec, stops = parse_drawing(wanted, services.settings, served.tokeniser.vocab_size, served.model.drawing)
-    key, terms = idempotency_key(asked.headers), terms_of(asked.request, wanted)
+    key, terms = idempotency_key(asked.headers), asked.terms(wanted)
     work = GenerateWork(key, wanted.expected_position, spec, stops, _digest(wanted), terms)
     asked.record.note(completion_id=work.id, stream=bool(wanted.stream))
     if wanted.stream:
@@ -268,7 +268,7 @@ async def _appended(asked: Incoming) -> AppendSource:
             raise BadRequest(
                 f"expected_position is {at} in the query and {expected} in the body", param="expected_position"
             )
-        at, terms = at if expected is None else expected, terms_of(asked.request, wanted)
+        at, terms = at if expected is None else expected, asked.terms(wanted)
         if wanted.input is None or wanted.file_id is not None:
             source = await named_source(asked, wanted.input, wanted.file_id)
             return AppendSource(body, key, at, source.pieces, terms=terms)
@@ -281,4 +281,4 @@ async def _appended(asked: Incoming) -> AppendSource:
         raise wrong_type(kind, f"send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}")
     asked.length(asked.services.settings.body_bytes, "a text")
     pieces = utf8_checked(body.chunks()) if kind == TEXT else body.chunks()
-    return AppendSource(body, key, at, pieces, terms=terms_of(asked.request))
+    return AppendSource(body, key, at, pieces, terms=asked.terms())

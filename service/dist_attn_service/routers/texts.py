@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dist_attn_api.types import Detokenized, Embedding, EmbeddingList, Estimate, Tokenized, Usage
 from dist_attn_service.base.errors import BadRequest, Code
-from dist_attn_service.base.parsing import parse_tokens, terms_of, utf8
+from dist_attn_service.base.parsing import parse_tokens, utf8
 from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.estimates import PIECES, Size
 from dist_attn_service.http.exchange import while_connected
@@ -43,7 +43,7 @@ async def create_embeddings(asked: Asked) -> Response:
     served = services.context_for(wanted.model, "embeddings")
     inputs = served.embeddings.prepare(wanted)
     record.note(inputs=len(inputs))
-    terms = terms_of(asked.request)
+    terms = asked.terms()
     with asked.place():
         vectors = await while_connected(asked.body, served.embeddings.embed(inputs, record.request_id, terms))
     services.count(record, "embedding", vectors.tokens)
