@@ -13,7 +13,7 @@ from typing import IO
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.tasks import Changes, beside
 
-__all__ = ["DiskBudget", "Spool", "SpoolFactory"]
+__all__ = ["DiskBudget", "Spool", "SpoolFactory", "write_all"]
 
 BLOCK_BYTES = 256 << 10  # one write or read of the file
 SEGMENT_BYTES = 64 << 20  # files are given back in pieces of this size while a long stream runs
@@ -57,11 +57,7 @@ class _Segment:
         """Write all of `data` at `start`."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by close()
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(self._file.fileno(), view, start)
-            start += count
-            view = view[count:]
+        write_all(self._file.fileno(), data, start)
 
     def take(self, count: int, start: int) -> bytes:
         """Read `count` bytes from `start`."""
@@ -229,6 +225,15 @@ class SpoolFactory:
     def open(self, what: str, limit: int) -> Spool:
         """A new spool for at most `limit` waiting bytes of `what` (words for error messages)."""
         return Spool(self, what, limit)
+
+
+def write_all(descriptor: int, data: bytes, start: int) -> None:
+    """Write all of `data` at byte `start` of a file: the system may take it in parts."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, start)
+        start += count
+        view = view[count:]
 
 
 def _disk_full(message: str) -> ServiceError:

@@ -24,6 +24,7 @@ from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.base.tasks import beside, stop_tasks, unbroken
 from dist_attn_service.http.exchange import RequestBody
+from dist_attn_service.text.spool import write_all
 from dist_attn_service.uploads.ledger import Segment
 
 P = ParamSpec("P")
@@ -200,7 +201,7 @@ class BlobWriter:
         data, self._waiting = bytes(self._waiting), bytearray()
         start = self.end - len(data)
         try:
-            await self._do(_write_all, self._descriptor, data, start)
+            await self._do(write_all, self._descriptor, data, start)
         except BaseException:
             self.end = os.fstat(self._descriptor).st_size
             raise
@@ -285,14 +286,6 @@ def _sync(path: Path) -> None:
 def _close(close: Callable[[T], object], opening: asyncio.Future[T]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         close(opening.result())
-
-
-def _write_all(descriptor: int, data: bytes, start: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, start)
-        start += count
-        view = view[count:]
 
 
 def _hash(update: Callable[[bytes], None], path: Path, start: int, count: int) -> None:
