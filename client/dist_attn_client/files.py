@@ -2,7 +2,7 @@
 
 import base64
 import mimetypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -11,7 +11,7 @@ from dist_attn_api.types import File, FileList
 from dist_attn_client.attempts import Attempts
 from dist_attn_client.errors import BrokenOff, Conflict, NotOurAnswer
 from dist_attn_client.exchange import Exchange
-from dist_attn_client.plan import Call, Event, Finished, Plan, RawDecoder, Reached, path_of
+from dist_attn_client.plan import Call, Event, Finished, OnSent, Plan, RawDecoder, path_of
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
 
@@ -35,7 +35,7 @@ class AsyncFiles:
         mime_type: str | None = None,
         purpose: str = "user_data",
         deadline_s: float | None = None,
-        on_sent: Callable[[Reached], None] | None = None,
+        on_sent: OnSent | None = None,
     ) -> File:
         """Send a document; after a lost connection it goes on at the byte that the service has.
 
@@ -46,7 +46,7 @@ class AsyncFiles:
         kind = mime_type or mimetypes.guess_type(name)[0] or source.media_type
         try:
             upload = UploadMetadata(name, kind, purpose)
-            sent = await send_file(self._exchange, source, upload, deadline_s=deadline_s, on_progress=on_sent)
+            sent = await send_file(self._exchange, source, upload, deadline_s=deadline_s, on_sent=on_sent)
             return await self.get(sent.file)
         finally:
             source.close()
@@ -92,12 +92,7 @@ class _Sent:
 
 
 async def send_file(
-    exchange: Exchange,
-    source: Source,
-    upload: UploadMetadata,
-    *,
-    deadline_s: float | None,
-    on_progress: Callable[[Reached], None] | None,
+    exchange: Exchange, source: Source, upload: UploadMetadata, *, deadline_s: float | None, on_sent: OnSent | None
 ) -> _Sent:
     """A document as a file of the service, through lost connections: it goes on at the byte that is safe.
 
@@ -118,7 +113,7 @@ async def send_file(
                 if safe > offset:
                     attempts.progressed()
                 offset, known = safe, True
-            return _Sent(place, await _go_on(exchange, place, source, offset, attempts, on_progress))
+            return _Sent(place, await _go_on(exchange, place, source, offset, attempts, on_sent))
         except ClientError as error:
             known = False
             if isinstance(error, Conflict) and "expected_position" in error.facts:
@@ -158,16 +153,11 @@ async def _standing(exchange: Exchange, place: str, attempts: Attempts) -> tuple
 
 
 async def _go_on(
-    exchange: Exchange,
-    place: str,
-    source: Source,
-    offset: int,
-    attempts: Attempts,
-    on_progress: Callable[[Reached], None] | None,
+    exchange: Exchange, place: str, source: Source, offset: int, attempts: Attempts, on_sent: OnSent | None
 ) -> str:
     """Send all from a byte on; the id of the file that it makes."""
     headers = {**TUS, "upload-offset": str(offset), "content-type": STREAM}
-    call = Call("PATCH", place, headers=headers, source=source, start=offset, on_sent=on_progress)
+    call = Call("PATCH", place, headers=headers, source=source, start=offset, on_sent=on_sent)
     answer, _ = await exchange.whole(call, attempts)
     name = answer.headers.get("upload-file-id", "")
     if not name:

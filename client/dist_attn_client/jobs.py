@@ -10,7 +10,7 @@ from dist_attn_api.types import Completion, EncodingSummary, Job, JobList
 from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, encoding_body, row_query
 from dist_attn_client.errors import NotOurAnswer, error_of_words
 from dist_attn_client.exchange import Exchange
-from dist_attn_client.plan import Call, Event, EventDecoder, Finished, Plan, Reached, path_of, told
+from dist_attn_client.plan import Call, Event, EventDecoder, Finished, OnSent, Plan, path_of, told
 from dist_attn_client.sources import Document, one_document
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Sampling, drawing_body
@@ -42,7 +42,7 @@ class AsyncJobs:
         file_id: str | None = None,
         boundaries: Sequence[int] | None = None,
         deadline_s: float | None = None,
-        on_sent: Callable[[Reached], None] | None = None,
+        on_sent: OnSent | None = None,
         **options: Unpack[RowOptions],
     ) -> Job:
         """Hand in the encoding of a document, or of a file of the service; once this returns, the job runs by itself.

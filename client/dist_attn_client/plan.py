@@ -24,6 +24,10 @@ class Reached:
     total: int | None
 
 
+OnSent = Callable[[Reached], None]
+"""Hears how far it has come, whenever more has gone out."""
+
+
 @dataclass(frozen=True)
 class Call:
     """A request as the routes have it. `repeatable`: sent twice it does no harm (RFC 9110, 9.2.2; or it has a key).
@@ -39,7 +43,7 @@ class Call:
     json: Any = None
     source: Source | None = None
     start: int = 0
-    on_sent: Callable[[Reached], None] | None = None
+    on_sent: OnSent | None = None
     repeatable: bool = False
 
     @property

@@ -3,7 +3,7 @@
 import hashlib
 import secrets
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack, final
 
@@ -25,7 +25,7 @@ from dist_attn_api.types import (
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, ServiceFailed, error_of_words
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.files import UploadMetadata, send_file
-from dist_attn_client.plan import Call, Event, Finished, LineDecoder, Plan, Reached, path_of, told
+from dist_attn_client.plan import Call, Event, Finished, LineDecoder, OnSent, Plan, path_of, told
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
@@ -103,7 +103,7 @@ class AsyncSessions:
         expected_position: int | None = None,
         key: str | None = None,
         deadline_s: float | None = None,
-        on_sent: Callable[[Reached], None] | None = None,
+        on_sent: OnSent | None = None,
     ) -> AsyncStream[AppendProgress, AppendSummary]:
         """Read a text of any length into a session; `end` is the summary, and `rest()` waits for it.
 
@@ -124,7 +124,7 @@ class AsyncSessions:
         *,
         expected_position: int | None = None,
         deadline_s: float | None = None,
-        on_sent: Callable[[Reached], None] | None = None,
+        on_sent: OnSent | None = None,
     ) -> Feeding:
         """Upload a text, which the session reads while it arrives; returns when it stands at the end of it.
 
@@ -138,7 +138,7 @@ class AsyncSessions:
         upload = UploadMetadata(source.name, source.media_type, session=session, expected_position=expected_position)
         attempts = self._exchange.attempts(deadline_s)
         try:
-            sent = await send_file(self._exchange, source, upload, deadline_s=deadline_s, on_progress=on_sent)
+            sent = await send_file(self._exchange, source, upload, deadline_s=deadline_s, on_sent=on_sent)
         finally:
             source.close()
         while True:
