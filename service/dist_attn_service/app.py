@@ -232,7 +232,7 @@ def _services(
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
     models = tuple(_model_services(context, spools) for context in contexts)
-    kept_jobs = JobServices.over(stores.jobs, [(served, served.completions) for served in models])
+    kept_jobs = JobServices(stores.jobs, [(served, served.completions) for served in models])
     return Services(
         models=models,
         searches=tuple(SearchService(served, served.embeddings, kept_jobs) for served in models),

@@ -2,9 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import msgspec
@@ -14,7 +13,6 @@ from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import Job, JobProgress
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
-from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.encodings.documents import Source
@@ -31,30 +29,44 @@ RENEW_SECONDS = 5.0
 
 
 @final
-class JobApi:
-    """What routes do with jobs. `runner` is that of this process, which is told at once what others see later.
+class JobServices:
+    """What routes do with jobs, but for their `results`.
 
-    `contexts` are those of the models that are served, by their identities.
+    `runner` is that of this process, which is told at once what others see later; nothing runs before it is started.
+    `workers` are the models that are served, each with what draws its completions.
     """
 
-    def __init__(
-        self, settings: Settings, store: JobStore, runner: JobRunner, contexts: Mapping[str, ServiceContext]
-    ) -> None:
+    def __init__(self, catalogue: JobCatalogue, workers: Sequence[tuple[ServiceContext, CompletionService]]) -> None:
+        contexts = {context.model.identity: context for context, _ in workers}
+        first = workers[0][0]
+        settings = first.settings
+        files, states = JobFiles(settings.data_dir / "jobs" / "files"), JobStates(first.store, first.log)
+        works: dict[tuple[str, str], Work] = {}
+        for context, completions in workers:
+            works[context.model.identity, "encoding"] = EncodingWork(context, files, states)
+            works[context.model.identity, "completion"] = CompletionWork(context, files, completions)
+
+        def work_of(record: JobRecord) -> Work:
+            """Raises: BadRequest for a job of a model that is not served any more."""
+            if record.model not in contexts:
+                raise BadRequest(
+                    f"this job was handed in for the model {record.model}; served is {' and '.join(contexts)} now: "
+                    "send it again",
+                    param="model",
+                )
+            return works[record.model, record.kind]
+
         self._settings = settings
-        self._store = store
-        self._catalogue = store.catalogue
-        self._runner = runner
+        self._catalogue = catalogue
         self._contexts = contexts
+        self._store = JobStore(catalogue, files, states)
+        self.results = JobResults(settings, self._store, contexts, first.threads)
+        self.runner = JobRunner(settings, self._store, work_of, first.log, first.metrics, models=len(contexts))
 
     # ---- handing in ----------------------------------------------------------------------------
 
     async def encoding(
-        self,
-        context: ServiceContext,
-        caller: str,
-        spec: RowSpec,
-        source: Source,
-        boundaries: Sequence[int] = (),
+        self, context: ServiceContext, caller: str, spec: RowSpec, source: Source, boundaries: Sequence[int] = ()
     ) -> tuple[str, JobRecord]:
         """A new job that encodes a document with the model of `context`.
 
@@ -92,7 +104,7 @@ class JobApi:
         size = len(msgspec.json.encode(request))
         record = self._new(context, caller, "completion", completion=request, disk_bytes=size)
         name = await self._catalogue.add(with_event(record, "created", self._catalogue.clock()))
-        self._runner.wake()
+        self.runner.wake()
         return name, await self._catalogue.get(name)
 
     def _new(
@@ -153,7 +165,7 @@ class JobApi:
             return with_event(record, "created", now)
 
         record = await self._catalogue.change(name, queued)
-        self._runner.wake()
+        self.runner.wake()
         return record
 
     # ---- looking -------------------------------------------------------------------------------
@@ -243,7 +255,7 @@ class JobApi:
         """
         await self._catalogue.get(name, caller)
         record = await self._catalogue.change(name, self._cancelled)
-        self._runner.interrupt(name)
+        self.runner.interrupt(name)
         if record.ended:
             await self._store.states.forget(caller, record.point)  # who runs a job does so at its end
         return record
@@ -252,7 +264,7 @@ class JobApi:
         """Cancel if need be, and forget."""
         await self._catalogue.get(name, caller)
         record = await self._catalogue.change(name, lambda r: changed(self._cancelled(r), deleted=True))
-        self._runner.interrupt(name)
+        self.runner.interrupt(name)
         if not record.runner:
             await self._store.states.forget(caller, record.point)
             with suppress(NotFound, ServiceError):
@@ -268,41 +280,3 @@ class JobApi:
 
 def _reserving(reserved: int, until: float) -> Callable[[JobRecord], JobRecord]:
     return lambda record: changed(record, disk_bytes=reserved, lease_until=until)
-
-
-@final
-@dataclass(frozen=True)
-class JobServices:
-    """What routes need of jobs (`api`, `results`), and what works on them (`runner`)."""
-
-    api: JobApi
-    results: JobResults
-    runner: JobRunner
-
-    @staticmethod
-    def over(catalogue: JobCatalogue, workers: Sequence[tuple[ServiceContext, CompletionService]]) -> "JobServices":
-        """The parts over one catalogue, for jobs of each model; nothing runs before `runner.start()`."""
-        contexts = {context.model.identity: context for context, _ in workers}
-        first = workers[0][0]
-        settings = first.settings
-        files, states = JobFiles(settings.data_dir / "jobs" / "files"), JobStates(first.store, first.log)
-        works: dict[tuple[str, str], Work] = {}
-        for context, completions in workers:
-            works[context.model.identity, "encoding"] = EncodingWork(context, files, states)
-            works[context.model.identity, "completion"] = CompletionWork(context, files, completions)
-
-        def work_of(record: JobRecord) -> Work:
-            """Raises: BadRequest for a job of a model that is not served any more."""
-            if record.model not in contexts:
-                raise BadRequest(
-                    f"this job was handed in for the model {record.model}; served is {' and '.join(contexts)} now: "
-                    "send it again",
-                    param="model",
-                )
-            return works[record.model, record.kind]
-
-        store = JobStore(catalogue, files, states)
-        runner = JobRunner(settings, store, work_of, first.log, first.metrics, models=len(contexts))
-        return JobServices(
-            JobApi(settings, store, runner, contexts), JobResults(settings, store, contexts, first.threads), runner
-        )

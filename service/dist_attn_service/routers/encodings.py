@@ -60,7 +60,7 @@ async def create_encoding(asked: Asked) -> Response:
     _check_length(form, source)
     if await becomes_job(served, asked.headers, source):
         with asked.place():
-            made = await services.jobs.api.encoding(served, asked.caller, spec, source, boundaries)
+            made = await services.jobs.encoding(served, asked.caller, spec, source, boundaries)
         return await job_response(services, *made, preference_applied="respond-async")
     return asked.streamed(
         lambda writer: served.documents.answer(wanted, source, asked.body, writer, record),

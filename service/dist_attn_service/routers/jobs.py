@@ -12,7 +12,7 @@ from dist_attn_service.base.parsing import validated
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.dependencies import Services
 from dist_attn_service.encodings.formats import FORMATS, choose_format
-from dist_attn_service.http.exchange import ResponseWriter, while_connected
+from dist_attn_service.http.exchange import EVENT_STREAM, ResponseWriter, while_connected
 from dist_attn_service.jobs.catalogue import JobRecord
 from dist_attn_service.jobs.results import ResultWanted
 from dist_attn_service.routers.incoming import (
@@ -32,7 +32,6 @@ from dist_attn_service.schemas.documents import EncodingOptions, EventOptions, J
 
 router = APIRouter(tags=["jobs"])
 ROW_TYPES = tuple(form.media_type for form in FORMATS.values())
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 @router.post(
@@ -55,7 +54,7 @@ async def create_job(asked: Asked) -> Response:
         source = document_source(asked)
         with asked.place():
             rows = served.rows(options.granularity, *options.sizes)
-            made = await services.jobs.api.encoding(served, asked.caller, rows, source)
+            made = await services.jobs.encoding(served, asked.caller, rows, source)
         return await job_response(services, *made)
     wanted = await asked.json(JobRequest)
     with asked.place():
@@ -74,7 +73,7 @@ async def _encoding(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord
     if boundaries:
         named = {name for name in ("granularity", "window") if getattr(wanted, name) is not None}
         check_boundaries(boundaries, named, source)
-    return await asked.services.jobs.api.encoding(served, asked.caller, spec, source, boundaries)
+    return await asked.services.jobs.encoding(served, asked.caller, spec, source, boundaries)
 
 
 async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord]:
@@ -98,7 +97,7 @@ async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobReco
     # A seed that is settled now gives the same text when the work is done again.
     seed = secrets.randbits(63) if completion.seed is None else completion.seed
     options = {**completion.model_dump(mode="json", exclude_unset=True), "seed": seed}
-    return await asked.services.jobs.api.completion(served, asked.caller, options)
+    return await asked.services.jobs.completion(served, asked.caller, options)
 
 
 def _refuse_format(options: EncodingOptions) -> None:
@@ -116,7 +115,7 @@ async def job_response(services: Services, name: str, record: JobRecord, **heade
     """202: the job is taken, and where it is."""
     more = {key.replace("_", "-"): value for key, value in headers.items()}
     return json_response(
-        await services.jobs.api.view(name, record), status=202, headers={"location": f"/v1/jobs/{name}", **more}
+        await services.jobs.view(name, record), status=202, headers={"location": f"/v1/jobs/{name}", **more}
     )
 
 
@@ -125,30 +124,30 @@ async def job_response(services: Services, name: str, record: JobRecord, **heade
 )
 async def list_jobs(asked: Asked) -> JobList:
     """In order of arrival, a page at a time: `after` is the last id of the page before."""
-    api, options = asked.services.jobs.api, asked.query(ListOptions)
-    listed = await api.listed(asked.caller, options.after, options.limit + 1)
-    jobs = [await api.view(name, record) for name, record in listed[: options.limit]]
-    return JobList(data=jobs, has_more=len(listed) > options.limit)
+    jobs, options = asked.services.jobs, asked.query(ListOptions)
+    listed = await jobs.listed(asked.caller, options.after, options.limit + 1)
+    page = [await jobs.view(name, record) for name, record in listed[: options.limit]]
+    return JobList(data=page, has_more=len(listed) > options.limit)
 
 
 @router.get("/v1/jobs/{job_id}", summary="How a job stands")
 async def get_job(asked: Asked, job_id: str) -> Job:
     """Its status, progress and the time that it will still take."""
-    api = asked.services.jobs.api
-    return await api.view(job_id, await api.get(asked.caller, job_id))
+    jobs = asked.services.jobs
+    return await jobs.view(job_id, await jobs.get(asked.caller, job_id))
 
 
 @router.post("/v1/jobs/{job_id}/cancel", summary="Stop a job")
 async def cancel_job(asked: Asked, job_id: str) -> Job:
     """At once where it waits, within a second or so where it runs; rows that are there stay."""
-    api = asked.services.jobs.api
-    return await api.view(job_id, await api.cancel(asked.caller, job_id))
+    jobs = asked.services.jobs
+    return await jobs.view(job_id, await jobs.cancel(asked.caller, job_id))
 
 
 @router.delete("/v1/jobs/{job_id}", summary="Stop and forget a job", status_code=204, response_class=Response)
 async def delete_job(asked: Asked, job_id: str) -> Response:
     """Its input and results go too."""
-    await asked.services.jobs.api.delete(asked.caller, job_id)
+    await asked.services.jobs.delete(asked.caller, job_id)
     return Response(status_code=204)
 
 
@@ -166,7 +165,7 @@ async def follow_job(asked: Asked, job_id: str) -> Response:
     last = asked.headers.get("last-event-id", "")
     if last.isdecimal() and len(last) < 17:
         after = max(after, int(last))
-    await asked.services.jobs.api.get(asked.caller, job_id)
+    await asked.services.jobs.get(asked.caller, job_id)
     return asked.streamed(
         lambda writer: while_connected(asked.body, _events(asked, job_id, after, writer)), _event_error
     )
@@ -176,7 +175,7 @@ async def _events(asked: Incoming, name: str, after: int, writer: ResponseWriter
     await writer.start(EVENT_STREAM)
     await writer.write(b": following\n\n")
     services = asked.services
-    async for event in services.jobs.api.events(asked.caller, name, after, services.settings.ping_seconds):
+    async for event in services.jobs.events(asked.caller, name, after, services.settings.ping_seconds):
         if event is None:
             await writer.write(b": ping\n\n")
             continue
@@ -201,7 +200,7 @@ def _event_error(error: ServiceError) -> bytes:
 async def get_result(asked: Asked, job_id: str) -> Response:
     """Rows as /v1/encodings gives them, while the job runs as they come; of a completion its JSON."""
     options, jobs = asked.query(ResultOptions), asked.services.jobs
-    job = await jobs.api.get(asked.caller, job_id)
+    job = await jobs.get(asked.caller, job_id)
     if job.kind == "completion":
         return Response(await jobs.results.completion(job_id, job), media_type=JSON)
     form, first = choose_format(options.format, asked.headers.get("accept", "")), options.from_row

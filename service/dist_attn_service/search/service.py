@@ -155,7 +155,7 @@ class SearchService:
         Raises: NotFound, BadRequest for a completion and for another model's, TooLarge.
         """
         try:
-            record = await self._jobs.api.get(found.query.caller, name)
+            record = await self._jobs.get(found.query.caller, name)
         except NotFound as error:
             raise NotFound(error.message, param="documents") from None
         if record.kind != "encoding":
