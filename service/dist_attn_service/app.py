@@ -239,7 +239,7 @@ def _services(
         settings=settings,
         metrics=writer.metrics,
         threads=writer.threads,
-        sessions=SessionServices.over(stores.states, writer),
+        sessions=SessionServices(stores.states, writer),
         jobs=kept_jobs,
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import ParamSpec, Self, TypeVar
+from typing import ParamSpec, TypeVar
 
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.specs import RowChoiceError, choose_rows
@@ -40,27 +40,15 @@ VECTORS = ("encodings", "embeddings", "search", "rerank")
 """What the encoder does where a request names no model."""
 
 
-@dataclass(frozen=True)
 class SessionServices:
-    """The parts that sessions are served by."""
+    """The parts that sessions are served by, over one store, which is also the context's."""
 
-    stored: StoreService
-    catalogue: SessionCatalogue
-    states: SessionStates
-    appends: AppendService
-    generations: GenerateService
-
-    @classmethod
-    def over(cls, stored: StoreService, context: ServiceContext) -> Self:
-        """The parts over one store, which is also the context's."""
-        store = context.store
-        return cls(
-            stored,
-            SessionCatalogue(store, context.model.id),
-            SessionStates(store, context.settings.store.snapshot_bytes),
-            AppendService(context),
-            GenerateService(context),
-        )
+    def __init__(self, stored: StoreService, context: ServiceContext) -> None:
+        self.stored = stored
+        self.catalogue = SessionCatalogue(context.store, context.model.id)
+        self.states = SessionStates(context.store, context.settings.store.snapshot_bytes)
+        self.appends = AppendService(context)
+        self.generations = GenerateService(context)
 
 
 @dataclass(frozen=True, kw_only=True)
