@@ -30,8 +30,8 @@ from dist_attn_client.encodings import (
     RowOptions,
     RowsPlan,
     check_keywords,
-    encoding_body,
     row_query,
+    what_to_encode,
 )
 from dist_attn_client.errors import NotOurAnswer, Overloaded
 from dist_attn_client.exchange import Exchange
@@ -39,7 +39,7 @@ from dist_attn_client.files import AsyncFiles
 from dist_attn_client.jobs import AsyncJobs
 from dist_attn_client.plan import Call, path_of, told
 from dist_attn_client.sessions import AsyncSessions
-from dist_attn_client.sources import Document, one_document
+from dist_attn_client.sources import Document
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import DrawnEnd, Priority, Sampling, TextPlan, drawing_body
 from dist_attn_client.transport import AsyncTransport, Transport
@@ -107,16 +107,13 @@ class Flows:
 
         Raises: InputError for a document that cannot be read, ClientError.
         """
-        source = one_document(document, file_id)
-        body = encoding_body(document, file_id, boundaries)
-        query = row_query(options)
-        headers = _terms(deadline_s, priority)
+        source, body = what_to_encode(document, file_id, boundaries)
+        query, headers = row_query(options), _terms(deadline_s, priority)
 
         def call(row: int) -> Call:
             asked = query | {"format": "ndjson", "from_row": row or None}
-            if body is not None:
-                return Call("POST", "/v1/encodings", asked, headers, json=body, repeatable=True)
-            return Call("POST", "/v1/encodings", asked, headers, source=source, on_sent=plan.sent, repeatable=True)
+            path, sent = "/v1/encodings", plan.sent
+            return Call("POST", path, asked, headers, json=body, source=source, on_sent=sent, repeatable=True)
 
         plan = RowsPlan(call, from_row=from_row, on_progress=on_progress)
         return self._exchange.stream(plan, deadline_s)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from dist_attn_api.errors import InputError
 from dist_attn_api.types import EncodingSummary
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
-from dist_attn_client.plan import Call, Event, Finished, LineDecoder, Plan, Reached
-from dist_attn_client.sources import Document
+from dist_attn_client.plan import Call, Event, Finished, LineDecoder, Plan, Reached, told
+from dist_attn_client.sources import Document, Source
 
 Granularity = Literal["token", "window", "document", "sentence", "paragraph", "chapter"]
 Pooling = Literal["mean", "last"]
@@ -39,19 +39,22 @@ def row_query(options: RowOptions) -> dict[str, str | int | None]:
     return dict(cast("Mapping[str, str | int | None]", options))
 
 
-def encoding_body(
+def what_to_encode(
     document: Document | None, file_id: str | None, boundaries: Sequence[int] | None
-) -> dict[str, Any] | None:
-    """The JSON of an encoding of a file, or with boundaries; None where the document is the body.
+) -> tuple[Source | None, dict[str, Any] | None]:
+    """The document that is the body of a request, or the JSON that is: of a file of the service, or with boundaries.
 
-    Raises: InputError for boundaries of a document that is neither a text nor a file of the service.
+    Raises: InputError unless there is either a document or a file, for a document that cannot be read, and for
+        boundaries of one that is no text.
     """
-    body = None if file_id is None else {"file_id": file_id}
+    if (document is None) == (file_id is None):
+        raise InputError("give either a document or the file_id of a file of the service")
+    source = None if document is None else Source(document)
     if boundaries is None:
-        return body
-    if body is None and not isinstance(document, str):
+        return source, None if file_id is None else {"file_id": file_id}
+    if file_id is None and not isinstance(document, str):
         raise InputError("boundaries go with a str or a file_id; upload a long document and name its file_id")
-    return {**(body or {"input": document}), "boundaries": list(boundaries)}
+    return None, told({"input": document, "file_id": file_id}) | {"boundaries": list(boundaries)}
 
 
 @dataclass(frozen=True, eq=False)

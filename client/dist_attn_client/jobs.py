@@ -7,11 +7,11 @@ from typing import Any, Unpack, final
 import msgspec
 
 from dist_attn_api.types import Completion, EncodingSummary, Job, JobList
-from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, encoding_body, row_query
+from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, row_query, what_to_encode
 from dist_attn_client.errors import NotOurAnswer, error_of_words
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.plan import Call, Event, EventDecoder, Finished, OnSent, Plan, path_of, told
-from dist_attn_client.sources import Document, one_document
+from dist_attn_client.sources import Document
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Sampling, drawing_body
 
@@ -54,8 +54,7 @@ class AsyncJobs:
 
         Raises: InputError, ClientError.
         """
-        body, query = encoding_body(document, file_id, boundaries), row_query(options)
-        source = one_document(document, file_id)
+        (source, body), query = what_to_encode(document, file_id, boundaries), row_query(options)
         try:
             if body is None:
                 call = Call("POST", "/v1/jobs", query, source=source, on_sent=on_sent)

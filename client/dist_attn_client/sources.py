@@ -161,13 +161,6 @@ class Source:
             self._rest = iter(lambda: _checked(file.read(PIECE_BYTES)), b"")
 
 
-def one_document(document: Document | None, file_id: str | None) -> Source | None:
-    """The document, None where a file of the service is named. Raises: InputError unless exactly one is given."""
-    if (document is None) == (file_id is None):
-        raise InputError("give either a document or the file_id of a file of the service")
-    return None if document is None else Source(document)
-
-
 def _refuse_name(text: str) -> None:
     """Raises: InputError for what is almost surely the name of a file: its eight letters are seldom the text meant."""
     if len(text) < 1024 and "\n" not in text and "\0" not in text and os.path.isfile(text):
