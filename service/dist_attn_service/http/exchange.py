@@ -262,28 +262,24 @@ class StreamedResponse(Response):
         try:
             await self._exchange(writer)
             await writer.close()
-        except ClientGone:
-            if not writer.started:
-                raise
-            self._record.reason = "client_gone"
-        except ServiceError as error:
-            if not writer.started:
-                raise
-            self._record.reason = str(error.code)
-            await self._end(writer, error)
         except asyncio.CancelledError:
             # the server stops; this task ends here in any case, and the client should know why
-            self._record.reason = str(Code.STOPPING)
             if not writer.started:
                 raise ServiceStopping from None
             await self._end(writer, ServiceStopping())
         except Exception as error:
             if not writer.started:
                 raise
-            self._record.unexpected(error)
-            await self._end(writer, UnforeseenError())
+            if isinstance(error, ClientGone):
+                self._record.reason = "client_gone"
+            elif isinstance(error, ServiceError):
+                await self._end(writer, error)
+            else:
+                self._record.unexpected(error)
+                await self._end(writer, UnforeseenError())
 
     async def _end(self, writer: ResponseWriter, error: ServiceError) -> None:
+        self._record.reason = str(error.code)
         if not writer.finished:
             if self._record.reached:
                 error.facts.setdefault("reached", self._record.reached)
