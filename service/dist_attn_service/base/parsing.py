@@ -130,17 +130,13 @@ def parse_texts(value: Any, name: str, vocab_size: int, limit: int) -> list[byte
 
 
 def _parse_one(value: Any, where: str, name: str, vocab_size: int) -> bytes | TokenArray:
-    if isinstance(value, str):
-        text = utf8(value, where, name)
-    elif isinstance(value, list):
-        tokens = parse_tokens(value, where, name, vocab_size)
-    else:
+    if not isinstance(value, str | list):
         raise BadRequest(f"{where} must be a text or a list of token ids, not {type(value).__name__}", param=name)
     if not value:
         raise BadRequest(
             f"{where} is empty; send at least one character or one token id", code=Code.EMPTY_INPUT, param=name
         )
-    return text if isinstance(value, str) else tokens
+    return utf8(value, where, name) if isinstance(value, str) else parse_tokens(value, where, name, vocab_size)
 
 
 def parse_tokens(value: list[Any], where: str, name: str, vocab_size: int) -> TokenArray:
