@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -175,15 +176,10 @@ class ResponseWriter:
     ) -> None:
         """Send the head of a streamed answer, whose body has `length` bytes if that is known, with more headers."""
         self.started = True
-        headers = [
-            (b"content-type", media_type.encode("latin-1")),
-            (b"cache-control", b"no-store"),
-            (b"x-accel-buffering", b"no"),
-            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in (more or {}).items()),
-        ]
+        headers = {"content-type": media_type, "cache-control": "no-store", "x-accel-buffering": "no", **(more or {})}
         if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+            headers["content-length"] = str(length)
+        await self._send({"type": "http.response.start", "status": status, "headers": Headers(headers).raw})
 
     async def write(self, data: bytes) -> None:
         """Send bytes as soon as the client takes them.
