@@ -86,7 +86,6 @@ class Decoder(Protocol):
 
     def push(self, piece: bytes) -> "Iterator[bytes | Event]":
         """The parts that `piece` completes."""
-        ...
 
 
 @final

@@ -24,7 +24,6 @@ class Blocking(Protocol):
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
         """The result of `work`."""
-        ...
 
 
 @final

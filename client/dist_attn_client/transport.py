@@ -35,11 +35,6 @@ class Outgoing:
     body: bytes | AsyncIterator[bytes] | None = None
     silence_s: float = 600.0
 
-    @property
-    def timeout(self) -> httpx.Timeout:
-        """As httpx has it."""
-        return httpx.Timeout(self.silence_s, connect=min(CONNECT_S, self.silence_s))
-
 
 class Answer(Protocol):
     """The head of an answer, and its body while it comes."""
@@ -49,11 +44,9 @@ class Answer(Protocol):
 
     def pieces(self) -> AsyncGenerator[bytes, None]:
         """The body; BrokenOff when it ends too early."""
-        ...
 
     async def close(self) -> None:
         """Give up what has not come yet."""
-        ...
 
 
 class Transport(Protocol):
@@ -64,19 +57,15 @@ class Transport(Protocol):
 
         Raises: Unreachable, BrokenOff; InputError for a URL that is none.
         """
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
-        ...
 
     async def blocking(self, work: Callable[[], T], /) -> T:
         """Run something that may wait for a disk."""
-        ...
 
     async def close(self) -> None:
         """Close all connections."""
-        ...
 
 
 def at_once(work: Awaitable[T]) -> T:
@@ -105,6 +94,19 @@ def _done(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     return answer
 
 
+def _built(
+    client: httpx.Client | httpx.AsyncClient,
+    request: Outgoing,
+    body: bytes | Iterator[bytes] | AsyncIterator[bytes] | None,
+) -> httpx.Request:
+    """As httpx has it, with what the client adds to each request."""
+    timeout = httpx.Timeout(request.silence_s, connect=min(CONNECT_S, request.silence_s))
+    query, headers = request.query, request.headers
+    return client.build_request(
+        request.method, request.url, params=query, headers=headers, content=body, timeout=timeout
+    )
+
+
 # ---- synchronous ---------------------------------------------------------------------------------
 
 
@@ -121,11 +123,7 @@ class SyncTransport:
         """Send, and return when the head of the answer is there."""
         body = _drained(request.body) if isinstance(request.body, AsyncIterator) else request.body
         try:
-            made = self._client.build_request(
-                request.method, request.url, params=dict(request.query), headers=dict(request.headers), content=body,
-                timeout=request.timeout,
-            )  # fmt: skip
-            return _SyncAnswer(self._client.send(made, stream=True))
+            return _SyncAnswer(self._client.send(_built(self._client, request, body), stream=True))
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise _failure(error, request) from error
 
@@ -188,10 +186,7 @@ class AsyncTransport:
     async def send(self, request: Outgoing) -> Answer:
         """Send, and return when the head of the answer is there."""
         try:
-            made = self._client.build_request(
-                request.method, request.url, params=dict(request.query), headers=dict(request.headers),
-                content=request.body, timeout=request.timeout,
-            )  # fmt: skip
+            made = _built(self._client, request, request.body)
             return _AsyncAnswer(await self._client.send(made, stream=True))
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise _failure(error, request) from error
