@@ -2,7 +2,6 @@
 
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack, cast, final
 
 import httpx
@@ -271,9 +270,7 @@ class AsyncClient(Flows):
         """Itself."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close all connections."""
         await self.close()
 

@@ -1,7 +1,6 @@
 """Answers that come bit by bit, as iterators that close their connection when they are left."""
 
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Generic, Self, TypeVar, final
 
 from dist_attn_api.errors import ClientError
@@ -58,9 +57,7 @@ class AsyncStream(Generic[Item, End]):
         """Itself."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close it."""
         await self.aclose()
 
@@ -100,9 +97,7 @@ class Stream(Generic[Item, End]):
         """Itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, final
 
 import httpx
@@ -141,8 +140,6 @@ class Client:
         """Itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close all connections."""
         self.close()
