@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dist_attn_api.errors import InputError
 from dist_attn_api.types import EncodingSummary
-from dist_attn_client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
+from dist_attn_client.errors import BrokenOff, NotOurAnswer, error_of_words
 from dist_attn_client.plan import Call, Event, Finished, LineDecoder, Plan, Reached, told
 from dist_attn_client.sources import Document, Source
 
@@ -135,7 +135,7 @@ class RowsPlan(Plan[Row, EncodingSummary]):
                 yield Finished(msgspec.json.decode(part, type=EncodingSummary))
                 return
             if line.object == "error":
-                raise self._error(part)
+                raise error_of_words(msgspec.json.decode(part, type=dict), what=self.call().what)
         except msgspec.DecodeError as error:
             raise NotOurAnswer(f"{self.call().what}: a line is no row: {error}") from None
         if line.index != self.next_row:
@@ -160,6 +160,3 @@ class RowsPlan(Plan[Row, EncodingSummary]):
     def _tell(self) -> None:
         if self._on_progress is not None:
             self._on_progress(EncodingProgress(self._sent.sent, self._sent.total, self._rows, self._tokens))
-
-    def _error(self, part: bytes) -> Refused:
-        return error_of_words(msgspec.json.decode(part, type=dict), what=self.call().what)

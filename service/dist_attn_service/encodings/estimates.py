@@ -58,7 +58,7 @@ class EstimateService:
             notes.append("tokens that are drawn count by the planner's rates, all of max_tokens")
         queue = self.queue_seconds(tokens, seconds)
         rows = 0 if max_tokens is not None else count_rows(spec, count)
-        memory = None if plan is None else _memory(plan)
+        memory = None if plan is None else MemoryEstimate(**asdict(plan.memory), peak=plan.memory.peak)
         if plan is None and status is not None and status.state_bytes is not None:
             state = status.state_bytes + status.token_bytes * (count + (max_tokens or 0))
             notes.append(f"the state of this text will take up to {state:,} bytes in a rank that draws from it")
@@ -157,10 +157,6 @@ class EstimateService:
         if status is not None and status.manifest is not None and isinstance(costs, LanguageModelCosts):
             costs = replace(costs, weights=status.manifest.model.weight_precision)
         return await self._context.beside(estimate, costs, tokens, ranks=ranks, window=window)
-
-
-def _memory(plan: Plan) -> MemoryEstimate:
-    return MemoryEstimate(**asdict(plan.memory), peak=plan.memory.peak)
 
 
 def _exact(count: int, source: str) -> Figure:

@@ -126,21 +126,18 @@ async def _service_problem(request: Request, error: Any) -> Response:
 
 async def _routing_problem(request: Request, error: Any) -> Response:
     """What the router refuses (unknown path, wrong method)."""
-    failure = _from_router(request, error)
-    return _problem_response(failure, request.state.record)
-
-
-def _from_router(request: Request, error: HTTPException) -> ServiceError:
+    status, words = error.status_code, str(error.detail)
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     where = f"{request.method} {request.url.path[:200]}"
-    if error.status_code == 404:
-        return ServiceError(f"there is no {where}; see /docs", code=Code.NOT_FOUND, headers=headers)
-    if error.status_code == 405:
+    code = Code.INVALID_VALUE if status < 500 else Code.INTERNAL_ERROR
+    if status == 404:
+        words, code = f"there is no {where}; see /docs", Code.NOT_FOUND
+    elif status == 405:
         # Starlette names the methods of the first route of this path alone.
         headers["allow"] = allowed = ", ".join(_methods_here(request))
-        return ServiceError(f"{where} is not offered; use {allowed}", code=Code.METHOD_NOT_ALLOWED, headers=headers)
-    code = Code.INVALID_VALUE if error.status_code < 500 else Code.INTERNAL_ERROR
-    return ServiceError(str(error.detail), code=code, status=error.status_code, headers=headers)
+        words, code = f"{where} is not offered; use {allowed}", Code.METHOD_NOT_ALLOWED
+    failure = ServiceError(words, code=code, status=status, headers=headers)
+    return _problem_response(failure, request.state.record)
 
 
 def _methods_here(request: Request) -> list[str]:

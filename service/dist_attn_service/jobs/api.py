@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Literal, final
 
 import msgspec
@@ -139,7 +140,7 @@ class JobServices:
                 now = self._catalogue.clock()
                 if total > reserved or now - renewed > RENEW_SECONDS:
                     reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
-                    await self._catalogue.change(name, _reserving(reserved, now + lease))
+                    await self._catalogue.change(name, partial(changed, disk_bytes=reserved, lease_until=now + lease))
                 if len(waiting) >= WRITE_BYTES:
                     await unbroken(beside(None, write, bytes(waiting)))
                     waiting.clear()
@@ -276,7 +277,3 @@ class JobServices:
         if record.state == "queued":
             return end_of(record, "cancelled", self._catalogue.clock(), self._settings.jobs.keep_s)
         return changed(record, cancel=True)
-
-
-def _reserving(reserved: int, until: float) -> Callable[[JobRecord], JobRecord]:
-    return lambda record: changed(record, disk_bytes=reserved, lease_until=until)
