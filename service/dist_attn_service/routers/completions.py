@@ -5,6 +5,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from fastapi import APIRouter
@@ -131,10 +132,7 @@ async def _answer(asked: Incoming, form: _AnswerForm, wanted: AnswerOptions) -> 
 
 async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
     services, record = asked.services, asked.record
-
-    def counted(usage: CompletionUsage) -> None:
-        services.count_completion(record, usage)
-
+    counted = partial(services.count_completion, record)
     work = form.completions.gather(form.prepared, record.request_id, counted=counted)
     try:
         with asked.place():
