@@ -151,7 +151,7 @@ class DocumentService:
         async def put(block: RowBlock) -> None:
             await unbroken(format_and_put(block))  # also where the engine fails meanwhile: bytes of a format go on
 
-        run = EncodingRun(spec, dim, put, first_row=first, load=load)
+        run = EncodingRun(spec, dim, put, load, first_row=first)
         try:
             await outbox.put(form.head())
             await run.work(stream, pieces)

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -179,29 +179,22 @@ Sink = Callable[[RowBlock], Awaitable[None]]
 Keep = Callable[[RunPoint, AsyncIterator[bytes]], Awaitable[None]]
 
 
+@dataclass
 class EncodingRun:
     """The work on one document. Rows before `first_row` are computed, as later ones need the state behind them, and
     not given to the sink. With `begin` the engine has the state there, and the text comes from its mark on.
     """
 
-    def __init__(
-        self,
-        spec: RowSpec,
-        dim: int,
-        sink: Sink,
-        *,
-        first_row: int = 0,
-        load: DocumentLoad,
-        begin: RunPoint = RunPoint(),  # noqa: B008 - immutable
-    ) -> None:
-        self._spec = spec
-        self._dim = dim
-        self._sink = sink
-        self._first_row = first_row
-        self.load = load
-        self.begin = begin
-        mark = begin.mark
-        self._offsets = ByteOffsets(spec, mark.tokens, mark.byte - mark.gap, (begin.tokens, begin.byte))
+    spec: RowSpec
+    dim: int
+    sink: Sink
+    load: DocumentLoad
+    first_row: int = 0
+    begin: RunPoint = field(default_factory=RunPoint)
+
+    def __post_init__(self) -> None:
+        begin, mark = self.begin, self.begin.mark
+        self._offsets = ByteOffsets(self.spec, mark.tokens, mark.byte - mark.gap, (begin.tokens, begin.byte))
         self._marks: TextMarks | None = None  # of those who will begin again: they grow with the text
         self.rows = begin.row
 
@@ -244,7 +237,7 @@ class EncodingRun:
         """Those that are not in the state to begin with."""
         async for piece in pieces:
             known = max(0, self.begin.tokens - self._offsets.tokens)
-            self._offsets.push(piece.byte_lengths, piece.tokens if self._spec.marked else None)
+            self._offsets.push(piece.byte_lengths, piece.tokens if self.spec.marked else None)
             if self._marks is not None:
                 self._marks.push(piece.mark)
             self.load.tokenised(len(piece.tokens), int(piece.byte_lengths.sum()))
@@ -252,7 +245,7 @@ class EncodingRun:
 
     async def _take(self, event: Rows) -> None:
         """Rows to the sink, by their places in the document."""
-        total, dim = len(event.starts), self._dim
+        total, dim = len(event.starts), self.dim
         if len(event.stops) != total or len(event.vectors) != 4 * dim * total:
             raise EngineFailure(
                 f"the engine sent {len(event.vectors)} bytes for {total} rows of {dim} float32; "
@@ -266,7 +259,7 @@ class EncodingRun:
             count = min(step, total - first)
             some = slice(first, first + count)
             spans = self._offsets.ranges(event.starts[some], event.stops[some])
-            block = row_block(rows, first, count, spans, dim).after(self._first_row)
+            block = row_block(rows, first, count, spans, dim).after(self.first_row)
             if len(block):
-                await self._sink(block)
+                await self.sink(block)
         self.rows += total

@@ -114,7 +114,7 @@ class EncodingWork:
                 raise NotFound(f"of the {begin.row} rows of this job that were kept {first} are there")
             with self._context.workload.document(size=record.input_bytes, tokens=record.expected_tokens) as load:
                 load.done_tokens = begin.tokens
-                run = EncodingRun(spec, dim, put, first_row=first, load=load, begin=begin)
+                run = EncodingRun(spec, dim, put, load, first, begin)
                 async with self._context.open(work) as stream:
                     _tell(report, run, rows, record.input_bytes)
                     try:

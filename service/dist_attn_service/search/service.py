@@ -219,7 +219,7 @@ class SearchService:
             blocks.append(block)
 
         with self._context.workload.document(size=len(data)) as load:
-            run = EncodingRun(query.spec, dim, put, load=load)
+            run = EncodingRun(query.spec, dim, put, load)
             work = OpenWork(query.name, rows=query.spec, terms=query.terms.for_engine())
             async with aclosing(pieces), self._context.open(work) as stream:
                 await run.work(stream, pieces)
