@@ -1,6 +1,6 @@
 """One piece of work with a service, to its end: requests, what comes back, and going on after a lost connection."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from time import monotonic
 from typing import Protocol, TypeVar, final
@@ -66,11 +66,17 @@ class Exchange:
 
         Raises: ClientError.
         """
+        return await self.read(call, lambda _, body: _decoded(body, kind, call), deadline_s)
+
+    async def read(self, call: Call, made: Callable[[Answer, bytes], T], deadline_s: float | None = None) -> T:
+        """What is made of the answer to a call, which is asked for again where `made` finds that it broke off.
+
+        Raises: ClientError.
+        """
         attempts = self.attempts(deadline_s)
         while True:
             try:
-                _, body = await self.whole(call, attempts)
-                return _decoded(body, kind, call)
+                return made(*await self.whole(call, attempts))
             except ClientError as error:
                 await self.pause(attempts, error, repeatable=call.repeatable)
 

@@ -9,7 +9,6 @@ from typing import Any, Unpack, final
 
 import msgspec
 
-from dist_attn_api.errors import ClientError
 from dist_attn_api.types import (
     AppendProgress,
     AppendSummary,
@@ -29,6 +28,7 @@ from dist_attn_client.plan import Call, Event, Finished, LineDecoder, OnSent, Pl
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
+from dist_attn_client.transport import Answer
 
 POLL_SECONDS = 0.5  # while a session reads what was uploaded
 
@@ -184,16 +184,14 @@ class AsyncSessions:
     async def state(self, session: str, *, position: int | None = None) -> State:
         """The snapshot file of the newest state, or of a checkpoint, checked by its digest. Raises: ClientError."""
         call = Call("GET", _path(session, "state"), {"position": position}, repeatable=True)
-        attempts = self._exchange.attempts(None)
-        while True:
-            try:
-                answer, data = await self._exchange.whole(call, attempts)
-                digest = answer.headers.get("content-digest", "")
-                if digest != f"sha-256=:{b64encode(hashlib.sha256(data).digest()).decode()}:":
-                    raise BrokenOff(f"{call.what}: the bytes are not those of their Content-Digest {digest!r}")
-                return State(int(answer.headers["x-session-position"]), answer.headers["etag"], data)
-            except ClientError as error:
-                await self._exchange.pause(attempts, error, repeatable=True)
+
+        def checked(answer: Answer, data: bytes) -> State:
+            digest = answer.headers.get("content-digest", "")
+            if digest != f"sha-256=:{b64encode(hashlib.sha256(data).digest()).decode()}:":
+                raise BrokenOff(f"{call.what}: the bytes are not those of their Content-Digest {digest!r}")
+            return State(int(answer.headers["x-session-position"]), answer.headers["etag"], data)
+
+        return await self._exchange.read(call, checked)
 
     async def put_state(self, session: str, document: Document, *, instead_of: str | None = None) -> Session:
         """Put a snapshot file into a session; where it has a text already, `instead_of` is the tag of its state.
