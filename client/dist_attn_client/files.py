@@ -149,7 +149,10 @@ async def _standing(exchange: Exchange, place: str, attempts: Attempts) -> tuple
     """The file that an upload has become, if it has, and the byte that it stands at."""
     call = Call("HEAD", place, headers=TUS, repeatable=True)
     answer, _ = await exchange.whole(call, attempts)
-    return answer.headers.get("upload-file-id", ""), _number(answer.headers, "upload-offset", call)
+    offset = answer.headers.get("upload-offset", "")
+    if not offset.isdecimal():
+        raise NotOurAnswer(f"{call.what}: the answer has no upload-offset; this service is another one")
+    return answer.headers.get("upload-file-id", ""), int(offset)
 
 
 async def _go_on(
@@ -163,13 +166,6 @@ async def _go_on(
     if not name:
         raise BrokenOff(f"{call.what}: the upload is not complete after its last byte")
     return name
-
-
-def _number(headers: Mapping[str, str], name: str, call: Call) -> int:
-    value = headers.get(name, "")
-    if not value.isdecimal():
-        raise NotOurAnswer(f"{call.what}: the answer has no {name}; this service is another one")
-    return int(value)
 
 
 @final
