@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,10 @@ class Vectors:
         return [base64.b64encode(row_D.astype("<f4").tobytes()).decode("ascii") for row_D in self.rows_ND]
 
 
+def _as_input(place: int) -> tuple[str, str]:
+    return f"input[{place}]", "input"
+
+
 class EmbeddingService:
     """Answers embeddings; all requests together have at most `embeddings_at_once` inputs in the engine."""
 
@@ -65,11 +70,18 @@ class EmbeddingService:
         return parse_texts(request.input, "input", self._context.tokeniser.vocab_size, limit)
 
     async def embed(
-        self, inputs: list[bytes | TokenArray], name: str, terms: RequestTerms, *, as_rows: bool = False
+        self,
+        inputs: list[bytes | TokenArray],
+        name: str,
+        terms: RequestTerms,
+        *,
+        as_rows: bool = False,
+        named: Callable[[int], tuple[str, str]] = _as_input,
     ) -> Vectors:
         """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
 
         `name` is the request's in the log. `as_rows`: as long as the rows of encodings are, for comparing with these.
+        `named` tells how a refusal calls an input, and of which parameter it is.
 
         Raises: ServiceError when the engine fails.
         """
@@ -81,7 +93,7 @@ class EmbeddingService:
         async def work() -> None:
             for place, text in waiting:
                 async with self._places:
-                    tokens = await self._tokens(text, place)
+                    tokens = await self._tokens(text, *named(place))
                     row_D = await self._embed_one(tokens, name, terms)
                 if model.unit_vectors and not as_rows:
                     row_D = row_D / max(float(np.linalg.norm(row_D)), TINY)
@@ -93,7 +105,7 @@ class EmbeddingService:
                 group.create_task(work())
         return vectors
 
-    async def _tokens(self, text: bytes | TokenArray, place: int) -> TokenArray:
+    async def _tokens(self, text: bytes | TokenArray, where: str, param: str) -> TokenArray:
         """The tokens of an input, cut where the model stops reading.
 
         Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
@@ -106,9 +118,7 @@ class EmbeddingService:
             text = await tokens_of(tokeniser, text, size, limit)
         if not len(text):
             raise BadRequest(
-                f"input[{place}] has no tokens: the tokeniser drops blanks; send a word",
-                code=Code.EMPTY_INPUT,
-                param="input",
+                f"{where} has no tokens: the tokeniser drops blanks; send a word", code=Code.EMPTY_INPUT, param=param
             )
         return text[:limit]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -143,10 +142,9 @@ class SearchService:
 
     async def _read_query(self, query: Query) -> tuple[npt.NDArray[np.float32], int]:
         """Its vector, read alone, and its tokens. Raises: BadRequest for one that has none."""
-        with _naming("input[0]", "query"):
-            # Less the rows' mean it is compared with them, so it must be as long as they are.
-            text = utf8(query.text, "query", "query")
-            vectors = await self._embeddings.embed([text], query.name, query.terms, as_rows=True)
+        text = utf8(query.text, "query", "query")
+        # Less the rows' mean it is compared with them, so it must be as long as they are.
+        vectors = await self._embeddings.embed([text], query.name, query.terms, as_rows=True, named=_named)
         return vectors.rows_ND[0], vectors.tokens
 
     async def _take_job(self, name: str, place: int, found: _Found) -> None:
@@ -238,8 +236,7 @@ class SearchService:
         texts: list[bytes | TokenArray] = [utf8(query, "query", "query")]
         texts += [utf8(text, f"documents[{place}]", "documents") for place, text in enumerate(documents)]
         async with _in_time(terms):
-            with _naming("input[0]", "query"):
-                vectors = await self._embeddings.embed(texts, name, terms)
+            vectors = await self._embeddings.embed(texts, name, terms, named=_named)
         directions_ND = directions(vectors.rows_ND)
         scores_N = directions_ND[1:] @ directions_ND[0]
         order = np.argsort(-scores_N, kind="stable")[:top].tolist()
@@ -275,22 +272,9 @@ async def _in_time(terms: RequestTerms) -> AsyncIterator[None]:
         raise DeadlineExceeded("the request's deadline passed before all of it was done") from None
 
 
-@contextmanager
-def _naming(place: str, name: str) -> Iterator[None]:
-    """Refusals of an embedding's input name what it was here."""
-    try:
-        yield
-    except BadRequest as error:
-        inside = error.message.startswith(place)
-        words = error.message.replace(place, name) if inside else _INPUT.sub(_document, error.message)
-        raise BadRequest(words, code=error.code, param=name if inside else "documents") from None
-
-
-_INPUT = re.compile(r"^input\[(\d+)\]")
-
-
-def _document(match: re.Match[str]) -> str:
-    return f"documents[{int(match[1]) - 1}]"
+def _named(place: int) -> tuple[str, str]:
+    """What is embedded, the query first, as refusals call it, and its parameter."""
+    return (f"documents[{place - 1}]", "documents") if place else ("query", "query")
 
 
 @contextmanager
