@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast, final
 
@@ -112,11 +113,11 @@ class Source:
         copy, at = self._copy, start
         kept = await blocking(lambda: copy.seek(0, os.SEEK_END))
         while at < kept:
-            piece = await blocking(lambda at=at: _read_at(copy, at, min(PIECE_BYTES, kept - at)))  # type: ignore[misc]
+            piece = await blocking(partial(_read_at, copy, at, min(PIECE_BYTES, kept - at)))
             at += len(piece)
             yield piece
         while (new := await self._next(blocking)) is not None:
-            await blocking(lambda new=new: _append(copy, new))  # type: ignore[misc]
+            await blocking(partial(_append, copy, new))
             kept += len(new)
             if kept > at:
                 yield new[max(0, len(new) - (kept - at)) :]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import ParamSpec, TypeVar, final
 
 from dist_attn_api.types import EncodingSummary, Usage
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
@@ -17,6 +17,7 @@ from dist_attn_service.http.exchange import ResponseWriter, byte_range
 from dist_attn_service.jobs.catalogue import JobRecord
 from dist_attn_service.jobs.files import JobStore
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -85,12 +86,12 @@ class JobResults:
         await writer.write(await beside(self._threads, form.head))
         try:
             async for block in self._follow(name, record, wanted.first_row):
-                await writer.write(await beside(self._threads, lambda block=block: form.rows(block)))  # type: ignore[misc]
+                await writer.write(await beside(self._threads, form.rows, block))
             ended = await self._catalogue.get(name, record.caller)
             if ended.state != "succeeded":
                 raise _as_error(ended)
         except ServiceError as error:
-            await writer.write(await beside(self._threads, lambda error=error: form.failed(error)))  # type: ignore[misc]
+            await writer.write(await beside(self._threads, form.failed, error))
             if form.breaks_off:
                 writer.break_off()
             else:
@@ -98,7 +99,7 @@ class JobResults:
             return
         usage = Usage(prompt_tokens=ended.tokens, total_tokens=ended.tokens)
         summary = EncodingSummary(tokens=ended.tokens, rows=ended.rows, model=self._model_of(ended), usage=usage)
-        await writer.finish(await beside(self._threads, lambda: form.end(summary)))
+        await writer.finish(await beside(self._threads, form.end, summary))
 
     def kept(self, name: str, record: JobRecord) -> tuple[Callable[[int, int], RowBlock], Callable[[int, int], bytes]]:
         """Calls, which block, for rows [first, first + count) that are safe, and bytes [start, stop) of the input.
@@ -128,7 +129,7 @@ class JobResults:
         while at < stop:
             first = at // row_bytes
             count = min(_step(dim), -(-stop // row_bytes) - first)
-            block = await self._read(lambda first=first, count=count: file.read(wanted.first_row + first, count))  # type: ignore[misc]
+            block = await self._read(file.read, wanted.first_row + first, count)
             data = block.vectors_ND.tobytes()[at - first * row_bytes : stop - first * row_bytes]
             await writer.write(data)
             at += len(data)
@@ -142,7 +143,7 @@ class JobResults:
             record = await self._catalogue.get(name, record.caller)
             while at < record.rows:
                 count = min(_step(dim), record.rows - at)
-                yield await self._read(lambda at=at, count=count: file.read(at, count))  # type: ignore[misc]
+                yield await self._read(file.read, at, count)
                 at += count
             if record.ended:
                 return
@@ -157,9 +158,9 @@ class JobResults:
         """The numbers of a row. Records of an earlier version do not say; then it is the model that is served now."""
         return record.dim or self._contexts.get(record.model, next(iter(self._contexts.values()))).model.hidden_size
 
-    async def _read(self, work: Callable[[], T]) -> T:
+    async def _read(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return await beside(self._threads, work)
+            return await beside(self._threads, work, *args, **kwargs)
         except FileNotFoundError:
             raise NotFound("this job was deleted", param="id") from None
 

@@ -4,6 +4,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Literal, TypeVar, final
 
 from dist_attn.errors import StorageError
@@ -248,7 +249,7 @@ class Catalogue:
             place = f"{prefix}{moment(made) if order == 'asc' else remote_moment(made)}/{after}"
         files: list[tuple[str, FileRecord]] = []
         while len(files) <= limit:
-            keys, some = await self.change(lambda ledger, place=place: _some(ledger, prefix, place))  # type: ignore[misc]
+            keys, some = await self.change(partial(_some, prefix=prefix, after=place))
             files += [(name, record) for name, record in some if purpose in (None, record.details.purpose)]
             if len(keys) < PAGE:
                 break

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from dist_attn.store import ExpiryGrace
@@ -67,7 +68,7 @@ class Upkeep:
             held, last = await change(lambda ledger: _held(ledger, after))
             for blob, made_at in held:
                 if made_at + BEGINNING_S <= self._catalogue.clock() and not await self._folder.is_written(blob):
-                    given_up += await change(lambda ledger, blob=blob: _release(ledger, blob))  # type: ignore[misc]
+                    given_up += await change(partial(_release, blob=blob))
             return given_up, last
 
         return sum(await every_page(page))
@@ -77,7 +78,7 @@ class Upkeep:
         names, removed = await self._folder.names(), 0
         for at in range(0, len(names), PAGE):
             some = names[at : at + PAGE]
-            unknown = await self._catalogue.change(lambda ledger, some=some: _unknown(ledger, some))  # type: ignore[misc]
+            unknown = await self._catalogue.change(partial(_unknown, names=some))
             await self._folder.delete(unknown)
             removed += len(unknown)
         return removed
