@@ -203,7 +203,8 @@ def _contexts(
     contexts = []
     for of_model, engine in zip(settings.of_models(), engines, strict=True):
         model = ServedModel.read(of_model.model, of_model.served_model_name)
-        tokeniser = ThreadTokeniser(fitted(load_tokeniser(of_model.model), of_model.model, model.vocab_size), threads)
+        found = fitted(load_tokeniser(of_model.model), of_model.model, model.vocab_size)
+        tokeniser = ThreadTokeniser(found, threads, of_model.piece_bytes)
         watch = EngineWatch(engine, model, of_model)
         context = ServiceContext(of_model, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
         contexts.append(context)

@@ -114,7 +114,7 @@ def _drawn_per_prompt(request: CompletionRequest, n: int, prompts: int, limit: i
 
 async def _prompt(context: ServiceContext, text: bytes | TokenArray, *, echo: bool, framed: bool) -> Prompt:
     if isinstance(text, bytes):
-        tokens = await context.tokeniser.whole(text, context.settings.piece_bytes, framed=framed)
+        tokens = await context.tokeniser.whole(text, framed=framed)
         return Prompt(tokens, text.decode() if echo else "")
     return Prompt(text, await context.tokeniser.text(text) if echo else "")
 

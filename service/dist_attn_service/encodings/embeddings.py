@@ -17,7 +17,6 @@ from dist_attn_service.base.parsing import RequestTerms, parse_texts
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.schemas.documents import EmbeddingRequest
-from dist_attn_service.text.tokenising import tokens_of
 
 __all__ = ["EmbeddingService", "Vectors"]
 
@@ -110,12 +109,12 @@ class EmbeddingService:
 
         Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
         """
-        model, tokeniser, size = self._context.model, self._context.tokeniser, self._context.settings.piece_bytes
+        model, tokeniser = self._context.model, self._context.tokeniser
         limit = None if model.reading is None else model.reading.text_tokens
         if isinstance(text, bytes) and limit is None:
-            text = await tokeniser.whole(text, size, framed=model.writes)
+            text = await tokeniser.whole(text, framed=model.writes)
         elif isinstance(text, bytes):  # the model frames what it reads
-            text = await tokens_of(tokeniser, text, size, limit)
+            text = await tokeniser.tokens(text, limit)
         if not len(text):
             raise BadRequest(
                 f"{where} has no tokens: the tokeniser drops blanks; send a word", code=Code.EMPTY_INPUT, param=param

@@ -12,7 +12,6 @@ from dist_attn_api.types import Estimate, Figure, MemoryEstimate
 from dist_attn_service.encodings.encoding_run import count_rows
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.workload import TextRatio
-from dist_attn_service.text.tokenising import tokens_of
 
 __all__ = ["PIECES", "EstimateService", "Size"]
 
@@ -141,7 +140,7 @@ class EstimateService:
         return ratio
 
     async def _count(self, text: bytes) -> int:
-        return len(await tokens_of(self._context.tokeniser, text, self._context.settings.piece_bytes))
+        return len(await self._context.tokeniser.tokens(text))
 
     async def _plan(self, tokens: int, ranks: int, window: int) -> Plan | None:
         if not self._costs_read:

@@ -71,7 +71,7 @@ async def tokenize(asked: Asked) -> Response:
     served = services.context_for(wanted.model)
     text = utf8(wanted.prompt, "prompt", "prompt")
     framed = wanted.add_special_tokens is not False and served.model.writes
-    tokens = await served.tokeniser.whole(text, services.settings.piece_bytes, framed=framed)
+    tokens = await served.tokeniser.whole(text, framed=framed)
     strings = await served.tokeniser.texts(tokens) if wanted.return_token_strs else None
     # A text may have any length; clients want a number, and MOST is the largest that all of them keep exact.
     longest = served.model.max_tokens or MOST

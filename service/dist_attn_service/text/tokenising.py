@@ -19,7 +19,7 @@ from dist_attn.text.library import MOST_BYTES
 from dist_attn_service.base.errors import TooLarge
 from dist_attn_service.base.tasks import beside
 
-__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "cut", "tokens_of"]
+__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "cut"]
 
 
 class TextMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,9 +65,10 @@ class Piece:
 class ThreadTokeniser:
     """Tokenises in a thread pool, in blocks so short that neither the event loop nor other threads are kept waiting."""
 
-    def __init__(self, tokeniser: Tokeniser, threads: Executor) -> None:
+    def __init__(self, tokeniser: Tokeniser, threads: Executor, piece_bytes: int = 64 << 10) -> None:
         self._tokeniser = tokeniser
         self._threads = threads
+        self._piece_bytes = piece_bytes
 
     @property
     def vocab_size(self) -> int:
@@ -108,20 +109,31 @@ class ThreadTokeniser:
         """The id of each special token, by its text."""
         return self._tokeniser.special_tokens
 
-    async def whole(self, text: bytes, piece_bytes: int, *, framed: bool = True) -> TokenArray:
+    async def whole(self, text: bytes, *, framed: bool = True) -> TokenArray:
         """The tokens of a text that is in memory and read as a whole, such as a prompt: those of transformers.
 
         `framed`: with the tokens that the model's files put around every text. A text that is too long for that is read
-        in pieces of `piece_bytes`, as a stream is.
+        in pieces, as a stream is.
         """
         tokeniser = self._tokeniser
         if not isinstance(tokeniser, ForeignTokeniser):
-            return await tokens_of(self, text, piece_bytes)
+            return await self.tokens(text)
         if len(text) <= MOST_BYTES:
             return await beside(self._threads, lambda: tokeniser.encode_whole(text, framed=framed))
         before, behind = tokeniser.frame() if framed else ([], [])
-        middle = await tokens_of(self, text, piece_bytes)
+        middle = await self.tokens(text)
         return np.concatenate([np.array(before, np.int32), middle, np.array(behind, np.int32)])
+
+    async def tokens(self, text: bytes, limit: int | None = None) -> TokenArray:
+        """The tokens of a text that is in memory, read in pieces; the first `limit` of them where there is one."""
+        pieces, count = [np.empty(0, dtype=np.int32)], 0
+        async with contextlib.aclosing(self.pieces(cut(text, self._piece_bytes))) as stream:
+            async for piece in stream:
+                pieces.append(piece.tokens)
+                count += len(piece.tokens)
+                if limit is not None and count >= limit:
+                    break
+        return np.concatenate(pieces)[:limit]
 
     async def parts(self, parts: Sequence[str | int]) -> TokenArray:
         """The tokens of texts, which never become special tokens, and of special tokens between them."""
@@ -162,18 +174,6 @@ class ThreadTokeniser:
         gap = consumed - int(ends[-1]) if len(ends) else mark.gap + consumed
         after = TextMark(mark.tokens + len(tokens), mark.byte + consumed, gap)
         return Piece(tokens, np.diff(ends, prepend=-mark.gap), after), data[consumed:]
-
-
-async def tokens_of(tokeniser: ThreadTokeniser, text: bytes, piece_bytes: int, limit: int | None = None) -> TokenArray:
-    """The tokens of a whole text that is in memory, the first `limit` of them where there is one."""
-    pieces, count = [np.empty(0, dtype=np.int32)], 0
-    async with contextlib.aclosing(tokeniser.pieces(cut(text, piece_bytes))) as stream:
-        async for piece in stream:
-            pieces.append(piece.tokens)
-            count += len(piece.tokens)
-            if limit is not None and count >= limit:
-                break
-    return np.concatenate(pieces)[:limit]
 
 
 async def cut(text: bytes, size: int) -> AsyncGenerator[bytes]:
