@@ -202,6 +202,8 @@ def test_bad_encoding_options(service: RunningService, query: str, status: int, 
     """Options of an encoding are refused by name, in the query as in JSON."""
     answer = httpx.post(f"{service.url}/v1/encodings?{query}", content=b"some text")
     check_problem(answer, status, code, param)
+    if param == "granularity":
+        assert "'sentence'" in answer.json()["detail"]
     if query.count("=") == 1 and not query.startswith("window="):
         name, value = query.split("=")
         check_problem(httpx.post(f"{service.url}/v1/encodings", json={"input": "a", name: value}), status, code, param)

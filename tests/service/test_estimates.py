@@ -120,12 +120,15 @@ def test_what_is_under_way_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_sizes_that_contradict_each_other(service: RunningService) -> None:
-    """None at all, tokens beside another, a sample longer than its text: a 400 each, that names the field."""
+    """None at all, tokens beside another, a sample longer than its text, rows that nobody can count before they are
+    read: a 400 each, that names the field.
+    """
     for body, param in (
         ({}, "bytes"),
         ({"tokens": 5, "bytes": 5}, "bytes"),
         ({"tokens": 5, "input": "a"}, "input"),
         ({"bytes": 2, "input": "abc"}, "bytes"),
+        ({"bytes": 2, "granularity": "sentence"}, "granularity"),
     ):
         answer = httpx.post(f"{service.url}/v1/estimate", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

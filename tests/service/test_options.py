@@ -174,8 +174,8 @@ SEARCH: Cases = {
     "model": (["tiny", None], ["other"]),
     "query": (["a", "ab c"], ["", " ", "a" * 8193, 5]),
     "documents": (
-        [[{"text": "a"}], [{"id": "a", "text": "a"}, {"text": "a"}]],
-        [[], [{}], [{"text": ""}], [{"text": "a", "file_id": "file-x"}], [{"text": "a"}] * 257, ["a"], "a"],
+        [["a"], [{"text": "a"}], [{"id": "a", "text": "a"}, {"text": "a"}]],
+        [[], [{}], [{"text": ""}], [{"text": "a", "file_id": "file-x"}], [{"text": "a"}] * 257, [5], "a"],
     ),
     "mode": (["hybrid", "dense", "lexical"], ["both", None]),
     "top_k": ([1, 100], [0, 101, 0.5]),

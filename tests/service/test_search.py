@@ -77,6 +77,7 @@ def test_words_are_found_and_marked(service: RunningService) -> None:
         {"id": "1", "rows": 2, "complete": True},
     ]
     assert found["usage"]["total_tokens"] == 0
+    assert search(service, "Fox cat", [documents[0], documents[1]["text"]], mode="lexical") == found
 
 
 def test_vectors_are_compared_about_their_mean(service: RunningService) -> None:
@@ -176,12 +177,19 @@ def test_documents_that_cannot_be_searched(service: RunningService) -> None:
         ([{"text": "a", "job_id": "job_x"}], "text and job_id"),
         ([{"id": "a"}], "no text"),
         ([{"text": ""}], "documents[0].text is empty"),
-        ([{"text": "a", "id": "1"}, {"text": "b"}], "same id"),
+        ([{"text": "a"}, {"text": "b"}, {"text": "c", "id": "1"}], "two documents have the id '1'"),
         ([{"job_id": completion["id"]}], "draws a completion"),
+        (["a"] * 257, "one search takes 256 documents at most, not 257; put short texts into one"),
+        ([], "documents is empty"),
+        (["a", "<html><p>b"], "documents[1].text: this is a web page"),
+        ([{"file_id": "file_x"}], "documents[0].file_id: "),
+        (["a", {"id": 7, "text": "cat"}], "documents[1].id cannot be 7"),
+        ([{"txt": "cat"}], "'documents[0].txt'; did you mean text? known are file_id, id, job_id, text"),
+        ([5], "documents[0] cannot be 5: a JSON object was needed"),
     ):
         answer = post(service, "/v1/search", query="a", documents=documents)
-        assert answer.status_code == 400 and words in answer.json()["detail"], answer.text
-        assert answer.json()["error"]["param"] == "documents"
+        assert answer.status_code in (400, 404, 415) and words in answer.json()["detail"], answer.text
+        assert answer.json()["error"]["param"] == "documents" and "hint" not in answer.json()
 
 
 def test_too_many_rows_or_bytes_are_refused(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:

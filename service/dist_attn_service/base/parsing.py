@@ -3,10 +3,10 @@
 import math
 import reprlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -17,8 +17,8 @@ from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.specs import PRIORITIES, Terms
 from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.schemas.completions import CompletionRequest, HowSoon, StreamOptions
-from dist_attn_service.schemas.neutral_fields import NeutralMessage, words_on
+from dist_attn_service.schemas.completions import CompletionRequest, HowSoon
+from dist_attn_service.schemas.neutral_fields import words_on
 from dist_attn_service.schemas.stored import GenerateRequest
 
 M = TypeVar("M", bound=BaseModel)
@@ -90,31 +90,58 @@ def validated(kind: type[M], values: Any) -> M:
 def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
     """The first validation error as an answer."""
     first = errors[0]
-    name = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(kind)) or None
+    place, inner = _place(kind, first["loc"])
+    name = place.partition("[")[0] or None
     match first["type"]:
         case "model_type" | "model_attributes_type" if not first["loc"]:
             return BadRequest("the body must be a JSON object", code=Code.INVALID_JSON)
         case "extra_forbidden":
-            return _unknown(".".join(str(part) for part in first["loc"]), kind)
+            return _unknown(str(first["loc"][-1]), inner, place)
         case "missing":
-            return BadRequest(f"{name} is missing; it is required", code=Code.MISSING_PARAMETER, param=name)
+            return BadRequest(f"{place} is missing; it is required", code=Code.MISSING_PARAMETER, param=name)
+        case "too_short" if words_on(kind, first["loc"]) is None:  # where lists have a bound it is 1
+            return BadRequest(f"{place} is empty; send one at least", code=Code.EMPTY_INPUT, param=name)
         case _:
             value = reprlib.repr(first["input"])
             shown = value if len(value) <= 80 else f"{value[:77]}..."
             if (words := words_on(kind, first["loc"])) is not None:
-                message = f"{name}={shown} is not offered: {words}"
+                message = f"{place}={shown} is not offered: {words}"
                 return BadRequest(message, code=Code.UNSUPPORTED_PARAMETER, param=name)
-            why = first["msg"].removeprefix("Value error, ")
-            return BadRequest(f"{name} cannot be {shown}: {why}", param=name)
+            object_needed = first["type"] in ("model_type", "model_attributes_type")
+            why = "a JSON object was needed" if object_needed else first["msg"].removeprefix("Value error, ")
+            return BadRequest(f"{place} cannot be {shown}: {why}", param=name)
 
 
-def _unknown(name: str, kind: type[BaseModel]) -> BadRequest:
-    near = get_close_matches(name[:200], kind.model_fields, n=1, cutoff=0.75) if "." not in name else []
+def _place(kind: type[BaseModel], path: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
+    """Where a value of a request stands, as `documents[0].text`, and of what kind the innermost object around it is."""
+    place = ""
+    for part in path:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part in kind.model_fields:  # else it says which of several types was tried
+            place = f"{place}.{part}" if place else part
+            if words_on(kind, (part,)) is not None:
+                break  # these words are on all that it holds
+            kind = next(_objects(kind.model_fields[part].annotation), kind)
+    return place, kind
+
+
+def _objects(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The kinds of objects that a field may hold, itself or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _objects(part)
+
+
+def _unknown(name: str, kind: type[BaseModel], place: str = "") -> BadRequest:
+    """What to say of a key that the object at this place cannot have."""
+    near = get_close_matches(name[:200], kind.model_fields, n=1, cutoff=0.75)
     meant = f"did you mean {near[0]}? " if near else ""
     known = ", ".join(sorted(field for field in kind.model_fields if words_on(kind, (field,)) is None))
-    return BadRequest(
-        f"unknown parameter {name[:200]!r}; {meant}known are {known}", code=Code.UNKNOWN_PARAMETER, param=name[:200]
-    )
+    shown = f"{place}.{name}"[:200] if place else name[:200]
+    words = f"unknown parameter {shown!r}; {meant}known are {known}"
+    return BadRequest(words, code=Code.UNKNOWN_PARAMETER, param=shown.partition("[")[0])
 
 
 def parse_texts(value: Any, name: str, vocab_size: int, limit: int) -> list[bytes | TokenArray]:
@@ -214,10 +241,6 @@ def utf8(text: str, where: str, name: str) -> bytes:
             code=Code.INVALID_UTF8,
             param=name,
         ) from None
-
-
-def _names(kind: type[BaseModel]) -> set[str]:
-    return set(kind.model_fields).union(*(inner.model_fields for inner in (StreamOptions, NeutralMessage)))
 
 
 class DeadlineExceeded(ServiceError):

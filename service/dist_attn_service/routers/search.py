@@ -1,12 +1,13 @@
 """POST /v1/search and /v1/rerank: passages that answer a query, and documents in order of how well they do."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from dist_attn_api.search_types import RerankResults, SearchResults
-from dist_attn_service.base.errors import BadRequest, Code
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source
@@ -35,8 +36,12 @@ async def search(asked: Asked) -> Response:
     spec = served.rows(wanted.granularity, wanted.window)
     _check_query(wanted.query)
     documents = [await _document(asked, one, str(place)) for place, one in enumerate(wanted.documents)]
-    if len({one.id for one in documents}) < len(documents):
-        raise BadRequest("two documents have the same id; give each its own", param="documents")
+    counts = Counter(one.id for one in documents)
+    if twice := next((one_id for one_id, count in counts.items() if count > 1), None):
+        raise BadRequest(
+            f"two documents have the id {twice!r}; give each its own: one without an id has its number, from '0' on",
+            param="documents",
+        )
     name, terms = asked.record.request_id, asked.terms(wanted)
     query = Query(wanted.query, wanted.mode, wanted.top_k, spec, asked.caller, name, terms)
     size = sum(one.source.size or 0 for one in documents if one.source is not None)
@@ -44,11 +49,14 @@ async def search(asked: Asked) -> Response:
     return await _answered(asked, size, lambda hold: services.search_by(served).search(documents, query, hold))
 
 
-async def _document(asked: Incoming, one: SearchDocument, number: str) -> Searched:
+async def _document(asked: Incoming, one: SearchDocument | str, number: str) -> Searched:
     """Where one of the documents is.
 
-    Raises: BadRequest unless it is given in one way, and for one that is empty; NotFound, TooLarge.
+    Raises: BadRequest unless it is given in one way, and for one that is empty; NotFound, TooLarge, ServiceError (415)
+        for one that is not plain text.
     """
+    if isinstance(one, str):
+        one = SearchDocument(text=one)
     given = [name for name in ("text", "file_id", "job_id") if getattr(one, name) is not None]
     if len(given) != 1:
         raise BadRequest(
@@ -59,9 +67,11 @@ async def _document(asked: Incoming, one: SearchDocument, number: str) -> Search
     if one.job_id is None:
         try:
             source = await named_source(asked, one.text, one.file_id)
-        except BadRequest as error:
-            words = error.message.replace("input", f"documents[{number}].text", 1)
-            raise BadRequest(words, code=error.code, param="documents") from None
+        except ServiceError as error:
+            place = f"documents[{number}].{given[0]}"
+            words = error.message.removeprefix("input")
+            words = place + words if words != error.message else f"{place}: {words}"
+            raise ServiceError(words, code=error.code, status=error.status, param="documents") from None
     return Searched(one.id if one.id is not None else number, one.job_id, source)
 
 

@@ -28,8 +28,8 @@ def digits(value: Any) -> Any:
     return value
 
 
-Granularity = Literal["token", "window", "document"]
 Cut = Literal["sentence", "paragraph", "chapter"]
+Granularity = Literal["token", "window", "document", Cut]
 Pooling = Literal["mean", "last"]
 RowFormatName = Literal["ndjson", "arrow", "npy"]
 Position = Annotated[int, Field(ge=0, le=MOST)]

@@ -1,6 +1,6 @@
 """What clients send about documents: encodings, embeddings, tokens, estimates and jobs."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -21,6 +21,7 @@ from dist_attn_service.schemas.completions import HowSoon, Texts
 from dist_attn_service.schemas.neutral_fields import NeutralEmbedding
 
 MOST_BOUNDARIES = 1_000_000
+MOST_SEARCHED = 256
 ShortText = Annotated[str, Field(min_length=1, max_length=8192)]
 
 
@@ -64,7 +65,7 @@ class EncodingOptions(Query):
     """Which rows to return; in the query of any request, or in a JSON body."""
 
     model: str | None = None
-    granularity: Granularity | Cut = "window"
+    granularity: Granularity = "window"
     window: Annotated[int, BeforeValidator(digits)] = Field(
         default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
     )
@@ -91,6 +92,18 @@ class EncodingRequest(EncodingOptions):
     boundaries: Boundaries = None
 
 
+def _countable(value: Any) -> Any:
+    if value in get_args(Cut):
+        raise ValueError(
+            "how many such rows a text has is known when it is read; leave it out for tokens and seconds, which are "
+            "the same"
+        )
+    return value
+
+
+CountableRows = Annotated[Literal["token", "window", "document"], BeforeValidator(_countable)]
+
+
 class EstimateRequest(Input):
     """Work that somebody thinks of: its size in one of five ways, and what is asked of it.
 
@@ -103,7 +116,7 @@ class EstimateRequest(Input):
     file_id: str | None = Field(default=None, description="a file in place of `input` and `bytes`")
     bytes: Position | None = Field(default=None, description="size of the text")
     tokens: Position | None = Field(default=None, description="size in tokens")
-    granularity: Granularity = "window"
+    granularity: CountableRows = "window"
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
     max_tokens: int | None = Field(default=None, ge=1, le=MOST, description="of a completion; left out: an encoding")
 
@@ -117,15 +130,28 @@ class SearchDocument(Input):
     job_id: str | None = Field(default=None, description="the encoding that a job has made, or still makes")
 
 
+def _not_too_many(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MOST_SEARCHED:
+        raise ValueError(
+            f"one search takes {MOST_SEARCHED} documents at most, not {len(value)}; put short texts into one document, "
+            "with an empty line between them, and take granularity=paragraph"
+        )
+    return value
+
+
 class SearchRequest(HowSoon, Input):
     """A query, and the documents whose rows may answer it; `granularity` and `window` are of those without a job."""
 
     model: str | None = None
     query: ShortText
-    documents: Annotated[list[SearchDocument], Field(min_length=1, max_length=256, fail_fast=True)]
+    documents: Annotated[
+        list[SearchDocument | str],
+        Field(min_length=1, max_length=MOST_SEARCHED, fail_fast=True),
+        BeforeValidator(_not_too_many),
+    ]
     mode: Literal["hybrid", "dense", "lexical"] = "hybrid"
     top_k: Annotated[int, Field(ge=1, le=100)] = 10
-    granularity: Literal["window", "document"] | Cut = "window"
+    granularity: Literal["window", "document", Cut] = "window"
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
 
 
@@ -156,7 +182,7 @@ class JobRequest(Input):
     model: str | None = None
     input: str | None = Field(default=None, description="the text of an encoding")
     file_id: str | None = Field(default=None, description="a file in place of `input`")
-    granularity: Granularity | Cut | None = None
+    granularity: Granularity | None = None
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
     pooling: Pooling | None = None
     boundaries: Boundaries = None
@@ -170,7 +196,7 @@ class EstimateOptions(Query):
 
     model: str | None = None
     bytes: QueryNumber | None = None
-    granularity: Granularity = "window"
+    granularity: CountableRows = "window"
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW), BeforeValidator(digits)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MOST), BeforeValidator(digits)] | None = None
 
