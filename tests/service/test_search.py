@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from dist_attn_service.search.passages import places_of, words_of
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, running_service
@@ -108,6 +109,21 @@ def test_both_are_added(service: RunningService) -> None:
     scores = [one["score"] for one in found["results"]]
     assert scores == sorted(scores, reverse=True)
     assert 0 < sum(one["parts"]["lexical"] is not None for one in found["results"]) < len(SENTENCES)
+
+
+@pytest.mark.parametrize(
+    ("query", "text", "places"),
+    [
+        ("\u00c9cole", "l'e\u0301cole, E\u0301COLE, \u00e9coles", [(2, 8), (10, 16)]),
+        ("e\u0301cole", "\u00e9cole", [(0, 5)]),
+        ("\u9996\u90fd", "\u5317\u4eac\u662f\u4e2d\u56fd\u7684\u9996\u90fd\u3002", [(6, 7), (7, 8)]),
+        ("\u30d1\u30ea", "\u6771\u4eac\u30fb\u30cf\u309a\u30ea", [(3, 5), (5, 6)]),
+    ],
+)
+def test_words_of_any_script(query: str, text: str, places: list[tuple[int, int]]) -> None:
+    """Composed or not is the same, and places are those of the text as it was sent; each Han character is a word."""
+    assert set(words_of(query)) <= set(words_of(text))
+    assert places_of(text, frozenset(words_of(query))) == places
 
 
 def test_words_that_most_rows_have_are_not_marked(service: RunningService) -> None:

@@ -9,6 +9,7 @@ Letters: N passages of all documents, D model width, V different words.
 import asyncio
 import dataclasses
 import re
+import unicodedata
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,20 +29,26 @@ WORDS = 0.5  # the weight in `fused` of a passage with all words of the query
 # Robertson and Zaragoza 2009, Eq. 3.15, with the constants that most engines set.
 K1, B = 1.2, 0.75
 MOST_PLACES = 1000
-_WORD = re.compile(r"[^\W_]+")
+# Han characters and kana stand without blanks between words.
+_ALONE = "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
+_UNCOMPOSED = re.compile(rf"[{_ALONE}][\u3099\u309a]?|(?:[^\W_{_ALONE}][\u0300-\u036f]*)+")
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 def words_of(text: str) -> list[str]:
-    """Runs of letters and digits, in any case."""
-    return [word.casefold() for word in _WORD.findall(text)]
+    """Runs of letters and digits, in any case and as NFC composes them; each Han character and kana is one."""
+    return [word.casefold() for word in _WORD.findall(unicodedata.normalize("NFC", text))]
 
 
 def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
     """Where these words stand in a text, in characters, stops exclusive; the first `MOST_PLACES` of them."""
-    found = (match.span() for match in _WORD.finditer(text) if match[0].casefold() in words)
+    if unicodedata.is_normalized("NFC", text):
+        found = (match.span() for match in _WORD.finditer(text) if match[0].casefold() in words)
+    else:
+        found = (match.span() for match in _UNCOMPOSED.finditer(text) if not words.isdisjoint(words_of(match[0])))
     return list(islice(found, MOST_PLACES))
 
 
