@@ -27,12 +27,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 def test_every_file_is_served_without_a_key_under_a_strict_policy(running: RunningService) -> None:
-    """Each file answers 200 with its media type, and the browser is told to load nothing from elsewhere."""
+    """Each file answers 200 with its media type, `HEAD` the same without the file, and the browser is told to load
+    nothing from elsewhere.
+    """
     assert set(PAGE_FILES) >= {"/", "/page/app.js", "/page/style/base.css", "/page/vectors/worker.js"}
     with httpx.Client(base_url=running.url) as client:
         for path, file in PAGE_FILES.items():
             answer = client.get(path)
             assert (answer.status_code, answer.content) == (200, file.data), path
+            asked = client.head(path)
+            assert (asked.status_code, asked.content, asked.headers["etag"]) == (200, b"", file.etag), path
             assert answer.headers["content-type"] == file.media_type
             policy = answer.headers["content-security-policy"]
             assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy

@@ -153,8 +153,8 @@ async def docs(request: Request) -> Response:
     return Response(page, media_type="text/html; charset=utf-8", headers=DOCS_HEADERS)
 
 
-@router.get("/", include_in_schema=False)
-@router.get("/page/{name:path}", include_in_schema=False)
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/page/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
 async def page_file(request: Request) -> Response:
     """The page, or a style or a script of it: the file at exactly this address.
 
