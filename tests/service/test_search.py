@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from dist_attn_service.search.passages import places_of, words_of
 
+from dist_attn.wire.messages import OpenWork
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, running_service
 from tests.support.waiting import eventually
@@ -189,6 +190,7 @@ def test_rows_of_a_job_that_runs_are_found(tmp_path: Path) -> None:
 def test_documents_that_cannot_be_searched(service: RunningService) -> None:
     """Each is refused by its place, before anything is encoded."""
     completion = httpx.post(f"{service.url}/v1/jobs", json={"completion": {"prompt": "a", "max_tokens": 1}}).json()
+    before = len(service.engine.received)
     for documents, words in (
         ([{"text": "a", "job_id": "job_x"}], "text and job_id"),
         ([{"id": "a"}], "no text"),
@@ -206,6 +208,8 @@ def test_documents_that_cannot_be_searched(service: RunningService) -> None:
         answer = post(service, "/v1/search", query="a", documents=documents)
         assert answer.status_code in (400, 404, 415) and words in answer.json()["detail"], answer.text
         assert answer.json()["error"]["param"] == "documents" and "hint" not in answer.json()
+    new = service.engine.received[before:]
+    assert not any(isinstance(message, OpenWork) and message.kind == "encoding" for message in new)
 
 
 def test_too_many_rows_or_bytes_are_refused(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +270,17 @@ def test_searches_at_once_share_their_memory(tmp_path: Path, monkeypatch: pytest
         eventually(lambda: not engine.open_count, "the first search to be given up")
         answer = post(service, "/v1/search", **asked, mode="lexical")
         assert answer.status_code == 200, answer.text
+
+
+def test_short_documents_are_in_the_engine_together(tmp_path: Path) -> None:
+    """As the inputs of embeddings are, so that it can read them at once."""
+    body = json.dumps({"query": "a", "documents": ["abc"] * 20}).encode()
+    head = (
+        f"POST /v1/search HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    )
+    with running_service(tmp_path, FakeEngine(credit=1, stingy=True)) as service, service.connect() as client:
+        client.sendall(f"{head}\r\n\r\n".encode() + body)
+        eventually(lambda: service.engine.open_count == 20, "all documents to be in the engine")
 
 
 def test_a_deadline_ends_a_search(tmp_path: Path) -> None:

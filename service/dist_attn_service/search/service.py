@@ -44,7 +44,7 @@ SEARCHED_BYTES, SEARCHED_ROWS = 64 * MIB, 200_000  # of all documents of one req
 KEPT_BYTES = 64 * MIB  # of texts of jobs whose words this process keeps counted
 ROW_BYTES = 32  # of a row's range, beside its vector
 TOLD_BYTES = 1 << 17  # of a row's text in a result
-AT_ONCE = 4  # documents of one request in the engine
+AT_ONCE = 64  # documents of one request in the engine, which reads short ones together
 PIECE_BYTES = 1 << 16
 
 
@@ -118,12 +118,12 @@ class SearchService:
         """
         async with _in_time(query.terms):
             found, query_D = _Found(query, hold), None
-            if query.mode != "lexical":
-                await self._context.watch.until_ready()
-                query_D, found.tokens = await self._read_query(query)
             for place, one in enumerate(documents):
                 if one.job is not None:
                     await self._take_job(one.job, place, found)
+            if query.mode != "lexical":
+                await self._context.watch.until_ready()
+                query_D, found.tokens = await self._read_query(query)
             waiting = iter([(place, one.source) for place, one in enumerate(documents) if one.source is not None])
             async with task_group() as group:
                 for _ in range(min(AT_ONCE, len(documents))):
