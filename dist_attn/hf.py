@@ -172,6 +172,7 @@ class DistAttnModel(PreTrainedModel):  # type: ignore[misc]
         own = cls(_config_of(config, model, folder), model)
         if own.can_generate() and (folder / "generation_config.json").is_file():
             own.generation_config = GenerationConfig.from_pretrained(folder)
+            own.generation_config.stop_strings = None  # they end chats; `generate` would ask for the tokeniser
         if dtype is not None:
             own = own.to(dtype)
         if device is not None:

@@ -356,13 +356,15 @@ def test_a_saved_folder_brings_its_classes(tmp_path):
     assert done.stdout.split()[1:] == ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel"]
 
 
-@pytest.mark.parametrize("name", ["books-6m"])
-def test_the_shipped_models_load(name):
-    """The shipped models' folders are ones that transformers knows, with an end token that pads."""
+@pytest.mark.parametrize(("name", "end"), [("books-6m", 4095), ("writer-12m", 8191)])
+def test_the_shipped_models_load(name, end):
+    """The shipped models' folders are ones that transformers knows, with an end token that pads; they write."""
     folder = resolve_model_folder(name)
-    assert _load(folder).generation_config.pad_token_id == 4095
+    model = _load(folder)
+    assert model.generation_config.pad_token_id == end
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 4095
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == end
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
 
 
 def test_without_transformers_one_line_names_the_extra():

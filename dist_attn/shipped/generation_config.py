@@ -16,12 +16,13 @@ _NUMBERS: Final = {"temperature": (0.0, float("inf")), "top_p": (0.0, 1.0), "top
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """The tokens each of which ends a text, and how tokens are drawn where a request does not say so.
+    """The tokens each of which ends a text, what ends a chat's answer, and how tokens are drawn where nobody says so.
 
     None: the folder does not say so either. `do_sample` false is temperature 0, whatever else the file has.
     """
 
     end_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -50,9 +51,10 @@ def read_generation_defaults(folder: Path, vocab_size: int) -> GenerationDefault
     numbers = {name: _number(path, name, about.get(name)) for name in _NUMBERS}
     if numbers["top_p"] == 0:
         raise ModelFolderError(f"{path}: top_p is 0; needed is a number above 0 and at most 1, or none")
+    stops = _stop_strings(path, about.get("stop_strings"))
     if about.get("do_sample") is False:
-        return GenerationDefaults(ends, temperature=0.0)
-    return GenerationDefaults(ends, **numbers)
+        return GenerationDefaults(ends, stops, temperature=0.0)
+    return GenerationDefaults(ends, stops, **numbers)
 
 
 def _end_tokens(path: Path, value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -63,6 +65,13 @@ def _end_tokens(path: Path, value: Any, vocab_size: int) -> tuple[int, ...]:
     if len(ends) > MOST_END_TOKENS:
         raise ModelFolderError(f"{path}: eos_token_id has {len(ends)} tokens; needed are at most {MOST_END_TOKENS}")
     return tuple(dict.fromkeys(ends))
+
+
+def _stop_strings(path: Path, value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ModelFolderError(f"{path}: stop_strings is {value!r}; needed are texts that are not empty, or none")
+    return tuple(stops)
 
 
 def _number(path: Path, name: str, value: Any) -> Any:

@@ -220,6 +220,9 @@ WRONG: dict[str, tuple[Spoil, str]] = {
     "temperature that is no number": (
         lambda f: (f / "generation_config.json").write_text('{"temperature": "hot"}'), "temperature is 'hot'; needed is"
     ),
+    "empty stop string": (
+        lambda f: (f / "generation_config.json").write_text('{"stop_strings": ["a", ""]}'), "stop_strings is .* empty"
+    ),
     "link to nowhere": (_link, "is a link to nowhere, and nothing is there"),
     "folder for a shard": (_folder_for_shard, "00001-of-.* is a folder"),
 }  # fmt: skip

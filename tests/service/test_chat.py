@@ -11,6 +11,7 @@ import pytest
 from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped import DEFAULT_MODEL, SHIPPED
 from dist_attn.wire.messages import Tokens
 from tests.support.fake_engine import FakeEngine, say
 from tests.support.service_server import RunningService, model_folder, running_service
@@ -127,6 +128,31 @@ def test_bad_chats_name_what_is_wrong(service: RunningService, body: dict[str, A
     answer = httpx.post(service.url + ROUTE, content=text, headers=headers)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert word in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "content"),
+    [
+        ({}, "Oh."),
+        ({"stop": ["h"]}, "O"),
+        ({"stop": []}, "Oh.\n\nUser: no"),
+        ({"min_tokens": 9}, "Oh.\n\nUser: no"),
+    ],
+)
+def test_a_chat_ends_with_its_turn(more: dict[str, Any], content: str, tmp_path: Path) -> None:
+    """Where the model folder says, unless the request has a `stop`; the blank behind "Assistant:" is no part of it."""
+    model = templated(tmp_path, (SHIPPED / DEFAULT_MODEL / "chat_template.jinja").read_text())
+    (model / "generation_config.json").write_text(json.dumps({"stop_strings": ["\n\nUser:"]}))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b "}, CHAT[1]]
+    with running_service(tmp_path, FakeEngine(reply=say(b" Oh.\n\nUser: no")), model=model) as service:
+        choice = ask(service, messages=messages, **more).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
+        assert prompt_of(service) == ids("User: a\n\nAssistant: b\n\nUser: añ\n\nAssistant:")
+        lines = ask(service, stream=True, **more).text.split("\n\n")[:-2]
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
+        assert "".join(delta.get("content", "") for delta in deltas) == content
+        text = httpx.post(f"{service.url}/v1/completions", json={"prompt": "a"}).json()["choices"][0]["text"]
+        assert text == " Oh.\n\nUser: no"
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ def test_what_might_be_a_stop_string_is_given_once_it_is_none() -> None:
     assert choice.finish() == "a" and [token.logprob for token in choice.take_scored()] == [-4.0]
 
 
+def test_what_a_text_begins_with_may_be_left_out() -> None:
+    """Once, at its beginning, in pieces too; the tokens keep their places."""
+    choice = ChoiceText(TOKENISER, (), lead=" ")
+    assert [choice.push(token, told(-1.0)) for token in b"  a "] == ["", " ", "a", " "]
+    assert [token.offset for token in choice.take_scored()] == [0, 1, 2, 3]
+
+
 def test_the_drawn_token_is_among_the_likeliest() -> None:
     """The top has the asked-for tokens and the drawn one, and minus infinity becomes a number that JSON has."""
     choice = ChoiceText(TOKENISER, ())

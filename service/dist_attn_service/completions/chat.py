@@ -1,13 +1,16 @@
 """Chats as completions: the messages become the prompt that the model's template makes of them."""
 
+import uuid
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from dist_attn_service.base.errors import BadRequest, Code
-from dist_attn_service.base.parsing import utf8
+from dist_attn_service.base.parsing import RequestTerms, utf8
 from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
+from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.schemas.completions import ChatMessage, ChatRequest, CompletionRequest
 
@@ -27,8 +30,8 @@ class ChatService:
         """Whether the model folder has a chat template."""
         return self._template is not None
 
-    async def as_completion(self, request: ChatRequest) -> CompletionRequest:
-        """The completion that answers the chat.
+    async def prepare(self, request: ChatRequest, terms: RequestTerms, caller: str | None) -> PreparedCompletion:
+        """The completion that answers the chat; without `stop` it ends where the model folder says that chats do.
 
         Raises: BadRequest when the model has no chat template, or it does not take these messages.
         """
@@ -51,15 +54,19 @@ class ChatService:
         most = self._settings.max_tokens
         if (asked or 0) > most:
             raise BadRequest(f"{name}={asked} is over this service's limit of {most}", param=name)
-        prompt = await self._prompt(request)
-        return CompletionRequest(
+        prompt, lead = await self._prompt(request)
+        completion = CompletionRequest(
             prompt=prompt,
             max_tokens=min(DEFAULT_MAX_TOKENS, self._settings.max_tokens) if asked is None else asked,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             **request.shared(),
         )
+        prepared = await prepare(self._context, completion, terms, caller)
+        stops = self._context.model.stop_strings if request.stop is None else prepared.stops
+        return replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}", stops=stops, lead=lead)
 
-    async def _prompt(self, request: ChatRequest) -> list[int]:
+    async def _prompt(self, request: ChatRequest) -> tuple[list[int], str]:
+        """Its tokens, and what an answer may begin with that is no part of it: the blank behind "Assistant:"."""
         template = self._template
         if template is None:
             raise BadRequest(
@@ -86,7 +93,8 @@ class ChatService:
                 code=Code.EMPTY_INPUT,
                 param="messages",
             )
-        return list(map(int, tokens))
+        last = parts[-1]
+        return list(map(int, tokens)), " " if isinstance(last, str) and not last[-1].isspace() else ""
 
 
 def _told_besides(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class PreparedCompletion:
     answered: int = 1
     terms: RequestTerms = field(default_factory=RequestTerms)
     caller: str | None = None  # whose stored prefixes may be used; None: no caller's
+    lead: str = ""  # is left out where a choice's text begins with it
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -58,8 +58,8 @@ class ChoiceRun:
         self._prefix = prefix
         self._name = name
         self._prompt: PromptText | None = None
-        offset, min_tokens = len(planned.prompt.echo), planned.sampling.min_tokens
-        self._text = ChoiceText(context.tokeniser, prepared.stops, offset=offset, min_tokens=min_tokens)
+        offset, min_tokens, lead = len(planned.prompt.echo), planned.sampling.min_tokens, prepared.lead
+        self._text = ChoiceText(context.tokeniser, prepared.stops, offset=offset, min_tokens=min_tokens, lead=lead)
         self.cached = prefix.begin.position if prefix.begin else 0
         self.stream = self._opened(prefix.begin, Keep(at=prefix.states_at))
 

@@ -12,6 +12,7 @@ import msgspec
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped import origin
 from dist_attn.shipped.downloaded import read_downloaded
+from dist_attn.shipped.generation_config import read_generation_defaults
 from dist_attn.wire.specs import SequenceReading
 
 __all__ = ["ServedModel"]
@@ -69,6 +70,8 @@ class ServedModel:
     """What it answers to; nothing: the folder's name."""
     drawing: Mapping[str, float | int] = field(default_factory=dict)
     """How tokens are drawn where a request does not say so, by the names of `SamplingSpec`."""
+    stop_strings: tuple[str, ...] = ()
+    """What ends the answer of a chat where a request does not say so."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -114,15 +117,16 @@ class ServedModel:
             made = partial(cls, folder.resolve().name, created=created, digest=digest, names=names)
             if origin(folder) == "downloaded":
                 model = read_downloaded(folder)
-                drawing = model.generation.sampling
-                return made(model.vocab_size, model.hidden_size, num_layers=model.num_layers, drawing=drawing)
+                drawing, stops, layers = model.generation.sampling, model.generation.stop_strings, model.num_layers
+                return made(model.vocab_size, model.hidden_size, num_layers=layers, drawing=drawing, stop_strings=stops)
             if kind == "stream_encoder":
                 inner = msgspec.json.decode(data, type=_StreamEncoder).sentence
                 unit = inner.normalise
                 return made(inner.vocab_size, inner.encoder.hidden_size, writes=False, unit_vectors=unit)
             if kind != "text_encoder":
                 sizes = msgspec.json.decode(data, type=_Sizes)
-                return made(sizes.vocab_size, sizes.hidden_size, num_layers=sizes.num_layers)
+                stops = read_generation_defaults(folder, sizes.vocab_size).stop_strings
+                return made(sizes.vocab_size, sizes.hidden_size, num_layers=sizes.num_layers, stop_strings=stops)
             encoder = msgspec.json.decode(data, type=_TextEncoder)
         except OSError as error:
             raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None

@@ -1,10 +1,8 @@
 """/v1/completions and /v1/chat/completions: OpenAI's, whole or as an event stream; the two differ in form only."""
 
 import re
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -68,10 +66,8 @@ async def create_chat_completion(asked: Asked) -> Response:
     """Write what the assistant says next, by the model's chat template; with `stream` as server-sent events."""
     wanted = await asked.json(ChatRequest)
     served = asked.services.context_for(wanted.model, "completions")
-    completion = await served.chat.as_completion(wanted)
-    prepared = await prepare(served, completion, asked.terms(wanted), asked.caller)
-    form = _ChatForm(replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}"), served)
-    return await _answer(asked, form, wanted)
+    prepared = await served.chat.prepare(wanted, asked.terms(wanted), asked.caller)
+    return await _answer(asked, _ChatForm(prepared, served), wanted)
 
 
 # ---- in any form ---------------------------------------------------------------------------------

@@ -141,10 +141,11 @@ class ChoiceText:
     """Characters that tokens share and what may begin a stop string are held back; so are the tokens they come from.
 
     Stop strings are looked for behind the first `min_tokens` tokens. `offset` is where the text begins, in characters.
+    Where it begins with `lead`, that is left out.
     """
 
     def __init__(
-        self, tokeniser: ThreadTokeniser, stops: Sequence[str], *, offset: int = 0, min_tokens: int = 0
+        self, tokeniser: ThreadTokeniser, stops: Sequence[str], *, offset: int = 0, min_tokens: int = 0, lead: str = ""
     ) -> None:
         self._tokeniser = tokeniser
         self._decoder = tokeniser.decoder()
@@ -153,6 +154,7 @@ class ChoiceText:
         self._certain = offset
         self._finished = False
         self._unstoppable = min_tokens  # so many of the next tokens
+        self._lead = lead
         self._scored: deque[ScoredToken] = deque()
         self.drawn = 0
         """Tokens that are in the text."""
@@ -219,6 +221,8 @@ class ChoiceText:
 
     def _let_through(self, text: str) -> str:
         self._certain += len(text)
+        if text and self._lead:
+            text, self._lead = text.removeprefix(self._lead), ""
         return text
 
     def _score(self, token: int, logprobs: TokenLogprobs) -> ScoredToken:
