@@ -71,6 +71,14 @@ class RerankResult(Answer):
     document: RerankDocument | None = None
 
 
+class RankedText(Answer):
+    """The same in the words of text-embeddings-inference."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
 class RerankResults(Answer):
     """Documents, the best first."""
 

@@ -186,11 +186,18 @@ SEARCH: Cases = {
 RERANK: Cases = {
     "model": (["tiny", None], ["other"]),
     "query": (["a"], ["", " ", 5]),
-    "documents": ([["a"], [{"text": "a"}, "b"]], [[], [""], [{"wat": "a"}], "a", None]),
+    "documents": ([["a"], [{"text": "a", "title": 1}, "b"]], [[], [""], [{"wat": "a"}], "a", None]),
     "texts": ([None], [["a"], [], "a"]),
     "top_n": ([1, 1000, None], [0, 0.5]),
     "return_documents": ([True, False, None], [1]),
     "return_text": ([True, False, None], ["yes"]),
+    "max_tokens_per_doc": ([1, 4096, None], [0, "9"]),
+    "max_chunks_per_doc": ([10, None], ["9"]),
+    "rank_fields": ([["text"], None], [["title"], ["title", "text"], []]),
+    "truncation": ([True, False, None], [1]),
+    "truncate": ([True, False, None], [1]),
+    "truncation_direction": (["right", "Right", None], ["left"]),
+    "raw_scores": ([True, False, None], [1]),
     **HOW_SOON,
 }
 DETOKENIZE: Cases = {"model": (["tiny", None], ["other"]), "tokens": ([[], [97]], [[999], ["a"], "a"])}

@@ -310,6 +310,22 @@ def test_documents_in_order_of_their_cosines(service: RunningService) -> None:
     assert answer["usage"]["total_tokens"] == len("fox") + sum(map(len, texts))
 
 
+def test_rerankings_by_other_clients(service: RunningService) -> None:
+    """Cohere's second path answers as the first; for `texts` /rerank has the list of text-embeddings-inference."""
+    texts = ["zebra", "a", "fox fox"]
+    answer = post(service, "/v1/rerank", query="fox", documents=texts).json()
+    for route in ("/v2/rerank", "/rerank"):
+        assert post(service, route, query="fox", documents=texts, max_tokens_per_doc=4096).json() == answer
+    theirs = {"raw_scores": False, "truncate": True, "return_text": True}
+    assert post(service, "/rerank", query="fox", texts=texts, **theirs).json() == [
+        {"index": one["index"], "score": one["relevance_score"], "text": texts[one["index"]]}
+        for one in answer["results"]
+    ]
+    short = post(service, "/v2/rerank", query="fox", documents=["zebra", "fox fox"], max_tokens_per_doc=3).json()
+    assert short["usage"]["total_tokens"] == 9
+    assert short["results"] == post(service, "/v1/rerank", query="fox", documents=["zeb", "fox"]).json()["results"]
+
+
 def test_rerankings_that_are_refused(service: RunningService) -> None:
     """By the name of what is wrong."""
     for body, param in (

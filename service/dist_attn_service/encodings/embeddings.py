@@ -92,7 +92,7 @@ class EmbeddingService:
         async def work() -> None:
             for place, text in waiting:
                 async with self._places:
-                    tokens = await self._tokens(text, *named(place))
+                    tokens = await self.tokens(text, *named(place))
                     row_D = await self._embed_one(tokens, name, terms)
                 if model.unit_vectors and not as_rows:
                     row_D = row_D / max(float(np.linalg.norm(row_D)), TINY)
@@ -104,7 +104,7 @@ class EmbeddingService:
                 group.create_task(work())
         return vectors
 
-    async def _tokens(self, text: bytes | TokenArray, where: str, param: str) -> TokenArray:
+    async def tokens(self, text: bytes | TokenArray, where: str, param: str) -> TokenArray:
         """The tokens of an input, cut where the model stops reading.
 
         Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.

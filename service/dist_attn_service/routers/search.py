@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from dist_attn_api.search_types import RerankResults, SearchResults
+from dist_attn_api.search_types import RankedText, RerankResults, SearchResults
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.http.exchange import while_connected
@@ -21,6 +22,7 @@ from dist_attn_service.schemas.documents import (
 from dist_attn_service.search.service import Query, Searched, check_size
 
 router = APIRouter(tags=["search"])
+Form = Callable[[Any], Any]  # of results: what is sent of them
 
 
 @router.post(
@@ -81,9 +83,38 @@ async def _document(asked: Incoming, one: SearchDocument | str, number: str) -> 
     summary="Put documents in order of how well they answer a query",
     openapi_extra=described(RerankRequest),
 )
+@router.post(
+    "/v2/rerank",
+    response_model=RerankResults,
+    summary="The same, where Cohere's clients look for it",
+    openapi_extra=described(RerankRequest),
+)
 async def rerank(asked: Asked) -> Response:
     """By the cosine of the vectors that /v1/embeddings gives the query and each document."""
-    services, wanted = asked.services, await asked.json(RerankRequest)
+    return await _reranked(asked, await asked.json(RerankRequest))
+
+
+@router.post(
+    "/rerank",
+    response_model=RerankResults | list[RankedText],
+    summary="The same, where clients of text-embeddings-inference look for it",
+    openapi_extra=described(RerankRequest),
+)
+async def rerank_texts(asked: Asked) -> Response:
+    """As /v1/rerank; where the documents are called `texts`, the answer is their list by itself."""
+    wanted = await asked.json(RerankRequest)
+    return await _reranked(asked, wanted, _bare if wanted.texts is not None else None)
+
+
+def _bare(results: RerankResults) -> list[RankedText]:
+    return [
+        RankedText(index=one.index, score=one.relevance_score, text=one.document.text if one.document else None)
+        for one in results.results
+    ]
+
+
+async def _reranked(asked: Incoming, wanted: RerankRequest, form: Form | None = None) -> Response:
+    services = asked.services
     served = services.context_for(wanted.model, "rerank")
     _check_query(wanted.query)
     documents = wanted.texts if wanted.documents is None else wanted.documents
@@ -104,7 +135,10 @@ async def rerank(asked: Asked) -> Response:
     return await _answered(
         asked,
         sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + 4 * served.model.hidden_size * len(texts),
-        lambda _: services.search_by(served).rerank(wanted.query, texts, wanted.top_n, request_id, terms, told=told),
+        lambda _: services.search_by(served).rerank(
+            wanted.query, texts, wanted.top_n, request_id, terms, told=told, longest=wanted.max_tokens_per_doc
+        ),
+        form,
     )
 
 
@@ -114,7 +148,10 @@ def _check_query(query: str) -> None:
 
 
 async def _answered(
-    asked: Incoming, size: int, work: Callable[[Callable[[int], None]], Awaitable[SearchResults | RerankResults]]
+    asked: Incoming,
+    size: int,
+    work: Callable[[Callable[[int], None]], Awaitable[SearchResults | RerankResults]],
+    form: Form | None = None,
 ) -> Response:
     """What the work comes to, unless the client leaves before; its texts have so many bytes, and it may hold more.
 
@@ -125,4 +162,4 @@ async def _answered(
         hold(size)
         results = await while_connected(asked.body, work(hold))
     asked.services.count(asked.record, "embedding", results.usage.total_tokens)
-    return await asked.services.beside(json_response, results)
+    return await asked.services.beside(json_response, results if form is None else form(results))

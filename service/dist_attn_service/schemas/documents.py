@@ -18,7 +18,7 @@ from dist_attn_service.schemas.base import (
     digits,
 )
 from dist_attn_service.schemas.completions import HowSoon, Texts
-from dist_attn_service.schemas.neutral_fields import NeutralEmbedding
+from dist_attn_service.schemas.neutral_fields import NeutralEmbedding, NeutralRerank
 
 MOST_BOUNDARIES = 1_000_000
 MOST_SEARCHED = 256
@@ -156,7 +156,9 @@ class SearchRequest(HowSoon, Input):
 
 
 class RerankText(Input):
-    """A text as an object."""
+    """A text as an object; what else it holds is not looked at."""
+
+    model_config = ConfigDict(extra="ignore")
 
     text: str
 
@@ -164,8 +166,8 @@ class RerankText(Input):
 RerankTexts = Annotated[list[str | RerankText], Field(min_length=1, fail_fast=True)]
 
 
-class RerankRequest(HowSoon, Input):
-    """A query and documents to be put in order, as Cohere and Jina have it; `texts` is text-embeddings-inference's."""
+class RerankRequest(HowSoon, NeutralRerank, Input):
+    """A query and documents to be put in order, as Cohere and Jina have it, or text-embeddings-inference (`texts`)."""
 
     model: str | None = None
     query: ShortText
@@ -174,6 +176,9 @@ class RerankRequest(HowSoon, Input):
     top_n: Annotated[int, Field(ge=1, le=MOST)] | None = None
     return_documents: bool | None = None
     return_text: bool | None = Field(default=None, description="another name of `return_documents`")
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
+        default=None, description="of a document so many tokens are read"
+    )
 
 
 class JobRequest(Input):

@@ -44,6 +44,21 @@ class NeutralEmbedding(BaseModel):
     add_special_tokens: Yes | None = only("true: the tokens around a text are the model's own")
 
 
+class NeutralRerank(BaseModel):
+    """Of rerankings, by Cohere, Jina and text-embeddings-inference: a text is read as far as the model reads, in one
+    piece, and a cosine has one form.
+    """
+
+    max_chunks_per_doc: int | None = None
+    truncation: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["right", "Right"] | None = only('"right": a text is read from its beginning')
+    raw_scores: bool | None = None
+    rank_fields: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = only(
+        '["text"]: documents are put in order by their text; put other fields into it'
+    )
+
+
 class NeutralDrawing(BaseModel):
     """Of completions and chats."""
 

@@ -227,15 +227,29 @@ class SearchService:
     # ---- rerankings ----------------------------------------------------------------------------
 
     async def rerank(
-        self, query: str, documents: Sequence[str], top: int | None, name: str, terms: RequestTerms, *, told: bool
+        self,
+        query: str,
+        documents: Sequence[str],
+        top: int | None,
+        name: str,
+        terms: RequestTerms,
+        *,
+        told: bool,
+        longest: int | None = None,
     ) -> RerankResults:
         """Documents by how near their vectors are to the query's, the best first; `told`: with their texts.
+
+        Of each document `longest` tokens are read.
 
         Raises: BadRequest for texts without tokens, ServiceError when the engine fails.
         """
         texts: list[bytes | TokenArray] = [utf8(query, "query", "query")]
         texts += [utf8(text, f"documents[{place}]", "documents") for place, text in enumerate(documents)]
         async with _in_time(terms):
+            if longest is not None:
+                texts[1:] = [
+                    (await self._embeddings.tokens(text, *_named(n)))[:longest] for n, text in enumerate(texts) if n
+                ]
             vectors = await self._embeddings.embed(texts, name, terms, named=_named)
         directions_ND = directions(vectors.rows_ND)
         scores_N = directions_ND[1:] @ directions_ND[0]
