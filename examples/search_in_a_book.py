@@ -36,7 +36,8 @@ def main() -> None:
         rows = list(client.encode(text, window=options.window))
         vectors = np.stack([row.embedding for row in rows])
         if options.like is None:
-            asked = client.embed([options.question])[0]
+            (row,) = client.encode(options.question, granularity="document")  # as long as the book's rows
+            asked = row.embedding
         elif 0 <= options.like < len(rows):
             asked = vectors[options.like]
         else:

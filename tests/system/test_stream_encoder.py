@@ -1,6 +1,10 @@
 """A stream encoder behind the whole program, on one rank and on two, one of which is killed."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from dist_attn.models import ContextConfig
 from dist_attn.text import load_tokeniser
 from tests.support.sentence_encoders import TEXTS, write_sentence_encoder
 from tests.support.served import Served, served
+from tests.support.source_path import SOURCE_PATH
 
 BOOK = " ".join(TEXTS) * 60
 CONTEXT = {"num_layers": 1, "mlp_size": 40, "mixer": {"kind": "gated_delta", "hidden_size": 32, "num_heads": 2}}
@@ -97,6 +102,19 @@ def test_embeddings_have_length_one_and_any_length_of_text(program: Served, fold
         np.testing.assert_allclose(item["embedding"], mean_D / np.linalg.norm(mean_D), atol=1e-5, rtol=1e-4)
     told = httpx.post(f"{program.url}/tokenize", json={"prompt": texts[0]}).json()
     assert told["count"] == len(hidden[0])
+
+
+def test_the_example_finds_what_a_search_finds(program: Served, tmp_path: Path) -> None:
+    """A question is compared with rows as a row: less their mean, a vector of length 1 would point elsewhere."""
+    (tmp_path / "book.txt").write_text(BOOK)
+    question, script = TEXTS[0], Path(__file__).parents[2] / "examples/search_in_a_book.py"
+    command = [sys.executable, script, tmp_path / "book.txt", question, "--window", "50", "--url", program.url]
+    environment = os.environ | {"PYTHONPATH": SOURCE_PATH}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    body = {"query": question, "documents": [{"text": BOOK}], "mode": "dense", "window": 50, "top_k": 5}
+    found = httpx.post(f"{program.url}/v1/search", json=body, timeout=120).json()["results"]
+    told = re.findall(r"^ *(\S+)  passage (\d+)", done.stdout, re.M)
+    assert told == [(f"{one['score']:.3f}", str(one["index"])) for one in found]
 
 
 def test_it_writes_nothing(program: Served) -> None:
