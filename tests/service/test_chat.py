@@ -26,6 +26,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}
 """
 END = 256
+CALLING = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "añ "}]
 
 
@@ -143,11 +144,11 @@ def test_a_chat_ends_with_its_turn(more: dict[str, Any], content: str, tmp_path:
     """Where the model folder says, unless the request has a `stop`; the blank behind "Assistant:" is no part of it."""
     model = templated(tmp_path, (SHIPPED / DEFAULT_MODEL / "chat_template.jinja").read_text())
     (model / "generation_config.json").write_text(json.dumps({"stop_strings": ["\n\nUser:"]}))
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b "}, CHAT[1]]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b "}, CALLING, CHAT[1]]
     with running_service(tmp_path, FakeEngine(reply=say(b" Oh.\n\nUser: no")), model=model) as service:
         choice = ask(service, messages=messages, **more).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
-        assert prompt_of(service) == ids("User: a\n\nAssistant: b\n\nUser: añ\n\nAssistant:")
+        assert prompt_of(service) == ids("User: a\n\nAssistant: b\n\nAssistant: \n\nUser: añ\n\nAssistant:")
         lines = ask(service, stream=True, **more).text.split("\n\n")[:-2]
         deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
         assert "".join(delta.get("content", "") for delta in deltas) == content
@@ -241,6 +242,10 @@ def test_what_templates_may_do(tmp_path: Path) -> None:
         assert refusing is not None
         with pytest.raises(TemplateRefusal):
             refusing.render([{"role": "user", "content": "a"}])
+    adding = foreign(tmp_path, "{{ messages[0].content + 'a' }}")
+    assert adding is not None
+    with pytest.raises(TemplateRefusal, match=r"fails on them \(TypeError\); send a text as the content of every"):
+        adding.render([{"role": "assistant", "content": None}])
     with pytest.raises(ModelFolderError, match="cannot be read"):
         foreign(tmp_path, "{% if %}")
     assert foreign(tmp_path, None) is None

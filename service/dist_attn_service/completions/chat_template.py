@@ -251,8 +251,15 @@ class ChatTemplate:
                 budget.spend()
                 if size > MOST_CHARACTERS:
                     raise TemplateRefusal(f"its prompt is over {MOST_CHARACTERS} characters")
-        except Exception as error:  # a template may fail in any way on messages that its author did not think of
+        except TemplateRefusal:
+            raise
+        except TemplateError as error:
             raise TemplateRefusal(str(error) or type(error).__name__) from None
+        except Exception as error:  # a template may fail in any way on messages that its author did not think of
+            raise TemplateRefusal(
+                f"it fails on them ({type(error).__name__}); send a text as the content of every message, or mend the "
+                "template"
+            ) from None
         finally:
             _budget.reset(token)
         return self._cut("".join(pieces), mark)
