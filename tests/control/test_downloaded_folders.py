@@ -291,6 +291,13 @@ def test_a_good_folder_passes(good: Path) -> None:
     assert (origin(good), resolve_model_folder(good)) == ("downloaded", good)
 
 
+def test_a_number_without_bound_is_read(folder: Path) -> None:
+    """`Infinity`, which Python writes and JSON does not know, is read by the service as by the ranks."""
+    change_config(folder, time_step_limit=[0.0, float("inf")])
+    assert '"time_step_limit": [0.0, Infinity]' in " ".join((folder / "config.json").read_text().split())
+    assert (ServedModel.read(folder).vocab_size, read_downloaded(folder).vocab_size) == (VOCABULARY, VOCABULARY)
+
+
 @pytest.mark.parametrize(
     ("said", "drawn"),
     [

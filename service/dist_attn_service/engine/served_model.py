@@ -13,6 +13,7 @@ from dist_attn.errors import ModelFolderError
 from dist_attn.shipped import origin
 from dist_attn.shipped.downloaded import read_downloaded
 from dist_attn.shipped.generation_config import read_generation_defaults
+from dist_attn.shipped.stored_tensors import read_json_object
 from dist_attn.wire.specs import SequenceReading
 
 __all__ = ["ServedModel"]
@@ -107,7 +108,8 @@ class ServedModel:
         path = folder / "config.json"
         try:
             data, created = path.read_bytes(), int(path.stat().st_mtime)
-            kind = msgspec.json.decode(data, type=_Kind).kind
+            values = read_json_object(path)  # as the ranks do: Python's Infinity is no JSON, and is in folders
+            kind = msgspec.convert(values, _Kind).kind
             if kind in UNSERVED:
                 raise ModelFolderError(f"{folder} holds a {kind}; served are language models and text encoders")
             tokeniser = folder / "tokenizer.json"
@@ -120,17 +122,17 @@ class ServedModel:
                 drawing, stops, layers = model.generation.sampling, model.generation.stop_strings, model.num_layers
                 return made(model.vocab_size, model.hidden_size, num_layers=layers, drawing=drawing, stop_strings=stops)
             if kind == "stream_encoder":
-                inner = msgspec.json.decode(data, type=_StreamEncoder).sentence
+                inner = msgspec.convert(values, _StreamEncoder).sentence
                 unit = inner.normalise
                 return made(inner.vocab_size, inner.encoder.hidden_size, writes=False, unit_vectors=unit)
             if kind != "text_encoder":
-                sizes = msgspec.json.decode(data, type=_Sizes)
+                sizes = msgspec.convert(values, _Sizes)
                 stops = read_generation_defaults(folder, sizes.vocab_size).stop_strings
                 return made(sizes.vocab_size, sizes.hidden_size, num_layers=sizes.num_layers, stop_strings=stops)
-            encoder = msgspec.json.decode(data, type=_TextEncoder)
+            encoder = msgspec.convert(values, _TextEncoder)
         except OSError as error:
             raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except msgspec.MsgspecError as error:
             raise ModelFolderError(f"{path} is not a model's configuration: {error}") from None
         frame = len(encoder.prefix) + len(encoder.suffix)
         reading = SequenceReading(encoder.max_tokens - frame, encoder.pooling)
