@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from dist_attn.adapters.binding import ATTENTION
@@ -32,18 +35,18 @@ def check_tensors(model: DownloadedModel) -> LoadedSizes:
 
     Raises: ModelFolderError as `make_model`, and where the model of config.json cannot read a token.
     """
-    with _without_bytes():
+    with _without_bytes(), _AnswersEqual(model):
         stored = {name: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="cpu") for name, t in model.tensors.items()}
         loaded = make_model(model.folder, stored, getattr(torch, model.dtype), attention=ATTENTION)
         sizes: Counter[str] = Counter()
         for weight in loaded.parameters():
             sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
+        parameters = loaded.num_parameters()
     try:
         state_bytes, token_bytes, of_layers = _tried_sizes(loaded)
     except Exception as error:  # an option that operations do not know, or one that the modules fail at
         said = " ".join(str(error).split())
         raise ModelFolderError(f"{model.folder}: the model of config.json cannot read a token: {said}") from None
-    parameters = sum(weight.numel() for weight in loaded.parameters())
     return LoadedSizes(parameters, dict(sizes), state_bytes, token_bytes, of_layers)
 
 
@@ -78,6 +81,29 @@ def _without_bytes() -> Iterator[None]:
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
+
+
+class _AnswersEqual(TorchDispatchMode):
+    """Says whether two tensors without bytes are equal, as transformers asks of weights that are tied and both stored.
+
+    By the files: whether all stored tensors of their shape, the embedding and the read-out, have the same bytes. Where
+    others have that shape too the answer is no, and the weights are counted twice.
+    """
+
+    def __init__(self, model: DownloadedModel) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.equal.default:
+            return func(*args, **(kwargs or {}))
+        alike = [tensor for tensor in self._model.tensors.values() if tensor.shape == tuple(args[0].shape)]
+        paths = [self._model.folder / tensor.file for tensor in alike]
+        stored = [
+            np.memmap(path, np.uint8, "r", tensor.begin, tensor.nbytes).data
+            for path, tensor in zip(paths, alike, strict=True)
+        ]
+        return all(each == stored[0] for each in stored)
 
 
 def main(folder: str) -> None:

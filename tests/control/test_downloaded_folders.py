@@ -11,6 +11,7 @@ import pytest
 import torch
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.schemas.completions import CompletionRequest
+from safetensors.torch import load_file, save_file
 
 from dist_attn.adapters.check import check_tensors
 from dist_attn.adapters.model import load_adapted_model
@@ -21,6 +22,7 @@ from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.shipped.downloaded import ROPES, ROPES_BY_LENGTH, SUPPORTED, read_downloaded
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.command_line import finish, start_command
+from tests.support.downloaded import llama, save
 from tests.support.hugging_face import VOCABULARY, change_config
 from tests.support.programs import free_port
 from tests.support.tokenisers import foreign_contents
@@ -326,6 +328,21 @@ def test_the_size_of_a_state_is_known_before_weights_are_read(kind: str, tmp_pat
         with torch.inference_mode():
             state = model.hidden(torch.arange(length)[None])[1]
         assert sizes.state_bytes_at(length) == state.num_bytes()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_tied_weights_may_be_stored_twice(same: bool, tmp_path: Path) -> None:
+    """Where the embedding and the read-out are the same they are one, else two, as transformers has it."""
+    save(llama(tie_word_embeddings=True), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if same else embedding.flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours, tokens = load_adapted_model(tmp_path), torch.arange(9)[None]
+    assert check_tensors(read_downloaded(tmp_path)).parameters == theirs.num_parameters() == ours.inner.num_parameters()
+    with torch.inference_mode():
+        assert (ours.logits(tokens) - theirs(tokens).logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
