@@ -25,7 +25,7 @@ COMMON: Final[Accepted] = {
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
     "use_bidirectional_attention": (None, False),
-    "is_causal": (None, True),
+    "is_causal": (True,),  # null is False to transformers
     "attention_chunk_size": (None,),
 }
 QWEN: Final[Accepted] = {"attn_output_gate": (True,)}

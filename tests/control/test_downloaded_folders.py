@@ -179,6 +179,7 @@ WRONG: dict[str, tuple[Spoil, str]] = {
     ),
     "rope by length": (_config(rope_scaling={"rope_type": "dynamic"}), "'dynamic', whose angles depend on the length"),
     "unbound option": (_config(use_bidirectional_attention=True), "use_bidirectional_attention is True, which is not"),
+    "attention that looks ahead": (_config(is_causal=None), "is_causal is None, which is not supported; supp"),
     "option of one type": (
         _config(use_sliding_window=True), "use_sliding_window is True, which is not supported; supported is False"
     ),
