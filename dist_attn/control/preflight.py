@@ -21,7 +21,7 @@ from dist_attn.settings import EngineSettings
 from dist_attn.shipped import check_manifest, origin, refuse_foreign
 from dist_attn.shipped.downloaded import LoadedSizes, read_downloaded
 from dist_attn.store.private import make_private
-from dist_attn.text import load_tokeniser, read_foreign
+from dist_attn.text import fitted, load_tokeniser, read_foreign
 from dist_attn.wire.choices import WeightPrecision
 
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # NVIDIA's, on Linux and in WSL
@@ -108,13 +108,8 @@ def check_downloaded(folder: Path) -> LoadedSizes:
 
 
 def check_downloaded_files(folder: Path) -> None:
-    """Raises: ModelFolderError for what `read_downloaded` refuses, and for more tokens than the model has."""
-    model, tokens = read_downloaded(folder), read_foreign(folder).vocab_size
-    if tokens > model.vocab_size:
-        raise ModelFolderError(
-            f"{folder}: tokenizer.json has {tokens} tokens, the model {model.vocab_size}; needed are at most as many, "
-            "so the files are of two models"
-        )
+    """Raises: ModelFolderError for what `read_downloaded` refuses, and for a tokeniser that is not of this model."""
+    fitted(read_foreign(folder), folder, read_downloaded(folder).vocab_size)
 
 
 def check_gpus(engine: EngineSettings, environ: Mapping[str, str], section: str = "engine") -> None:

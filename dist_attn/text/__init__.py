@@ -79,17 +79,22 @@ def end_tokens(tokeniser: Tokeniser, folder: Path, vocab_size: int) -> tuple[int
 def fitted(tokeniser: Tokeniser, folder: Path, vocab_size: int) -> Tokeniser:
     """The tokeniser of a model with `vocab_size` tokens, which must be as many; of another program's files at least.
 
-    Embeddings are often padded to a round number of rows: the ids without a token are unused ones then.
+    Embeddings are often padded to a round number of rows: the ids without a token are unused ones then. Where another
+    program's files have more tokens, those are added ones, which no text may hold then.
 
     Raises: ModelFolderError naming the folder and both numbers.
     """
-    if isinstance(tokeniser, ForeignTokeniser) and tokeniser.vocab_size <= vocab_size:
-        return tokeniser.padded(vocab_size)
+    if isinstance(tokeniser, ForeignTokeniser):
+        if tokeniser.vocab_size <= vocab_size:
+            return tokeniser.padded(vocab_size)
+        try:
+            return tokeniser.cut_to(vocab_size)
+        except ModelFolderError as error:
+            raise ModelFolderError(f"{folder}: {error}") from None
     if tokeniser.vocab_size != vocab_size:
-        wanted = "at most that many" if isinstance(tokeniser, ForeignTokeniser) else "equal"
         raise ModelFolderError(
             f"{folder}: tokenizer.json has {tokeniser.vocab_size} tokens, config.json says {vocab_size}; "
-            f"they must be {wanted}, so the files are of two models"
+            "they must be equal, so the files are of two models"
         )
     return tokeniser
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from dist_attn.errors import ModelFolderError
+from dist_attn.errors import ModelFolderError, TokenError
 from dist_attn.text.base import TAIL_BYTES, Bytes, Tokeniser, Vocabulary, check_bytes
 from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
 from dist_attn.text.whole_text import DECIDING, WholeText, content_of
@@ -76,10 +76,10 @@ class ForeignTokeniser(Tokeniser):
 
         `framed`: with the tokens that the files put around every text. Memory: some 100 bytes for each token.
 
-        Raises: TokenError if `data` is not bytes.
+        Raises: TokenError if `data` is not bytes, and for a token that the model does not have.
         """
         check_bytes(data)
-        return self._whole.encode(bytes(data).decode("utf-8", "replace"), framed=framed)
+        return self._known(self._whole.encode(bytes(data).decode("utf-8", "replace"), framed=framed))
 
     def frame(self) -> tuple[list[int], list[int]]:
         """The tokens that the file puts before and behind every text."""
@@ -88,8 +88,38 @@ class ForeignTokeniser(Tokeniser):
         return framed[:before], framed[before + len(bare) :]
 
     def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
-        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them."""
-        return self._whole.encode_parts(parts)
+        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them.
+
+        Raises: TokenError for a token that the model does not have.
+        """
+        return self._known(self._whole.encode_parts(parts))
+
+    def _known(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        beyond = tokens[tokens >= self.vocab_size]
+        if len(beyond):
+            number = int(beyond[0])
+            raise TokenError(
+                f"the text has the token {self._whole.library.id_to_token(number)!r} with id {number}, and the model's "
+                f"ids run to {self.vocab_size - 1}; leave it out of the text"
+            )
+        return tokens
+
+    def cut_to(self, vocab_size: int) -> Self:
+        """For a model of fewer tokens, where those beyond are added ones: a text that holds one is refused.
+
+        Raises: ModelFolderError where there are others, or one that frames or ends texts.
+        """
+        vocab = self._whole.library.get_vocab()
+        needed = {*vocab.values()} - self._whole.library.get_added_tokens_decoder().keys()
+        needed |= {token for part in self.frame() for token in part} | {self.end_token or 0}
+        if max(needed) >= vocab_size:
+            raise ModelFolderError(
+                f"{FILE_NAME} has {self.vocab_size} tokens, the model {vocab_size}; needed are at most as many, beside "
+                "added tokens that neither frame nor end a text, so the files are of two models"
+            )
+        shorter = copy(self)
+        shorter.vocabulary = Vocabulary(self.vocabulary.pieces[:vocab_size], ends=False)
+        return shorter
 
     def padded(self, vocab_size: int) -> Self:
         """With unused ids up to `vocab_size`: models are often padded to a round number of tokens.

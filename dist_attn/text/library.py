@@ -56,7 +56,7 @@ class LibraryTokeniser(ForeignTokeniser):
         behind = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
         places = np.concatenate([np.zeros(1, np.int64), byte_ends(text)])
         ends = np.maximum.accumulate(places[behind]) if len(behind) else behind
-        return np.array(encoding.ids, dtype=np.int32), ends, len(data)
+        return self._known(np.array(encoding.ids, dtype=np.int32)), ends, len(data)
 
     @staticmethod
     def _check(contents: dict[str, Any]) -> None:

@@ -120,9 +120,13 @@ def _folder_for_shard(folder: Path) -> None:
 
 def _more_tokens(folder: Path) -> None:
     contents = json.loads((folder / "tokenizer.json").read_text())
-    token = {"id": VOCABULARY, "content": "<more>", "special": True, "normalized": False}
-    contents["added_tokens"].append(token | {"single_word": False, "lstrip": False, "rstrip": False})
+    contents["model"]["vocab"]["more"] = VOCABULARY
     (folder / "tokenizer.json").write_text(json.dumps(contents))
+
+
+def _another_end(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<more>"}))
+    change_config(folder, vocab_size=len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]))
 
 
 CODE = {"AutoConfig": "configuration_new.NewConfig", "AutoModelForCausalLM": "modeling_new.NewForCausalLM"}
@@ -210,6 +214,7 @@ WRONG: dict[str, tuple[Spoil, str]] = {
     "no size": (_config(hidden_size="wide"), "hidden_size is 'wide'; needed is a whole number"),
     "no tokeniser": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json cannot be read: there is no such file"),
     "tokeniser of more tokens": (_more_tokens, f"has {VOCABULARY + 1} tokens, the model {VOCABULARY}"),
+    "tokeniser of another end": (_another_end, "neither frame nor end a text, so the files are of two models"),
     "tokeniser that is no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON"),
     "configuration that is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     "configuration that is an array": (lambda f: (f / "config.json").write_text("[]"), "config.json holds no JSON obj"),

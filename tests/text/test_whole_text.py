@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from dist_attn.errors import ModelFolderError, TokenError
-from dist_attn.text import IncrementalDecoder, LibraryTokeniser, Tokeniser, read_foreign
+from dist_attn.text import IncrementalDecoder, LibraryTokeniser, Tokeniser, fitted, read_foreign
 from dist_attn.text.library import MOST_BYTES
 from tests.support.tokenisers import PROSE, downloaded_contents
 
@@ -91,6 +91,22 @@ def test_parts_with_tokens_that_take_the_blanks_beside_them() -> None:
     parts: list[str | int] = ["a word  b  ", first, " \n it  word", first + 1, "  x"]
     whole = theirs.encode("a word  b  <|end|> \n it  wordtrail  x", add_special_tokens=False).ids
     assert tokeniser.encode_parts(parts).tolist() == whole
+
+
+def test_added_tokens_that_the_model_has_not(tmp_path: Path) -> None:
+    """Files with added tokens beyond the model's are taken; a text that holds one is refused, with its id."""
+    contents = json.loads(downloaded_contents("gemma"))
+    size = 1 + max(token["id"] for token in contents["added_tokens"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    contents["added_tokens"].append(flags | {"id": size, "content": "<image>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
+    tokeniser = fitted(read_foreign(tmp_path), tmp_path, size)
+    assert tokeniser.vocab_size == size
+    assert decoded(tokeniser, tokeniser.encode_whole(b"a text", framed=True).tolist()) == "a text"
+    assert tokeniser.encode_parts(["an <image>"]).max() < size
+    for refused in (lambda: tokeniser.encode_whole(b"<image>", framed=False), lambda: tokeniser.encode_parts([size])):
+        with pytest.raises(TokenError, match=f"'<image>' with id {size}, and the model's ids run to {size - 1}; leave"):
+            refused()
 
 
 def decoded(tokeniser: Tokeniser, tokens: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +16,7 @@ from dist_attn.errors import TokenError
 from dist_attn.text import ForeignTokeniser, IncrementalDecoder, Tokeniser
 from dist_attn.text.base import TokenArray
 from dist_attn.text.library import MOST_BYTES
-from dist_attn_service.base.errors import TooLarge
+from dist_attn_service.base.errors import BadRequest, TooLarge
 from dist_attn_service.base.tasks import beside
 
 __all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "cut"]
@@ -119,7 +119,7 @@ class ThreadTokeniser:
         if not isinstance(tokeniser, ForeignTokeniser):
             return await self.tokens(text)
         if len(text) <= MOST_BYTES:
-            return await beside(self._threads, lambda: tokeniser.encode_whole(text, framed=framed))
+            return await self._or_refused(lambda: tokeniser.encode_whole(text, framed=framed))
         before, behind = tokeniser.frame() if framed else ([], [])
         middle = await self.tokens(text)
         return np.concatenate([np.array(before, np.int32), middle, np.array(behind, np.int32)])
@@ -137,7 +137,17 @@ class ThreadTokeniser:
 
     async def parts(self, parts: Sequence[str | int]) -> TokenArray:
         """The tokens of texts, which never become special tokens, and of special tokens between them."""
-        return await beside(self._threads, self._tokeniser.encode_parts, parts)
+        return await self._or_refused(lambda: self._tokeniser.encode_parts(parts))
+
+    async def _or_refused(self, work: Callable[[], TokenArray]) -> TokenArray:
+        """The tokens of `work`.
+
+        Raises: BadRequest where the model lacks one of them.
+        """
+        try:
+            return await beside(self._threads, work)
+        except TokenError as error:
+            raise BadRequest(str(error)) from None
 
     async def texts(self, tokens: TokenArray) -> list[str]:
         """`token_text` of each of these."""
