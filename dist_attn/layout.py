@@ -147,7 +147,7 @@ class SequenceLayout:
         return any(self.ranks_before(rank) for rank in range(self.size))
 
     def at_ends(self, rank: int) -> tuple[int, int]:
-        """How many of this rank's tokens are of the document of its first token, and of that of its last token."""
+        """This rank's tokens before the first start here, and from the last start on; all of them where none is."""
         length, starts = self.lengths[rank], self.documents_on(rank)
         return (starts[0], length - starts[-1]) if starts else (length, length)
 

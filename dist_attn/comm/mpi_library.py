@@ -1,4 +1,4 @@
-"""What is asked of the MPI library: to begin and to end, messages and scans, and to be waited for without its waits.
+"""What is asked of the MPI library: to start and to end, to carry messages and scans, and to wait without its waits.
 
 MPI_Init waits for the other ranks, spins meanwhile and, called through mpi4py, holds the interpreter's lock: neither
 a signal nor another thread would run. So it is called in a thread that holds no lock and is waited for. MPI is brought

@@ -113,7 +113,7 @@ class StateFiles:
             return b""
 
     def end_offer(self, request: int, ordinal: int) -> None:
-        """It is not needed any more."""
+        """Remove the name under which the state was kept."""
         self._offered(request, ordinal).unlink(missing_ok=True)
 
     def parts(self, request: int) -> Iterator[bytes]:
@@ -134,7 +134,7 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
     def drop(self, request: int) -> None:
-        """The request has ended."""
+        """Remove the request's files."""
         for path in [*self.folder.glob(f"{request}.*")]:
             path.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.mixers import RotaryConfig
-from dist_attn.shipped.stored_tensors import read_json_object
+from dist_attn.shipped.stored_tensors import find_json_object
 
 __all__ = ["ACTIVATIONS", "SourceConfig", "SourceWeights", "read_source_config", "read_source_weights"]
 
@@ -137,10 +137,13 @@ def read_source_config(folder: Path) -> SourceConfig:
     Raises: ModelFolderError for a folder without a readable one.
     """
     path = folder / "config.json"
-    try:
-        return SourceConfig(path, read_json_object(path))
-    except ModelFolderError as error:
-        raise ModelFolderError(f"{error}; needed is a folder with config.json, {WEIGHTS}, tokenizer.json") from None
+    values = find_json_object(path)
+    if values is None:
+        raise ModelFolderError(
+            f"{path} cannot be read: there is no such file; needed is a folder with config.json, {WEIGHTS}, "
+            "tokenizer.json"
+        )
+    return SourceConfig(path, values)
 
 
 def read_source_weights(folder: Path) -> SourceWeights:

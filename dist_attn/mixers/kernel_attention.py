@@ -74,7 +74,7 @@ class KernelMixer(TokenMixer):
     """A mixer that leaves a `KernelState` behind, of the sizes that its configuration says."""
 
     config: KernelCosts
-    # Of a state without tokens, where keys have weights, as small as they like: the log of the unit that it is held in.
+    # The log of the unit of a state without tokens, where keys have weights; these may be as small as they like.
     first_unit = NO_TOKENS
 
     @abstractmethod

@@ -29,7 +29,7 @@ from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
 
 @dataclass(frozen=True)
 class ShardedSelection:
-    """This rank's share of the kept tokens; `found[r]` of them lie at positions of rank r, held as `layout` says."""
+    """This rank's share of the kept tokens, held as `layout` says; by their positions they lie as `found` says."""
 
     x_NC: torch.Tensor
     position_N: torch.Tensor
@@ -51,8 +51,8 @@ class ShardedSelection:
         copies, whose gradients add up.
 
         Shapes: z [N local, D] -> [L local, D].
-        Cost: an all-to-all of the kept tokens that change ranks, at most N / P + found[r] + 2 reach rows each, and one
-            of their positions.
+        Cost: an all-to-all of the kept tokens that change ranks, at most N / P + found.lengths[r] + 2 reach rows each,
+            and one of their positions.
         """
         comm = self.comm
         target = BlockTable((self.found.total,), comm.size, tuple(_needed(self.source, self.found, how.reach)))

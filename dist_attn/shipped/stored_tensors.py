@@ -151,4 +151,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def find_json_object(path: Path) -> dict[str, Any] | None:
     """As `read_json_object`; None where there is no file."""
-    return read_json_object(path) if os.path.lexists(path) else None
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # of a folder that may not be searched: reading says so
+        pass
+    return read_json_object(path)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_attn.comm import Communicator
+from dist_attn.comm.call import first_line
 from dist_attn.errors import CommError, ConfigError
 from dist_attn.models.blocks import Recomputable
 from dist_attn.ops.device import send
@@ -164,10 +165,9 @@ class _Sharded(Parameters):
             if not any(word in str(error) for word in BACK_ENDS_WORDS):
                 raise
             rank, size = self._world.rank, self._world.size
-            line = next(iter(str(error).splitlines()), "")
             raise CommError(
-                f"rank {rank} of {size} could not exchange parameters or gradients: {line}. A rank died or is late: "
-                "look at the output of the other ranks"
+                f"rank {rank} of {size} could not exchange parameters or gradients: {first_line(error)}. A rank died "
+                "or is late: look at the output of the other ranks"
             ) from error
 
 

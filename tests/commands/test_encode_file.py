@@ -64,10 +64,17 @@ def _naive_rows(hidden_LD: torch.Tensor, spec: RowSpec) -> torch.Tensor:
 
 
 def _encode(
-    ranks: int, source: Path, target: Path, spec: RowSpec, *, deterministic: bool = False, **progress: object
+    ranks: int,
+    source: Path,
+    target: Path,
+    spec: RowSpec,
+    *,
+    deterministic: bool = False,
+    exchange: str = "auto",
+    **progress: object,
 ) -> EncodeReport | None:
     def body(comm: Communicator) -> EncodeReport | None:
-        encoding = Encoding(source, target, spec, deterministic)
+        encoding = Encoding(source, target, spec, deterministic, exchange)
         return encode_file(comm, small_model(), ByteTokeniser(), encoding, **progress)
 
     first, *others = run_simulated(body, ranks)
@@ -110,9 +117,11 @@ def test_the_carry_does_not_grow_with_the_text(tmp_path):
     sent = []
     for name, length in (("short", 1500), ("long", len(TEXT))):
         (tmp_path / name).write_bytes(TEXT[:length])
-        sent.append(_encode(2, tmp_path / name, tmp_path / "x.npy", RowSpec()).carry_bytes_per_rank)
+        for ranks, exchange in ((2, "auto"), (4, "log_step")):
+            report = _encode(ranks, tmp_path / name, tmp_path / "x.npy", RowSpec(), exchange=exchange)
+            sent.append(report.carry_bytes_per_rank)
     # 2 layers x 2 heads x (16 features x (8 values + 1) + 2) float32
-    assert sent == [2 * 2 * (16 * 9 + 2) * 4] * 2
+    assert sent == [2 * 2 * (16 * 9 + 2) * 4] * 4
     assert _encode(1, tmp_path / "long", tmp_path / "x.npy", RowSpec()).carry_bytes_per_rank == 0
 
 

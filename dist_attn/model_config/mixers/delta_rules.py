@@ -60,7 +60,7 @@ class GatedDeltaConfig(_DeltaConfig):
 
     @property
     def qkv_size(self) -> int:
-        """Keys and queries are shared."""
+        """Several heads of values may share a head of keys and queries."""
         return 2 * self.num_key_heads * self.key_size + self.values_size
 
 

@@ -133,7 +133,8 @@ def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, Linear
             MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=power_tile(size),
             BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, num_warps=plan.tiles.warps,
         )  # fmt: skip
-    policy.tell_watch(den[..., None], mass[..., None])
+    if policy.is_watched:
+        policy.tell_watch(den[..., None], mass[..., None])
     log_decay_BH = state.log_decay_BH
     if log_gate is not None:
         log_decay_BH = log_decay_BH + log_gate.to(log_decay_BH.dtype)

@@ -161,7 +161,7 @@ class _Read(KernelOperation[ReadTensors]):
         with on_device(q.device):
             state = _one_state(x.s, zm, q.dtype)
             out, den = read(stretch, stretch.q, state, None, torch.float32 if self.undivided else q.dtype)
-        if not self.undivided:
+        if not self.undivided and self.plan.policy.is_watched:
             self.plan.policy.tell_watch(den, zm[..., -1:].expand_as(den))
         return ((out, den), ()) if self.undivided else ((out,), (out, den))
 

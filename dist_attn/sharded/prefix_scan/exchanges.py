@@ -54,9 +54,13 @@ def _start_swap(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> 
 
     It is the identity where there is no such rank.
     """
-    counts = {partner: 1} if 0 <= partner < comm.size else {}
+    counts = _counts(comm, partner)
     launched = collectives.send_receive_start(comm, message_BHX[None][: len(counts)], counts, counts, label=LABEL)
     return lambda: launched.wait().sum(0)
+
+
+def _counts(comm: Communicator, partner: int) -> dict[int, int]:
+    return {partner: 1} if 0 <= partner < comm.size else {}
 
 
 def start_pair(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor) -> Finish:
@@ -151,7 +155,9 @@ def start_log_step(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor
             distance *= 2
             if distance >= comm.size:
                 break
-            received_BHX = _start_swap(comm, block_BHX, comm.rank ^ distance)()
+            counts = _counts(comm, comm.rank ^ distance)
+            rows = collectives.send_receive(comm, block_BHX[None][: len(counts)], counts, counts, label=LABEL)
+            received_BHX = rows.sum(0)
         if comm.size & (comm.size - 1):
             block_BHX = collectives.broadcast(comm, block_BHX, comm.size - 1, label=LABEL)
         return before_BHX, block_BHX
