@@ -37,7 +37,7 @@ SUPPORTED: Final[dict[str, Accepted]] = {
     "qwen3_5_moe": QWEN,
     "qwen3_5_moe_text": QWEN,
     "kimi_linear": {"moe_router_activation_func": ("sigmoid",), "moe_layer_freq": (1,), "mla_use_nope": (True,)},
-    "mamba2": {"rms_norm": (True,), "norm_before_gate": (False,)},
+    "mamba2": {"rms_norm": (True,)},
     "nemotron_h": {"sliding_window": (None,)},
     "minimax": {"postnorm": (True,), "shared_intermediate_size": (None, 0)},
     "falcon_h1": {"mamba_use_mlp": (True,), "attn_layer_indices": (None,)},

@@ -107,7 +107,10 @@ def read_foreign(folder: Path, *, streams: bool = False) -> ForeignTokeniser:
     path = folder / FILE_NAME
     contents = find_json_object(path)
     if contents is None:
-        raise ModelFolderError(f"{path} cannot be read: there is no such file")
+        words = f"{path} cannot be read: there is no such file"
+        if (folder / "tiktoken.model").is_file():
+            words += "; tiktoken.model is not read, and docs/how-to/your-model.md says how transformers makes one of it"
+        raise ModelFolderError(words)
     about = (find_json_object(folder / SPECIAL_NAME) or {}) | (find_json_object(folder / CONFIG_NAME) or {})
     end, model = content_of(about.get("eos_token")), contents.get("model")
     if not isinstance(model, dict):

@@ -22,7 +22,7 @@ from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.shipped.downloaded import ROPES, ROPES_BY_LENGTH, SUPPORTED, read_downloaded
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.command_line import finish, start_command
-from tests.support.downloaded import llama, save
+from tests.support.downloaded import llama, mamba2, save
 from tests.support.hugging_face import VOCABULARY, change_config
 from tests.support.programs import free_port
 from tests.support.tokenisers import foreign_contents
@@ -213,6 +213,9 @@ WRONG: dict[str, tuple[Spoil, str]] = {
     "several dtypes": (_config(dtype=["float32"]), r"dtype is \['float32'\]; needed"),
     "no size": (_config(hidden_size="wide"), "hidden_size is 'wide'; needed is a whole number"),
     "no tokeniser": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json cannot be read: there is no such file"),
+    "tokeniser of tiktoken": (
+        lambda f: (f / "tokenizer.json").rename(f / "tiktoken.model"), "no such file; tiktoken.model is not read"
+    ),
     "tokeniser of more tokens": (_more_tokens, f"has {VOCABULARY + 1} tokens, the model {VOCABULARY}"),
     "tokeniser of another end": (_another_end, "neither frame nor end a text, so the files are of two models"),
     "tokeniser that is no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON"),
@@ -334,6 +337,15 @@ def test_the_size_of_a_state_is_known_before_weights_are_read(kind: str, tmp_pat
         with torch.inference_mode():
             state = model.hidden(torch.arange(length)[None])[1]
         assert sizes.state_bytes_at(length) == state.num_bytes()
+
+
+def test_what_transformers_passes_over_is_no_obstacle(tmp_path: Path) -> None:
+    """Mamba-2 with `norm_before_gate`, which Mamba-Codestral's folder says and transformers does not read, is taken."""
+    change_config(save(mamba2(), tmp_path), norm_before_gate=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours, tokens = load_adapted_model(tmp_path), torch.arange(9)[None]
+    with torch.inference_mode():
+        assert (ours.logits(tokens) - theirs(tokens).logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -30,7 +30,7 @@ def test_five_commands_from_a_folder_to_a_streamed_answer(tmp_path: Path) -> Non
     model.save_pretrained(folder, max_shard_size="30KB")
     (folder / "tokenizer.json").write_text(foreign_contents())
     port = str(free_port())
-    (block,) = blocks_of(ROOT / "docs/how-to/your-model.md")
+    block, _ = blocks_of(ROOT / "docs/how-to/your-model.md")
     commands = commands_of(block.code.replace("localhost:8000", f"localhost:{port}"))
     assert len(commands) == 5
     environment = {
