@@ -168,6 +168,19 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
         assert "chat/completions" not in httpx.get(f"{service.url}/v1/models").json()["data"][0]["capabilities"]
 
 
+def test_tools_go_by_the_template_of_their_name(tmp_path: Path) -> None:
+    """With tools the template named `tool_use` makes the prompt, and without them, or with none to call, the other."""
+    model = model_folder(tmp_path)
+    path = model / "tokenizer_config.json"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    tools = {"tools": [{"type": "function"}]}
+    with running_service(tmp_path, FakeEngine(reply=say(b"a")), model=model) as service:
+        for body, wanted in (({}, "plain"), (tools, "1 tools"), ({**tools, "tool_choice": "none"}, "plain")):
+            assert ask(service, **body).status_code == 200
+            assert prompt_of(service) == ids(wanted)
+
+
 def test_the_official_client_chats(service: RunningService) -> None:
     """The openai package reads an answer, a stream, and that the model answers chats."""
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:

@@ -86,6 +86,7 @@ LOOP = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "content": "3", "tool_call_id": "1"},
 ]
+NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|head|>", "<|headend|>", "<|eot|>", "<start>", "<end>")
 
 
@@ -98,12 +99,14 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|head|>", "<|headend|>", "<|eot|>", "
         (TOOLS, LOOP, {"tools": [TOOL, TOOL]}),
         (NAMESPACE, CHAT, {"documents": [{"title": "T", "text": "x"}], "enable_thinking": False}),
         (GENERATION, CHAT, {"add_generation_prompt": False}),
+        (NAMED, CHAT[1:], {}),
+        (NAMED, LOOP, {"tools": [TOOL]}),
     ],
-    ids=["chatml", "headers", "stripped", "tools", "namespace", "generation"],
+    ids=["chatml", "headers", "stripped", "tools", "namespace", "generation", "by name", "by name with tools"],
 )
 @pytest.mark.parametrize("kind", ["llama3", "gemma"])
 def test_prompts_are_those_of_transformers(
-    kind: str, template: str, chat: list[dict[str, Any]], more: dict[str, Any], tmp_path: Path
+    kind: str, template: Any, chat: list[dict[str, Any]], more: dict[str, Any], tmp_path: Path
 ) -> None:
     """The tokens of a rendered chat are those of apply_chat_template, added tokens and blanks included."""
     contents = json.loads(downloaded_contents(kind))
@@ -119,6 +122,7 @@ def test_prompts_are_those_of_transformers(
     assert made is not None
     told = {"add_generation_prompt": True, **more}
     wanted = theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **told)
+    made = made.of(tools="tools" in told)
     assert ours.encode_parts(made.render(chat, **told)).tolist() == wanted
 
 

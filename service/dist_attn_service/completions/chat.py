@@ -78,7 +78,8 @@ class ChatService:
         more = _told_besides(request, template)
         plain = [_plain(message) for message in request.messages]
         try:
-            parts = await self._context.beside(partial(template.render, plain, **more))
+            render = template.of(tools="tools" in more).render
+            parts = await self._context.beside(partial(render, plain, **more))
         except TemplateRefusal as error:
             raise BadRequest(
                 f"the model's chat template does not take these messages: {str(error)[:500]}", param="messages"
@@ -107,16 +108,17 @@ def _told_besides(request: ChatRequest, template: ChatTemplate) -> dict[str, Any
         raise BadRequest(
             f"chat_template_kwargs holds {reserved[0]!r}; it has a field of its own", param="chat_template_kwargs"
         )
+    tells_tools = bool(request.tools) and request.tool_choice != "none"
     for name in ("tools", "documents"):
         value = getattr(request, name)
-        if value and name not in template.asks_for:
+        if value and name not in template.of(tools=tells_tools or name == "tools").asks_for:
             raise BadRequest(
                 f"the model's chat template does not look at {name}, so the model would not hear of them; leave them "
                 "out, or write them into a message",
                 code=Code.UNSUPPORTED_PARAMETER,
                 param=name,
             )
-        if value and not (name == "tools" and request.tool_choice == "none"):
+        if value and (tells_tools or name != "tools"):
             more[name] = value
     return more
 

@@ -201,6 +201,8 @@ class ChatTemplate:
     special: Mapping[str, int] = field(default_factory=dict)
     asks_for: frozenset[str] = frozenset()
     """The values that it looks at."""
+    tool_use: "ChatTemplate | None" = None
+    """The one that takes its place where there are tools."""
 
     @classmethod
     def read(cls, folder: Path, special: Mapping[str, int]) -> "ChatTemplate | None":
@@ -213,21 +215,28 @@ class ChatTemplate:
             about |= _read_json(folder / name) if (folder / name).is_file() else {}
         path = folder / TEMPLATE_NAME
         try:
-            source = path.read_text("utf-8") if path.is_file() else _default(about.get("chat_template"))
+            sources = {"default": path.read_text("utf-8")} if path.is_file() else _by_name(about.get("chat_template"))
         except (OSError, UnicodeDecodeError) as error:
             raise ModelFolderError(f"{path} cannot be read: {error}") from None
-        if source is None:
+        if "default" not in sources:
             return None
         named = {name: content_of(value) for name, value in about.items() if name.endswith("_token")}
         if not about and len(special) == 1:  # a tokeniser of this project: its one special token ends a text
             named["eos_token"] = next(iter(special))
-        environment = _environment()
+        names = {name: text for name, text in named.items() if text is not None}
+        environment, made = _environment(), None
         try:
-            template = environment.from_string(source)
-            asks_for = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            for name in ("tool_use", "default"):
+                if name in sources:
+                    asks_for = frozenset(meta.find_undeclared_variables(environment.parse(sources[name])))
+                    made = cls(environment.from_string(sources[name]), names, special, asks_for, made)
         except TemplateError as error:
             raise ModelFolderError(f"the chat template of {folder} cannot be read: {error}") from None
-        return cls(template, {name: text for name, text in named.items() if text is not None}, special, asks_for)
+        return made
+
+    def of(self, *, tools: bool) -> "ChatTemplate":
+        """The template for a chat with or without tools."""
+        return self.tool_use if tools and self.tool_use is not None else self
 
     def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[str | int]:
         """The prompt up to where the assistant begins to write: texts, and the ids of special tokens between them.
@@ -319,11 +328,11 @@ def _any_of(texts: Mapping[str, int]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
-def _default(value: Any) -> str | None:
-    """The template; of several by name the one called `default`."""
+def _by_name(value: Any) -> dict[str, str]:
+    """Templates by their names; one without a name is called `default`."""
     if isinstance(value, list):
-        return next((one["template"] for one in value if one.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
+        return {one["name"]: one["template"] for one in value if {"name", "template"} <= one.keys()}
+    return {"default": value} if isinstance(value, str) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
