@@ -112,6 +112,11 @@ def read_foreign(folder: Path, *, streams: bool = False) -> ForeignTokeniser:
             words += "; tiktoken.model is not read, and docs/how-to/your-model.md says how transformers makes one of it"
         raise ModelFolderError(words)
     about = (find_json_object(folder / SPECIAL_NAME) or {}) | (find_json_object(folder / CONFIG_NAME) or {})
+    listed = about.get("added_tokens_decoder")
+    if wrong := [key for key in (listed if isinstance(listed, dict) else ()) if not key.isdecimal()]:
+        raise ModelFolderError(
+            f"{folder / CONFIG_NAME}: added_tokens_decoder has the key {wrong[0]!r}; needed are ids, whole numbers"
+        )
     end, model = content_of(about.get("eos_token")), contents.get("model")
     if not isinstance(model, dict):
         raise ModelFolderError(f"{path} has no model; needed is a file of the tokenizers library")

@@ -164,3 +164,10 @@ def test_a_file_that_the_library_does_not_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Soup"}}))
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json: .*; supported is whatever the tokenizers library"):
         read_foreign(tmp_path)
+
+
+def test_an_added_token_without_an_id(tmp_path: Path) -> None:
+    """A key of added_tokens_decoder that is no number is refused as one of tokenizer_config.json."""
+    folder_of(tmp_path, "llama3", added_tokens_decoder={"350": FIRST, "a": FIRST})
+    with pytest.raises(ModelFolderError, match=r"tokenizer_config\.json: added_tokens_decoder has the key 'a'"):
+        read_foreign(tmp_path)
