@@ -145,7 +145,7 @@ def read_downloaded(folder: Path) -> DownloadedModel:
         _check_layers(path, each)
         for rope in (each.get("rope_scaling"), each.get("rope_parameters")):
             _check_rope(path, rope)
-        _check_counts(path, each)
+        _check_counts(path, kind, each)
     _check_task(path, values.get("architectures"))
     dtype = _dtype(path, text) or _dtype(path, values)
     tensors = read_stored_tensors(folder)
@@ -183,13 +183,15 @@ def _check_layers(path: Path, values: dict[str, Any]) -> None:
                 raise ModelFolderError(f"{path}: {key} has {layer!r}; supported are {', '.join(LAYER_TYPES)}")
 
 
-def _check_counts(path: Path, values: dict[str, Any]) -> None:
+def _check_counts(path: Path, kind: str, values: dict[str, Any]) -> None:
     """What transformers takes below 1, and then divides by, makes no tensor of, or asks no expert for."""
     for key in COUNTS:
         if isinstance(values.get(key), int):
             _at_least_one(path, key, values[key])
     named = {key: values[key] for key in (*EXPERTS, *EXPERTS_OF_A_TOKEN) if isinstance(values.get(key), int)}
     experts = next((named[key] for key in EXPERTS if named.get(key)), None)  # dense models have 0 of both
+    if kind == "jamba" and experts == 1:
+        return  # a plain layer, which nothing asks
     asked = next((key for key in EXPERTS_OF_A_TOKEN if key in named), None)
     if experts is not None and asked is not None and not 1 <= named[asked] <= experts:
         raise ModelFolderError(f"{path}: {asked} is {named[asked]}; needed is a number from 1 to its {experts} experts")

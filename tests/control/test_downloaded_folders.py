@@ -22,7 +22,8 @@ from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.shipped.downloaded import ROPES, ROPES_BY_LENGTH, SUPPORTED, read_downloaded
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.command_line import finish, start_command
-from tests.support.downloaded import llama, mamba2, save
+from tests.support.downloaded import llama, save
+from tests.support.foreign_models import written
 from tests.support.hugging_face import VOCABULARY, change_config
 from tests.support.programs import free_port
 from tests.support.tokenisers import foreign_contents
@@ -339,13 +340,19 @@ def test_the_size_of_a_state_is_known_before_weights_are_read(kind: str, tmp_pat
         assert sizes.state_bytes_at(length) == state.num_bytes()
 
 
-def test_what_transformers_passes_over_is_no_obstacle(tmp_path: Path) -> None:
-    """Mamba-2 with `norm_before_gate`, which Mamba-Codestral's folder says and transformers does not read, is taken."""
-    change_config(save(mamba2(), tmp_path), norm_before_gate=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    ours, tokens = load_adapted_model(tmp_path), torch.arange(9)[None]
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mamba2", {"norm_before_gate": True}), ("jamba", {"num_experts": 1, "num_experts_per_tok": 2})],
+    ids=["a key of Mamba-Codestral", "one expert"],
+)
+def test_what_transformers_passes_over_is_no_obstacle(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A value that decides nothing, such as how often a layer without experts asks them, is taken."""
+    theirs, tokens_BL = written(kind, **options)
+    theirs.save_pretrained(tmp_path)
+    change_config(tmp_path, **options)
     with torch.inference_mode():
-        assert (ours.logits(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+        difference = load_adapted_model(tmp_path).logits(tokens_BL) - theirs(tokens_BL, use_cache=False).logits
+    assert difference.abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("same", [True, False])
