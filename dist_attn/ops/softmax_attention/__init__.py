@@ -6,11 +6,18 @@ from dist_attn.ops.softmax_attention.attention import (
     softmax_attention,
     softmax_attention_naive,
 )
-from dist_attn.ops.softmax_attention.cache import KeyValueCache, attend_onward, softmax_attention_streaming
+from dist_attn.ops.softmax_attention.cache import (
+    CacheRows,
+    KeyValueCache,
+    attend_onward,
+    softmax_attention_of_rows,
+    softmax_attention_streaming,
+)
 from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.tiled import attend_partially, merge_partials
 
 __all__ = [
+    "CacheRows",
     "KeyValueCache",
     "Placement",
     "RelativePositions",
@@ -23,5 +30,6 @@ __all__ = [
     "merge_partials",
     "softmax_attention",
     "softmax_attention_naive",
+    "softmax_attention_of_rows",
     "softmax_attention_streaming",
 ]

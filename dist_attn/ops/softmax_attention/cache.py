@@ -142,6 +142,10 @@ class KeyValueCache:
             )
 
 
+CacheRows = tuple[KeyValueCache | None, ...]
+"""The caches of sequences of any lengths that decode side by side, each of batch 1; None for a row without one."""
+
+
 def softmax_attention_streaming(
     q_BHLK: torch.Tensor,
     k_BGLK: torch.Tensor,
@@ -194,6 +198,32 @@ def _attend_one_token(call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Te
         placement = streaming_placement(cache.tokens, 1, (), after.dropped)
     out_BH1V = attend_exactly(replace(call.over(after.k_BGSK, after.v_BGSV, placement), causal=False))
     return out_BH1V, after.within(options.window)
+
+
+def softmax_attention_of_rows(
+    q_BH1K: torch.Tensor,
+    k_BG1K: torch.Tensor,
+    v_BG1V: torch.Tensor,
+    caches: CacheRows,
+    *,
+    options: SoftmaxOptions = PLAIN,
+) -> tuple[torch.Tensor, CacheRows]:
+    """`softmax_attention_streaming` for one token of each row, after its own cache; zeros where there is no sequence.
+
+    Raises: as there.
+    """
+    outputs: list[torch.Tensor] = []
+    after: list[KeyValueCache | None] = []
+    for q, k, v, cache in zip(q_BH1K.split(1), k_BG1K.split(1), v_BG1V.split(1), caches, strict=True):
+        if cache is None:
+            outputs.append(v.new_zeros((*q.shape[:3], v.shape[3])))
+            after.append(None)
+            continue
+        # A copy: a product's last bits may depend on where its numbers begin, and rows begin anywhere.
+        output, kept = softmax_attention_streaming(q.clone(), k, v, cache, options=options)
+        outputs.append(output)
+        after.append(kept)
+    return torch.cat(outputs), tuple(after)
 
 
 def streaming_placement(past: int, length: int, documents: tuple[int, ...], dropped: int) -> Placement:
