@@ -1,5 +1,6 @@
 """Exact softmax attention as a token mixer; its state, the key-value cache, grows with every token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -11,6 +12,8 @@ from dist_attn.mixers.heads import ProjectedAttention, RelativeRows, merge_heads
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.attention import SoftmaxConfig
 from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, SoftmaxOptions, softmax_attention_streaming
+from dist_attn.ops.device import send
+from dist_attn.ops.softmax_attention import CacheRows, softmax_attention_of_rows
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,43 @@ class SoftmaxState:
         return self if dropped == position - kept else replace(self, cache=replace(self.cache, dropped=position - kept))
 
 
+@dataclass(frozen=True)
+class SoftmaxRows:
+    """The states of sequences of any lengths that decode side by side: each row keeps its own cache."""
+
+    caches: CacheRows
+    tail_BKD: torch.Tensor
+    window: int | None = None
+
+    @staticmethod
+    def of(states: Sequence[SoftmaxState], rows: int) -> "SoftmaxRows":
+        """These states, whose caches are not copied; the other ones of so many rows have none, and the first tail."""
+        tails = [state.tail_BKD for state in states]
+        caches = (*(state.cache for state in states), *[None] * (rows - len(states)))
+        return SoftmaxRows(caches, torch.cat(tails + tails[:1] * (rows - len(states))), states[0].window)
+
+    def row(self, index: int) -> SoftmaxState:
+        """The state of one sequence, whose cache is not copied."""
+        cache = self.caches[index]
+        if cache is None:
+            raise InputError(f"row {index} of these states is of no sequence")
+        return SoftmaxState(cache, self.tail_BKD[index : index + 1].clone(), self.window)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order; those of a cache have a batch of 1."""
+        caches = [cache for cache in self.caches if cache is not None]
+        return (*(t for cache in caches for t in (cache.k_BGSK, cache.v_BGSV)), self.tail_BKD)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxRows":
+        """The same kind of states over other tensors."""
+        given = iter(tensors)
+        caches = tuple(
+            None if cache is None else replace(cache, k_BGSK=next(given), v_BGSV=next(given), room=None)
+            for cache in self.caches
+        )
+        return replace(self, caches=caches, tail_BKD=next(given))
+
+
 @final
 class SoftmaxAttention(ProjectedAttention):
     """Multi-head causal softmax attention, the exact baseline of every kernel mixer.
@@ -74,17 +114,34 @@ class SoftmaxAttention(ProjectedAttention):
         out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache, relative=self._rows())
         return self.out(merge_heads(out_BHLV)), SoftmaxState(cache, tail_BKD)
 
-    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, SoftmaxState]:
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, SoftmaxState | SoftmaxRows]:
+        if isinstance(state, SoftmaxRows):
+            return self._step_rows(x_BD, state)
         before = self._own(state, x_BD.shape[0])
-        x_BD, tail_BKD = self.convolved_step(x_BD, before.tail_BKD)
-        sizes, heads = self.config.qkv_sizes, self.config.num_heads
-        q, k, v = (split_heads(t[:, None], heads) for t in self.qkv(x_BD).split(sizes, dim=-1))
         before.cache.require_whole()
         position_11 = torch.full((1, 1), before.cache.tokens, device=x_BD.device)
-        q, k = (rotate(t, position_11, self.config.rotary) for t in (q, k))
+        q, k, v, tail_BKD = self._step_heads(x_BD, before.tail_BKD, position_11)
         options = SoftmaxOptions(relative=self._rows())
         out_BH1V, cache = softmax_attention_streaming(q, k, v, before.cache, options=options)
         return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD.contiguous())
+
+    def _step_rows(self, x_BD: torch.Tensor, state: SoftmaxRows) -> tuple[torch.Tensor, SoftmaxRows]:
+        positions = [[0 if cache is None else cache.tokens] for cache in state.caches]
+        position_B1 = send(torch.tensor(positions, device="cpu"), x_BD.device)
+        q, k, v, tail_BKD = self._step_heads(x_BD, state.tail_BKD, position_B1)
+        options = SoftmaxOptions(relative=self._rows())
+        out_BH1V, caches = softmax_attention_of_rows(q, k, v, state.caches, options=options)
+        return self.out(out_BH1V.flatten(1)), SoftmaxRows(caches, tail_BKD.contiguous())
+
+    def _step_heads(
+        self, x_BD: torch.Tensor, tail_BKD: torch.Tensor, position_B1: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of one token at these positions, and the tail after it."""
+        x_BD, tail_BKD = self.convolved_step(x_BD, tail_BKD)
+        sizes, heads = self.config.qkv_sizes, self.config.num_heads
+        q, k, v = (split_heads(t[:, None], heads) for t in self.qkv(x_BD).split(sizes, dim=-1))
+        q, k = (rotate(t, position_B1, self.config.rotary) for t in (q, k))
+        return q, k, v, tail_BKD
 
     def initial_state(self, batch: int) -> SoftmaxState:
         config, like = self.config, empty_output(self.qkv)

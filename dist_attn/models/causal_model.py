@@ -11,6 +11,7 @@ from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState
+from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
 from dist_attn.models.encoder import check_tokens
 from dist_attn.ops import SequenceOps
 
@@ -38,11 +39,8 @@ class ModelState:
         return int(self.position_B[0])
 
     def select(self, index: int | slice | list[int]) -> "ModelState":
-        """The state of some of the sequences, in memory of its own."""
-        rows = slice(index, index + 1) if isinstance(index, int) else index
-        # A copy: a view would keep the states of the whole batch alive for as long as this one lives.
-        layers = tuple(s.replace(tuple(t[rows].clone() for t in s.tensors())) for s in self.layers)
-        return ModelState(layers, self.position_B[rows].clone())
+        """The state of some of the sequences, in memory of its own; with caches by row (`beside`), of one of them."""
+        return ModelState(tuple(_selected(s, index) for s in self.layers), self.position_B[_rows(index)].clone())
 
     def tensors(self) -> list[torch.Tensor]:
         """Those of all layers in order, and the positions."""
@@ -55,11 +53,21 @@ class ModelState:
     @staticmethod
     def stack(states: "list[ModelState]") -> "ModelState":
         """Several states side by side along the batch."""
-        layers = tuple(
-            group[0].replace(tuple(torch.cat(fields) for fields in zip(*(s.tensors() for s in group), strict=True)))
-            for group in zip(*(state.layers for state in states), strict=True)
-        )
+        layers = tuple(map(_stacked, zip(*(state.layers for state in states), strict=True)))
         return ModelState(layers, torch.cat([s.position_B for s in states]))
+
+    @staticmethod
+    def beside(states: "list[ModelState]", rows: int) -> "ModelState":
+        """Several states of one sequence each, side by side for decode steps of so many rows; the first fills it up.
+
+        Keys and values are neither copied nor filled up, and may be of different lengths.
+        """
+        filled = states + states[:1] * (rows - len(states))
+        layers: list[MixerState] = []
+        for group in zip(*(state.layers for state in filled), strict=True):
+            cached = [state for state in group[: len(states)] if isinstance(state, SoftmaxState)]
+            layers.append(SoftmaxRows.of(cached, rows) if cached else _stacked(group))
+        return ModelState(tuple(layers), torch.cat([s.position_B for s in filled]))
 
     def detach(self) -> "ModelState":
         """The same values cut off from the gradient: how training passes state from segment to segment."""
@@ -69,6 +77,24 @@ class ModelState:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for s in self.layers for t in s.tensors())
+
+
+def _rows(index: int | slice | list[int]) -> slice | list[int]:
+    return slice(index, index + 1) if isinstance(index, int) else index
+
+
+def _selected(layer: MixerState, index: int | slice | list[int]) -> MixerState:
+    if not isinstance(layer, SoftmaxRows):
+        # A copy: a view would keep the states of the whole batch alive for as long as this one lives.
+        return layer.replace(tuple(t[_rows(index)].clone() for t in layer.tensors()))
+    if not isinstance(index, int):
+        raise InputError(f"rows {index} were selected of states with a cache for each row; select one by its number")
+    return layer.row(index)
+
+
+def _stacked(states: tuple[MixerState, ...]) -> MixerState:
+    fields = zip(*(state.tensors() for state in states), strict=True)
+    return states[0].replace(tuple(map(torch.cat, fields)))
 
 
 class StreamingModel(nn.Module, ABC):

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dist_attn.adapters.model import load_adapted_model
+from dist_attn.models import ModelState
 from dist_attn.shipped.downloaded import SUPPORTED
 from tests.adapters.supported import PAGE, listed
 from tests.support.foreign_models import (
@@ -49,6 +50,21 @@ def test_forks_go_on_by_themselves(kind: str) -> None:
     """Forks that stand side by side are given different tokens, and each has the logits of its own text."""
     case = compared(kind)
     assert (forked(case) - case.want_BLV[:, BLOCK:]).abs().max().item() <= FURTHEST
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@torch.inference_mode()
+def test_texts_of_different_lengths_decode_side_by_side(kind: str) -> None:
+    """Each has its own logits, with the bits of one that has empty slots beside it."""
+    case, places = compared(kind), [BLOCK, BLOCK + 2]
+    states = [case.ours.hidden(case.tokens_BL[row : row + 1, :place])[1] for row, place in enumerate(places)]
+    token_B = torch.zeros(8, dtype=torch.int64)
+    token_B[:2] = case.tokens_BL[[0, 1], places]
+    both_BV, _ = case.ours.step(token_B, ModelState.beside(states, 8))
+    token_B[1] = 0
+    alone_BV, _ = case.ours.step(token_B, ModelState.beside(states[:1], 8))
+    assert torch.equal(both_BV[0], alone_BV[0])
+    assert (both_BV[:2] - case.want_BLV[[0, 1], places]).abs().max().item() <= FURTHEST
 
 
 # A choice of experts that flips moves logits further than all rounding does, in transformers' bfloat16 as in ours:
