@@ -1,6 +1,7 @@
 """Decoding many requests side by side, in batches of one fixed shape, so that a request's bits do not depend on others.
 
-The states of a batch stay stacked from token to token; they are taken apart only when requests come or go.
+The states of a batch stay side by side from token to token; they are taken apart only when requests come or go. A
+key-value cache is never copied for that: each request keeps its own, of whatever length.
 """
 
 from collections import Counter
@@ -21,6 +22,7 @@ from dist_attn.generation import (
     takes_captured_steps,
     token_logprobs,
 )
+from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import current_watch
 from dist_attn.ops.state import steps_in_place
@@ -33,6 +35,9 @@ SLOTS = 8
 
 KEPT_STEPS = 4
 """Captured steps that are kept for batches to come: to capture one takes longer than many tokens."""
+
+
+GROWS = "operation by operation: the state grows with every token, and a graph has one size"
 
 
 @dataclass
@@ -91,7 +96,7 @@ class DecodeSlots:
         """In words, how the steps of the batches at hand are taken, and why."""
         if not self._captures:
             return frozenset({"operation by operation: captured steps were not asked for"})
-        return frozenset(batch.captured.how for batch in self._batches if batch.captured is not None)
+        return frozenset(GROWS if b.captured is None else b.captured.how for b in self._batches)
 
     def __contains__(self, request: int) -> bool:
         return request in self._drawings
@@ -232,20 +237,17 @@ class DecodeSlots:
             return
         for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
-        # Only states of one shape go side by side.
-        key = ModelState.shapes if self._layers_apart is None else self._layers_apart.alike
-        alike: dict[tuple[torch.Size | int, ...], list[int]] = {}
+        alike: dict[tuple[torch.Size, ...], list[int]] = {}
         for request in fed:
             if request in self._unbatched:
-                alike.setdefault(key(self._unbatched[request]), []).append(request)
+                alike.setdefault(_shapes(self._unbatched[request]), []).append(request)
         for requests in alike.values():
             for at in range(0, len(requests), SLOTS):
                 self._batches.append(self._stack(tuple(requests[at : at + SLOTS])))
 
     def _stack(self, requests: tuple[int, ...]) -> _Batch:
-        states = [self._unbatched.pop(request) for request in requests]
-        state = ModelState.stack(states + states[:1] * (SLOTS - len(states)))
-        if not self._captures:
+        state = ModelState.beside([self._unbatched.pop(request) for request in requests], SLOTS)
+        if not self._captures or any(isinstance(layer, SoftmaxRows) for layer in state.layers):
             return _Batch(requests, state)
         captured = next((step for step in self._free if step.fits(state)), None)
         if captured is None:
@@ -272,3 +274,9 @@ def _draw(request: int, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | Re
         return RequestFault(request, str(error))
     drawing.draws += 1
     return Drawn(request, token, token_logprobs(logits_V, token, drawing.spec.logprobs))
+
+
+def _shapes(state: ModelState) -> tuple[torch.Size, ...]:
+    """The shapes that states must have in common to go side by side: each row has keys and values of its own."""
+    layers = [(s.tail_BKD,) if isinstance(s, SoftmaxState) else s.tensors() for s in state.layers]
+    return tuple(tensor.shape for tensors in layers for tensor in tensors)

@@ -34,10 +34,6 @@ class LayersApart:
         """What this rank keeps of a state of all layers."""
         return replace(state, layers=state.layers[self.of_ranks[self.comm.rank]])
 
-    def alike(self, state: ModelState) -> tuple[int, ...]:
-        """Equal for states whose tensors have equal shapes, on whatever rank; caches have the length of their text."""
-        return (state.position,) if self.shapes.token_bytes else ()
-
     def tell(self, tokens: list[int]) -> list[int]:
         """The tokens that the last rank has drawn, on every rank; FAULT for one that it could not draw."""
         drawn = torch.tensor(tokens, dtype=torch.int64, device="cpu")

@@ -84,6 +84,14 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         return self.penalises or bool(self.logit_bias)
 
 
+def tokens_with_room(tokens: int) -> int:
+    """As how many tokens the keys and values of so many take memory, at most, where tokens are drawn.
+
+    Each is written into room behind the others; when it is full, all move to where there is more of it.
+    """
+    return tokens + max(64, tokens // 4)
+
+
 def check_sampling(spec: SamplingSpec) -> None:
     """Refuse a specification that no draw can follow.
 

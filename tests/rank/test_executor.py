@@ -10,13 +10,15 @@ from dist_attn.comm import run_simulated
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.control.scheduler import split
 from dist_attn.errors import EngineError
-from dist_attn.generation import generate
+from dist_attn.generation import StateShapes, generate
 from dist_attn.models import ModelState
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.executor import ModelExecutor
+from dist_attn.rank.state_bytes import read_state, write_state
 from dist_attn.rank_link.rows import SCORE_ROWS, RowAssembler, score_width
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, RequestFault
+from dist_attn.wire.specs import tokens_with_room
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 
@@ -214,6 +216,66 @@ def test_a_session_draws_the_same_bits_in_any_company():
         for layer, other_layer in zip(state.layers, other_state.layers, strict=True):
             for tensor, other in zip(layer.tensors(), other_layer.tensors(), strict=True):
                 assert torch.equal(tensor, other)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "hybrid"])
+@torch.inference_mode()
+def test_requests_of_any_lengths_share_a_batch(kind):
+    """With key-value caches too: tokens and states are bit for bit those of each alone, others come and go or not, and
+    saved and restored on the way.
+    """
+    model, lengths = small_model(small_config(kind)), [50, 0, 63, 7, 120]
+    shapes = StateShapes.of(model)
+
+    def drawn(requests):
+        slots, tokens = DecodeSlots(model), {n: [] for n in requests}
+        for step in range(14):
+            for n in requests:
+                if step == n:
+                    state = model.initial_state(1)
+                    if lengths[n]:
+                        _, state = model.hidden(torch.from_numpy(TOKENS[None, n : n + lengths[n]].astype(np.int64)))
+                    slots.take_in(n, state, SamplingSpec(40, seed=n))
+                elif step == 9 and n == 2:
+                    state, draws, _ = slots.state_of(n)
+                    saved = write_state(state)
+                    slots.forget(n)
+                    slots.take_in(n, read_state(saved, shapes), SamplingSpec(40, seed=n), draws=draws)
+            here = [n for n in requests if n in slots and (step, n) != (7, 4)]
+            for result in slots.draw(DecodeEntry(n, tokens[n][-1] if tokens[n] else 5) for n in here):
+                tokens[result.request].append(result.token)
+            assert len(slots._batches) == bool(here)
+        return {n: (tokens[n], write_state(slots.state_of(n)[0])) for n in requests}
+
+    together = drawn(range(len(lengths)))
+    for n in together:
+        assert drawn([n])[n] == together[n]
+
+
+@torch.inference_mode()
+def test_a_batch_copies_no_cache():
+    """Keys and values of a batch are those of its requests, and empty slots have none; what the states were before is
+    what they stay, and drawing takes the room that is planned for.
+    """
+    model = small_model(small_config("softmax"))
+    states = [model.hidden(torch.from_numpy(TOKENS[None, :n].astype(np.int64)))[1] for n in (90, 9)]
+    batch = ModelState.beside(states, SLOTS)
+    for index, layer in enumerate(batch.layers):
+        assert all(row is state.layers[index].cache for row, state in zip(layer.caches, states, strict=False))
+        assert layer.caches[2:] == (None,) * (SLOTS - 2)
+    assert all(a.cache is b.cache for a, b in zip(batch.select(1).layers, states[1].layers, strict=True))
+    token_B = torch.full((SLOTS,), 7)
+    _, once = model.step(token_B, batch)
+    (first_BV, _), (again_BV, _) = model.step(token_B, once), model.step(token_B, once)
+    assert torch.equal(first_BV[:2], again_BV[:2])
+
+    slots, shapes = DecodeSlots(model), StateShapes.of(model)
+    slots.take_in(1, states[0], SamplingSpec(400, seed=1))
+    for drawn in range(1, 300):
+        slots.draw([DecodeEntry(1, 5)])
+        caches = [layer.cache for layer in slots.state_of(1)[0].layers]
+        held = sum(t.untyped_storage().nbytes() for cache in caches for t in (cache.k_BGSK, cache.v_BGSV))
+        assert held <= shapes.token_bytes * tokens_with_room(90 + drawn)
 
 
 def test_sessions_that_rest_do_not_move():
