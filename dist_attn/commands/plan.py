@@ -27,6 +27,7 @@ from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
 from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN
 from dist_attn.shipped import origin, resolve_model_folder
+from dist_attn.wire.specs import tokens_with_room
 
 __all__ = ["BLOCK_TOKENS", "plan"]
 
@@ -212,7 +213,7 @@ def _plan_downloaded(folder: Path, tokens: int, *, options: PlanOptions, rates: 
     memory = {
         "process": PROCESS_BYTES,
         "weights": held * (FLOAT_BYTES if options.weights == "float32" else FLOAT_BYTES // 2),
-        "state": sizes.state_bytes_at(tokens),
+        "state": sizes.state_bytes_at(tokens_with_room(tokens)),
         "state_of_encoding": sizes.state_bytes_at(-(-tokens // ranks)),
     }
     states = {"before_any_token": sizes.state_bytes, "per_token": sizes.token_bytes}

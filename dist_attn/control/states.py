@@ -20,6 +20,7 @@ from dist_attn.wire.manifest import report_restore, require_same_model
 from dist_attn.wire.messages import BeginState, Checkpoint, FinishDrawing, Restored, StateCredit, StatePiece
 from dist_attn.wire.rank_messages import SavedState
 from dist_attn.wire.snapshot import largest_snapshot
+from dist_attn.wire.specs import tokens_with_room
 from dist_attn_api.errors import Code
 
 PIECE_BYTES = 1 << 20
@@ -259,12 +260,11 @@ class States:
         )
 
     def _room(self, request: Request) -> int:
-        """Bytes that the request will take in a rank, where states grow; drawn from, it fills a batch of its own."""
-        model = self._requests.model
-        if model is None or not self._grows:
+        """Bytes that the request will take in a rank, where states grow, with room where it is drawn from."""
+        if not self._grows:
             return 0
-        slots = 1 if model.manifest is None or request.work.draw is None else model.manifest.computed.decode_slots
-        return slots * self._size(request, request.length)
+        length = request.length if request.work.draw is None else tokens_with_room(request.length)
+        return self._size(request, length)
 
     def in_view(self, view: RequestView, request: Request) -> RequestView:
         """What the scheduler sees, with the size of the state where it grows with the text."""

@@ -7,6 +7,7 @@ import pytest
 
 from dist_attn.control.controller import Controller
 from dist_attn.control.settings import ControlSettings
+from dist_attn.shipped.downloaded import LoadedSizes
 from dist_attn.wire.agent_messages import (
     AgentHello,
     KillGroup,
@@ -42,6 +43,7 @@ from dist_attn.wire.rank_messages import (
     StepDone,
 )
 from dist_attn.wire.sockets import Sent, beat_identity, rank_identity
+from dist_attn.wire.specs import tokens_with_room
 from tests.support.opening import open_completion, open_encoding
 from tests.support.snapshots import manifest
 from tests.support.states import MemoryStates
@@ -180,9 +182,15 @@ def test_states_that_grow_are_saved_ever_less_often():
 
 
 def test_a_state_that_would_not_fit_is_refused():
-    """A text is refused with its length, its bytes and the limit: with eight to a batch where it is drawn from."""
+    """A text is refused with its length, its bytes and the limit: what `plan` says, with room where it is drawn from.
+
+    Others that are drawn beside it take nothing of its own.
+    """
     described = manifest(vocab_size=9000, hidden_size=2, decode_slots=8)
-    table = Table(state_bytes=100, token_bytes=10, settings=SETTINGS.replace(state_bytes=8 * 1200), described=described)
+    planned = [LoadedSizes(state_bytes=100, token_bytes=10).state_bytes_at(tokens_with_room(n)) for n in (110, 111)]
+    assert planned == [100 + 10 * (110 + 64), 100 + 10 * (111 + 64)]
+    limit = planned[0]
+    table = Table(state_bytes=100, token_bytes=10, settings=SETTINGS.replace(state_bytes=limit), described=described)
     table.api(open_completion("fits", SamplingSpec(10)))
     table.feed("fits", 100)
     table.api(open_completion("long", SamplingSpec(11)))
@@ -190,9 +198,9 @@ def test_a_state_that_would_not_fit_is_refused():
     failed = [message for message in table.to_peers if isinstance(message, Failed)]
     assert [(message.request_id, message.code) for message in failed] == [("long", "context_length_exceeded")]
     assert "111 tokens" in failed[0].message
-    assert f"{8 * 1210} bytes" in failed[0].message and f"engine is {8 * 1200} " in failed[0].message
+    assert f"{planned[1]} bytes" in failed[0].message and f"engine is {limit} " in failed[0].message
     table.api(open_encoding("apart", RowSpec()))
-    table.feed("apart", 1900)
+    table.feed("apart", 340)
     assert len([message for message in table.to_peers if isinstance(message, Failed)]) == 1
 
 

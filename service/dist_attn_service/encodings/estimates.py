@@ -8,6 +8,7 @@ from dist_attn.costs import Estimate as Plan
 from dist_attn.costs import LanguageModelCosts, ModelCosts, OutputFormat, estimate, output_bytes, read_any_costs
 from dist_attn.errors import ConfigError
 from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.specs import tokens_with_room
 from dist_attn_api.types import Estimate, Figure, MemoryEstimate
 from dist_attn_service.encodings.encoding_run import count_rows
 from dist_attn_service.engine.run import ServiceContext
@@ -59,7 +60,7 @@ class EstimateService:
         rows = 0 if max_tokens is not None else count_rows(spec, count)
         memory = None if plan is None else MemoryEstimate(**asdict(plan.memory), peak=plan.memory.peak)
         if plan is None and status is not None and status.state_bytes is not None:
-            state = status.state_bytes + status.token_bytes * (count + (max_tokens or 0))
+            state = status.state_bytes + status.token_bytes * tokens_with_room(count + (max_tokens or 0))
             notes.append(f"the state of this text will take up to {state:,} bytes in a rank that draws from it")
         if ranks is None:
             notes.append("the engine is not reached, so figures are for one rank")
