@@ -7,14 +7,18 @@ import torch
 from dist_attn.adapters.model import load_adapted_model
 from dist_attn.comm import run_simulated
 from dist_attn.control.scheduler import split
+from dist_attn.generation import StateShapes
 from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.rank.executor import ModelExecutor
+from dist_attn.rank.state_bytes import read_state, write_state
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, OpenOp, PrefillOp
 from tests.support.downloaded import VOCABULARY, qwen3_next, save
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPT = np.random.default_rng(2).integers(3, VOCABULARY, 1200).astype("<i4")
 DRAWN = 12
 
@@ -37,6 +41,22 @@ def test_draws_do_not_depend_on_those_beside_them(tmp_path):
         return [one for step in firsts + more for one in step if one.request == 1]
 
     assert drawn([1, 2, 3]) == drawn([1])
+
+
+@pytest.mark.parametrize("steps", ["eager", "captured"])
+@torch.inference_mode()
+def test_a_cache_that_a_window_keeps_at_one_size_is_saved(steps, tmp_path):
+    """The tokens that it has dropped are counted, so that the state comes back from its bytes and goes on."""
+    theirs = transformers.MistralConfig(vocab_size=VOCABULARY, sliding_window=8, **SIZES)
+    model = load_adapted_model(save(transformers.AutoModelForCausalLM.from_config(theirs), tmp_path / "model"))
+    slots = DecodeSlots(model, steps=steps)
+    slots.take_in(1, model.hidden(torch.from_numpy(PROMPT[None, :20].astype(np.int64)))[1], SamplingSpec(DRAWN))
+    for _ in range(5):
+        slots.draw([DecodeEntry(1, 5)])
+    state = slots.state_of(1)[0]
+    back = read_state(write_state(state), StateShapes.of(model))
+    assert [layer.cache.tokens for layer in back.layers] == [25, 25]
+    assert torch.equal(model.step(torch.tensor([7]), back)[0], model.step(torch.tensor([7]), state)[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
