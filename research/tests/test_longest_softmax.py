@@ -50,8 +50,9 @@ def test_what_a_rank_holds_in_the_reshuffle() -> None:
     length = 1023
     peaks = run_ranks("gloo", partial(study._across, "reshuffle", length=length), 3)
     share = 4 * 3 * length * HEADS * SIZE // 3
-    # The back end's own thread may let go of what was sent a moment after it is no longer needed: four, then.
-    assert all(round(peak / share, 1) in (3.0, 4.0) for peak in peaks)
+    # The back end's own thread may let go of what was sent to one rank or another a moment after it is no longer needed:
+    # four at most, then.
+    assert all(3.0 <= round(peak / share, 1) <= 4.0 for peak in peaks)
 
 
 @pytest.mark.parametrize("coefficients", [(100.0, 12_288.0), (0.0, 18_432.0, 97.0), (5e6, 13_056.0, 9.0)])
