@@ -50,8 +50,8 @@ def test_what_a_rank_holds_in_the_reshuffle() -> None:
     length = 1023
     peaks = run_ranks("gloo", partial(study._across, "reshuffle", length=length), 3)
     share = 4 * 3 * length * HEADS * SIZE // 3
-    # The back end's own thread may let go of what was sent to one rank or another a moment after it is no longer needed:
-    # four at most, then.
+    # The back end's own thread may let go of what was sent, to one rank or to all, a moment after it is no longer
+    # needed: four at most, then.
     assert all(3.0 <= round(peak / share, 1) <= 4.0 for peak in peaks)
 
 
