@@ -60,7 +60,7 @@ class SoftmaxRows:
 
     @staticmethod
     def of(states: Sequence[SoftmaxState], rows: int) -> "SoftmaxRows":
-        """These states, whose caches are not copied; the other ones of so many rows have none, and the first tail."""
+        """These states, whose caches are not copied; the remaining rows have no cache and the first state's tail."""
         tails = [state.tail_BKD for state in states]
         caches = (*(state.cache for state in states), *[None] * (rows - len(states)))
         return SoftmaxRows(caches, torch.cat(tails + tails[:1] * (rows - len(states))), states[0].window)

@@ -1,7 +1,7 @@
 """Decoding many requests side by side, in batches of one fixed shape, so that a request's bits do not depend on others.
 
 The states of a batch stay side by side from token to token; they are taken apart only when requests come or go. A
-key-value cache is never copied for that: each request keeps its own, of whatever length.
+key-value cache is not copied for that: each request keeps its own, of whatever length.
 """
 
 from collections import Counter

@@ -109,8 +109,7 @@ class ForeignTokeniser(Tokeniser):
 
         Raises: ModelFolderError where there are others, or one that frames or ends texts.
         """
-        vocab = self._whole.library.get_vocab()
-        needed = {*vocab.values()} - self._whole.library.get_added_tokens_decoder().keys()
+        needed = {*self._whole.library.get_vocab(with_added_tokens=False).values()}  # what streams may give
         needed |= {token for part in self.frame() for token in part} | {self.end_token or 0}
         if max(needed) >= vocab_size:
             raise ModelFolderError(

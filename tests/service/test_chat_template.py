@@ -9,6 +9,7 @@ from dist_attn_service.completions import chat_template
 from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
 from transformers import AutoTokenizer
 
+from dist_attn.errors import ModelFolderError
 from dist_attn.text import read_foreign
 from tests.support.tokenisers import downloaded_contents
 
@@ -88,6 +89,18 @@ LOOP = [
 ]
 NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|head|>", "<|headend|>", "<|eot|>", "<start>", "<end>")
+
+
+def test_a_template_for_tools_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    """The default is taken; a default that cannot be read is refused."""
+    templates = [{"name": "tool_use", "template": "{% if"}, {"name": "default", "template": CHATML}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    made = ChatTemplate.read(tmp_path, {})
+    assert made is not None and made.tool_use is None
+    templates[1]["template"] = "{% if"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    with pytest.raises(ModelFolderError, match="cannot be read"):
+        ChatTemplate.read(tmp_path, {})
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_documents_that_cannot_be_searched(service: RunningService) -> None:
         ([{"file_id": "file_x"}], "documents[0].file_id: "),
         (["a", {"id": 7, "text": "cat"}], "documents[1].id cannot be 7"),
         ([{"txt": "cat"}], "'documents[0].txt'; did you mean text? known are file_id, id, job_id, text"),
-        ([5], "documents[0] cannot be 5: a JSON object was needed"),
+        ([5], "documents[0] cannot be 5: a text or a JSON object was needed"),
     ):
         answer = post(service, "/v1/search", query="a", documents=documents)
         assert answer.status_code in (400, 404, 415) and words in answer.json()["detail"], answer.text
@@ -337,3 +337,4 @@ def test_rerankings_that_are_refused(service: RunningService) -> None:
     ):
         answer = post(service, "/v1/rerank", **body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert "documents[0].text is missing" in post(service, "/v1/rerank", query="a", documents=[{"title": "b"}]).text

@@ -107,6 +107,10 @@ def test_added_tokens_that_the_model_has_not(tmp_path: Path) -> None:
     for refused in (lambda: tokeniser.encode_whole(b"<image>", framed=False), lambda: tokeniser.encode_parts([size])):
         with pytest.raises(TokenError, match=f"'<image>' with id {size}, and the model's ids run to {size - 1}; leave"):
             refused()
+    contents["model"]["vocab"]["<image>"] = size  # streams may give it then
+    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
+    with pytest.raises(ModelFolderError, match="the files are of two models"):
+        fitted(read_foreign(tmp_path), tmp_path, size)
 
 
 def decoded(tokeniser: Tokeniser, tokens: list[int]) -> str:

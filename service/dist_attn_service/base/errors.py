@@ -4,7 +4,7 @@
     ├── BadRequest          400     what was sent cannot be used
     ├── NotFound            404     no such model, route
     ├── TooLarge            413     over a limit that the message names
-    ├── Conflict            409     it stands otherwise than the client thinks
+    ├── Conflict            409     things stand otherwise than the client thinks
     ├── EngineUnavailable   503     try again soon: not ready, overloaded, gone
     ├── EngineFailure       500     the engine gave up on this request
     ├── ServiceStopping     503     the server stops while the request is under way
@@ -138,7 +138,7 @@ class TooLarge(ServiceError):
 
 
 class Conflict(ServiceError):
-    """It stands otherwise than the client thinks: the same request would be refused again."""
+    """Things stand otherwise than the client thinks: the same request would be refused again."""
 
     default_code = Code.CONFLICT
     default_headers = NO_RETRY

@@ -90,6 +90,8 @@ def validated(kind: type[M], values: Any) -> M:
 def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
     """The first validation error as an answer."""
     first = errors[0]
+    if isinstance(first["input"], dict):  # also tried as a text, where a field takes both
+        first = next((error for error in errors if error["type"] == "missing"), first)
     place, inner = _place(kind, first["loc"])
     name = place.partition("[")[0] or None
     match first["type"]:
@@ -108,7 +110,8 @@ def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
                 message = f"{place}={shown} is not offered: {words}"
                 return BadRequest(message, code=Code.UNSUPPORTED_PARAMETER, param=name)
             object_needed = first["type"] in ("model_type", "model_attributes_type")
-            why = "a JSON object was needed" if object_needed else first["msg"].removeprefix("Value error, ")
+            or_text = "a text or " if any(error["type"] == "string_type" for error in errors) else ""
+            why = f"{or_text}a JSON object was needed" if object_needed else first["msg"].removeprefix("Value error, ")
             return BadRequest(f"{place} cannot be {shown}: {why}", param=name)
 
 

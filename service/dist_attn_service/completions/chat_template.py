@@ -225,13 +225,13 @@ class ChatTemplate:
             named["eos_token"] = next(iter(special))
         names = {name: text for name, text in named.items() if text is not None}
         environment, made = _environment(), None
-        try:
-            for name in ("tool_use", "default"):
-                if name in sources:
-                    asks_for = frozenset(meta.find_undeclared_variables(environment.parse(sources[name])))
-                    made = cls(environment.from_string(sources[name]), names, special, asks_for, made)
-        except TemplateError as error:
-            raise ModelFolderError(f"the chat template of {folder} cannot be read: {error}") from None
+        for name in (name for name in ("tool_use", "default") if name in sources):
+            try:
+                asks_for = frozenset(meta.find_undeclared_variables(environment.parse(sources[name])))
+                made = cls(environment.from_string(sources[name]), names, special, asks_for, made)
+            except TemplateError as error:
+                if name == "default":  # without the other one tools are refused
+                    raise ModelFolderError(f"the chat template of {folder} cannot be read: {error}") from None
         return made
 
     def of(self, *, tools: bool) -> "ChatTemplate":

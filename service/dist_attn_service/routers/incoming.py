@@ -95,7 +95,7 @@ class Incoming:
         return boundary_of(self.headers.get("content-type", ""))
 
     def length(self, limit: int | None = None, what: str = "what it holds", *, form: bool = False) -> int | None:
-        """How many bytes the body says to have, None where it does not say.
+        """How many bytes the body says it has, None where it does not say.
 
         Raises: TooLarge for more than `limit`, which is that of `what`; a form has some bytes more than its file.
         """

@@ -73,7 +73,8 @@ async def _document(asked: Incoming, one: SearchDocument | str, number: str) -> 
             place = f"documents[{number}].{given[0]}"
             words = error.message.removeprefix("input")
             words = place + words if words != error.message else f"{place}: {words}"
-            raise ServiceError(words, code=error.code, status=error.status, param="documents") from None
+            status, headers = error.status, error.headers
+            raise ServiceError(words, code=error.code, status=status, param="documents", headers=headers) from None
     return Searched(one.id if one.id is not None else number, one.job_id, source)
 
 

@@ -247,6 +247,7 @@ class SearchService:
         texts += [utf8(text, f"documents[{place}]", "documents") for place, text in enumerate(documents)]
         async with _in_time(terms):
             if longest is not None:
+                await self._context.watch.until_ready()
                 texts[1:] = [
                     (await self._embeddings.tokens(text, *_named(n)))[:longest] for n, text in enumerate(texts) if n
                 ]

@@ -104,7 +104,7 @@ class FileService:
     ) -> tuple[UploadRecord, int]:
         """Go on with an upload at this byte, and complete it with its last; how it stands then, and up to which byte.
 
-        `announced` is how many bytes the body says to have. However this ends, what has arrived is kept. No more is
+        `announced` is how many bytes the body says it has. However this ends, what has arrived is kept. No more is
         taken than what `reader` can keep up with.
 
         Raises: NotFound, TooLarge; ServiceError (409) where it stands elsewhere or has parts; what the body raises.
