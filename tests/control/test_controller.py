@@ -182,7 +182,7 @@ def test_states_that_grow_are_saved_ever_less_often():
 
 
 def test_a_state_that_would_not_fit_is_refused():
-    """A text is refused with its length, its bytes, what `plan` says, and the limit; others beside it take nothing of it."""
+    """A text is refused with its length, its bytes, as `plan` says them, and the limit, whatever else is drawn."""
     described = manifest(vocab_size=9000, hidden_size=2, decode_slots=8)
     planned = [LoadedSizes(state_bytes=100, token_bytes=10).state_bytes_at(tokens_with_room(n)) for n in (110, 111)]
     assert planned == [100 + 10 * (110 + 64), 100 + 10 * (111 + 64)]
