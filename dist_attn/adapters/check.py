@@ -101,11 +101,11 @@ class _AnswersEqual(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         alike = [tensor for tensor in self._model.tensors.values() if tensor.shape == tuple(args[0].shape)]
         paths = [self._model.folder / tensor.file for tensor in alike]
-        first, *others = (
+        stored = [
             np.memmap(path, np.uint8, "r", tensor.begin, tensor.nbytes)
             for path, tensor in zip(paths, alike, strict=True)
-        )
-        return all(_same(first, other) for other in others)
+        ]
+        return all(_same(stored[0], other) for other in stored[1:])
 
 
 def _same(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:

@@ -45,7 +45,7 @@ def test_json_holds_the_estimate(folder: str, capsys: pytest.CaptureFixture[str]
 
 def test_states_of_a_downloaded_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a text's state takes is told of a folder of transformers, which keeps keys and values of every token."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the folder is written by transformers")
     from tests.support.downloaded import qwen3_next, save  # it needs transformers itself
 
     save(qwen3_next(384), tmp_path)

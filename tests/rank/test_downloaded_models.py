@@ -15,7 +15,7 @@ from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, OpenOp, PrefillOp
 from tests.support.downloaded import VOCABULARY, qwen3_next, save
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="the folder is written by transformers")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
