@@ -17,6 +17,8 @@ from dist_attn.ops import Watch, current_watch, watching
 from dist_attn.ops.gpu_record import record_of
 from dist_attn.ops.state import steps_in_place
 
+GROWS = "the state grows with every token, and a graph has one size"
+
 
 class Replayed(Protocol):
     """What was captured: over the same memory, all of it again."""
@@ -123,7 +125,7 @@ class CapturedStep:
             return "a CUDA graph"
         why = self._graphs.refusal or "no step has been captured yet"
         if self._grows:
-            why = "the state grows with every token, and a graph has one size"
+            why = GROWS
         return f"operation by operation: {why}"
 
     @property

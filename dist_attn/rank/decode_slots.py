@@ -22,6 +22,7 @@ from dist_attn.generation import (
     takes_captured_steps,
     token_logprobs,
 )
+from dist_attn.generation.captured_step import GROWS
 from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import current_watch
@@ -35,9 +36,6 @@ SLOTS = 8
 
 KEPT_STEPS = 4
 """Captured steps that are kept for batches to come: to capture one takes longer than many tokens."""
-
-
-GROWS = "operation by operation: the state grows with every token, and a graph has one size"
 
 
 @dataclass
@@ -96,7 +94,9 @@ class DecodeSlots:
         """In words, how the steps of the batches at hand are taken, and why."""
         if not self._captures:
             return frozenset({"operation by operation: captured steps were not asked for"})
-        return frozenset(GROWS if b.captured is None else b.captured.how for b in self._batches)
+        return frozenset(
+            f"operation by operation: {GROWS}" if b.captured is None else b.captured.how for b in self._batches
+        )
 
     def __contains__(self, request: int) -> bool:
         return request in self._drawings
