@@ -29,7 +29,7 @@ from dist_attn.training.config import ContrastConfig, TrainingConfig
 from dist_attn.training.datasets.config import TextDataConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.evaluation import score_tokens, token_loss
-from dist_attn.training.language_task import read_validation_text, tokenise_files
+from dist_attn.training.language_task import digests_of, read_validation_text, tokenise_files
 from dist_attn.training.mesh import Share
 from dist_attn.training.task import Criterion, ModelTask
 
@@ -134,6 +134,7 @@ class ContrastiveTask(ModelTask):
         self._tokeniser: Tokeniser = load_tokeniser(data.tokeniser)
         self.sequences_per_row = 2 * self._contrast.chapters
         self._pairs = _read_pairs(config, self._contrast, self._tokeniser, progress)
+        self._trained_on = digests_of(data.train_files)
         self._validation = read_validation_text(data)
         super().__init__(config, share)
         self.criterion = None if self._validation is None else Criterion("same_chapter", "higher")
@@ -182,7 +183,7 @@ class ContrastiveTask(ModelTask):
         contrast = self._contrast.model_dump(mode="json")
         begin_from = self._config.run.begin_from
         began = {} if begin_from is None else {"began_from": begin_from.name}
-        facts = {"trained_on": [path.name for path in self._data.train], "contrast": contrast, **began, **facts}
+        facts = {"trained_on": self._trained_on, "contrast": contrast, **began, **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
 

@@ -1,6 +1,7 @@
 """Language modelling: segments of contiguous streams, with the state carried from each to the next."""
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.language_model import LearnedPositions, mixers_of_layers
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
 from dist_attn.ops.device import send
+from dist_attn.shipped import sha256
 from dist_attn.text import Tokeniser, fitted, load_tokeniser
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import TextDataConfig
@@ -66,6 +68,15 @@ def tokenise_files(
     return cached_texts(cache_folder, f"text-{key}", texts).tokens
 
 
+def digests_of(paths: Sequence[Path]) -> dict[str, str]:
+    """The SHA-256 of each training text by its name; of a folder, that of its files' digests."""
+    found = dict[str, str]()
+    for path in paths:
+        digests = [sha256(file) for file in expand([path])]
+        found[path.name] = hashlib.sha256("".join(digests).encode()).hexdigest() if path.is_dir() else digests[0]
+    return found
+
+
 class SegmentStream:
     """Batch b of step n holds `batch` segments; stream i of step n + 1 goes on where stream i of step n stopped.
 
@@ -116,6 +127,7 @@ class LanguageTask(ModelTask):
             text_field=data.text_field,
             progress=progress,
         )
+        self._trained_on = digests_of(data.train_files)  # as they are now: a run may take days
         self._stream = SegmentStream(tokens, data.batch, data.segment)
         self._validation = read_validation_text(data)
         super().__init__(config, share)
@@ -166,7 +178,7 @@ class LanguageTask(ModelTask):
         return steps * self._data.batch * self._data.segment
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        facts = {"trained_on": [path.name for path in self._data.train], **facts}
+        facts = {"trained_on": self._trained_on, **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
     def _state_of(self, rows: slice) -> ModelState:

@@ -10,7 +10,7 @@ from dist_attn.checkpoints import load_model, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.text import ByteTokeniser, load_tokeniser
 from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH, grow
-from dist_attn_research.writer.texts import as_chat, lay_out, paragraphs_of, turns
+from dist_attn_research.writer.texts import NOVELS, as_chat, lay_out, novels, paragraphs_of, turns
 from tests.support.models import small_config, small_model
 
 PARAGRAPHS = [
@@ -30,6 +30,16 @@ def test_layouts_keep_the_words():
         words = re.findall(r"[a-z]+", re.sub(r"</?(h2|p)>", " ", text).replace("&amp;", "&").lower())
         assert words == re.findall(r"[a-z]+", " ".join(PARAGRAPHS).lower())
     assert len(seen) >= 4
+
+
+def test_another_edition_is_refused(tmp_path):
+    """A novel with other bytes than those that were trained on is refused with the digest that is needed."""
+    digest, name = NOVELS.read_text().split()[:2]
+    with pytest.raises(ConfigError, match="--books names their folder"):
+        novels(tmp_path)
+    (tmp_path / name).write_text("Another translation.")
+    with pytest.raises(ConfigError, match=f"{name} is not the one .* {digest}"):
+        novels(tmp_path)
 
 
 def test_turns_are_what_is_said():

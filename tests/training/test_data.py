@@ -11,7 +11,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.text import ByteTokeniser
 from dist_attn.training import language_task
 from dist_attn.training.datasets import text_sources, token_cache
-from dist_attn.training.language_task import SegmentStream, tokenise_files
+from dist_attn.training.language_task import SegmentStream, digests_of, tokenise_files
 
 
 def test_streams_are_contiguous_and_targets_are_the_next_tokens():
@@ -51,6 +51,20 @@ def test_a_corpus_shorter_than_a_batch_is_refused():
     with pytest.raises(ConfigError, match=r"has 39 tokens; .* needs 40\. Give more text, or a smaller data\.batch"):
         SegmentStream(np.zeros(39, dtype=np.int32), batch=4, segment=9)
     SegmentStream(np.zeros(40, dtype=np.int32), batch=4, segment=9)
+
+
+def test_digests_are_those_of_sha256sum(tmp_path):
+    """A file's digest is that of its bytes; a folder's changes when a text in it does."""
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    (folder / "b.txt").write_bytes(b"d")
+    before = digests_of([tmp_path / "a.txt", folder])
+    assert before["a.txt"] == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    (folder / "b.txt").write_bytes(b"e")
+    after = digests_of([tmp_path / "a.txt", folder])
+    assert after["a.txt"] == before["a.txt"]
+    assert after["more"] != before["more"]
 
 
 def test_files_become_one_stream_with_an_end_token_after_each(tmp_path, monkeypatch):

@@ -7,20 +7,23 @@ Markdown or HTML; exchanges of speech in novels are written once more as turns o
 A paragraph is a text without line breaks; a heading is a short paragraph without a full stop or in capitals.
 """
 
+import hashlib
 import html
 import json
 import random
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
+from dist_attn.errors import ConfigError
 from dist_attn_research.retrieval.packages import unpacked
 from dist_attn_research.retrieval.texts import brown_documents, glosses, speeches
 
 __all__ = ["HELD_OUT", "VALIDATION", "write_texts"]
 
+NOVELS = Path(__file__).parent / "novels.sha256"
 HELD_OUT = "war_and_peace.txt"
 VALIDATION = {"wrapped": "validation.txt", "lines": "validation-lines.txt"}
 VALIDATION_CHARACTERS = 300_000
@@ -81,11 +84,31 @@ def page_paragraphs(folder: Path) -> Iterator[list[str]]:
             yield parser.paragraphs
 
 
-def documents(books: Path) -> Iterator[list[str]]:
+def novels(books: Path) -> dict[str, str]:
+    """The novels by their files' names, whose digests `novels.sha256` lists.
+
+    Raises: ConfigError for a novel that is missing, or another edition.
+    """
+    found = dict[str, str]()
+    for line in NOVELS.read_text().splitlines():
+        digest, name = line.split()
+        try:
+            contents = (books / name).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"novel {books / name} cannot be read: {error.strerror}; --books names their folder"
+            ) from None
+        if hashlib.sha256(contents).hexdigest() != digest:
+            raise ConfigError(f"novel {books / name} is not the one that was trained on, whose SHA-256 is {digest}")
+        found[name] = contents.decode()
+    return found
+
+
+def documents(novels: Mapping[str, str]) -> Iterator[list[str]]:
     """The paragraphs of every text that is trained on."""
-    for path in sorted(books.glob("*.txt")):
-        if path.name != HELD_OUT:
-            yield paragraphs_of(path.read_text("utf-8", "replace"))
+    for name, text in novels.items():
+        if name != HELD_OUT:
+            yield paragraphs_of(text)
     for _, text in speeches(held_out=False):
         yield paragraphs_of(text)
     for _, text in brown_documents(held_out=False):
@@ -170,14 +193,14 @@ def as_chat(run: Sequence[str]) -> str:
 def write_texts(books: Path, folder: Path, seed: int = 0) -> None:
     """`train.jsonl` with a document on every line, in a drawn order, and the beginning of the held-out book, twice."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw, found = random.Random(seed), list[str]()
-    for paragraphs in documents(books):
+    draw, found, read = random.Random(seed), list[str](), novels(books)
+    for paragraphs in documents(read):
         found.extend(parts(paragraphs, draw))
         found.extend(as_chat(run) for run in turns(paragraphs))
     draw.shuffle(found)
     with (folder / "train.jsonl").open("w") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in found)
-    book = (books / HELD_OUT).read_text("utf-8")[:VALIDATION_CHARACTERS]
+    book = read[HELD_OUT][:VALIDATION_CHARACTERS]
     (folder / VALIDATION["wrapped"]).write_text(book)
     (folder / VALIDATION["lines"]).write_text("\n\n".join(paragraphs_of(book)) + "\n")
     (folder / "plain.txt").write_text("\n\n".join(found))  # what the vocabulary is learnt from
