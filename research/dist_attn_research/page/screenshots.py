@@ -6,6 +6,7 @@ Chromium as a person would, and writes PNG files: light, dark and narrow. It pri
 
 import io
 import json
+import re
 import sys
 import tempfile
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from dist_attn_research.retrieval.questions import QUESTIONS
 from dist_attn_research.service.program import START_S, own_service, parser_of
 from tests.support.chromium import chromium, why_no_chromium
 
@@ -28,6 +30,10 @@ LONGEST_MS = 900_000
 WIDE: "ViewportSize" = {"width": 1440, "height": 900}
 NARROW: "ViewportSize" = {"width": 390, "height": 844}
 COLOURS = 256
+QUESTIONS_ASKED, TILES_IN_ROW, TILE_WIDTH = 10, 5, 234
+
+Questions = Sequence[tuple[str, str]]
+"""Each with a pattern that passages with an answer match."""
 
 
 @dataclass
@@ -44,11 +50,14 @@ class Camera:
         if narrow:
             self.page.set_viewport_size(NARROW)
         self.page.wait_for_timeout(400)
-        picture = Image.open(io.BytesIO(self.page.screenshot(full_page=whole)))
-        path = self.folder / f"page-{name}.png"
-        picture.convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT, kmeans=1).save(path, optimize=True)
+        self.save(Image.open(io.BytesIO(self.page.screenshot(full_page=whole))).convert("RGB"), name)
         if narrow:
             self.page.set_viewport_size(WIDE)
+
+    def save(self, picture: Image.Image, name: str) -> None:
+        """Write a picture under its name."""
+        path = self.folder / f"page-{name}.png"
+        picture.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, kmeans=1).save(path, optimize=True)
         self.sizes[path.name] = path.stat().st_size
 
 
@@ -111,8 +120,8 @@ def _continue(camera: Camera) -> dict[str, Any]:
     return said
 
 
-def _narrow(browser: "Browser", camera: Camera, url: str, query: str) -> None:
-    """The same document in a second, narrow window, found by its ids as after a reload."""
+def _narrow(browser: "Browser", camera: Camera, url: str, query: str, asked: Questions) -> list[int | None]:
+    """The same document in a second, narrow window, found by its ids as after a reload; gives what `_ask` does."""
     saved = camera.page.context.storage_state()
     context = browser.new_context(viewport=NARROW, storage_state=saved, device_scale_factor=1)
     page = context.new_page()
@@ -120,6 +129,7 @@ def _narrow(browser: "Browser", camera: Camera, url: str, query: str) -> None:
     page.wait_for_selector("#bar[data-phase=done]", state="attached", timeout=LONGEST_MS)
     page.wait_for_timeout(2000)
     narrow = Camera(page, camera.folder, camera.sizes)
+    places = _ask(narrow, asked) if asked else []
     page.fill("#query", query)
     page.click("#search button")
     page.wait_for_selector(".hit")
@@ -127,6 +137,27 @@ def _narrow(browser: "Browser", camera: Camera, url: str, query: str) -> None:
     narrow.take("narrow")
     narrow.take("narrow-dark", dark=True, whole=True)
     context.close()
+    return places
+
+
+def _ask(narrow: Camera, asked: Questions) -> list[int | None]:
+    """The page's answers in one picture; gives the place of the first passage that has an answer, for each question."""
+    places = list[int | None]()
+    height = NARROW["height"] * TILE_WIDTH // NARROW["width"]
+    tiles = Image.new("RGB", (TILE_WIDTH * TILES_IN_ROW, height * -(-len(asked) // TILES_IN_ROW)))
+    for number, (question, pattern) in enumerate(asked):
+        narrow.page.fill("#query", question)
+        with narrow.page.expect_response("**/v1/search") as answer:
+            narrow.page.click("#search button")
+        texts = [result["text"] for result in answer.value.json()["results"]]
+        right = (place for place, text in enumerate(texts, 1) if re.search(pattern, text, re.IGNORECASE | re.DOTALL))
+        places.append(next(right, None))
+        narrow.page.wait_for_timeout(400)
+        tile = Image.open(io.BytesIO(narrow.page.screenshot())).convert("RGB").resize((TILE_WIDTH, height))
+        row, column = divmod(number, TILES_IN_ROW)
+        tiles.paste(tile, (column * TILE_WIDTH, row * height))
+    narrow.save(tiles, "questions")
+    return places
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -150,7 +181,8 @@ def main(arguments: Sequence[str]) -> int:
         camera = Camera(page, given.out)
         seen = _encode(camera, given.book, given.bytes, given.query)
         seen |= _continue(camera)
-        _narrow(browser, camera, service.url, given.query)
+        asked = QUESTIONS.get(given.book.stem, ())[:QUESTIONS_ASKED]
+        seen["places_of_answers"] = _narrow(browser, camera, service.url, given.query, asked)
     result = json.dumps({**seen, "ranks": given.ranks, "bytes_of_pictures": camera.sizes}, indent=1)
     print(result)
     given.json.write_text(result)
