@@ -45,7 +45,7 @@ $(STAMP): $(SERVING)
 	$(PIP) $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target $(VENV)/.fla fla-core einops
 	@touch $@
 
-serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the model that ships
+serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the models that ship
 	@exec $(BIN)/python -m dist_attn serve $(ARGS)
 
 test: setup  ## run the tests but for the slow ones; what is skipped says why

@@ -1,4 +1,4 @@
-"""What is looked for in which texts; each case is made of texts that no training of this project saw."""
+"""What is looked for in which texts; each case is made of texts that no encoder was trained on here."""
 
 import re
 from collections.abc import Callable, Sequence
