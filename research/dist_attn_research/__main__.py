@@ -16,6 +16,7 @@ from dist_attn_research.studies import STUDIES
 PROGRAMS = {
     "filed": ("filed", "What was measured last? Prints the tables of all that is filed."),
     "writer": ("writer.prepare", "Make the texts, the vocabulary and the first weights of the model that writes."),
+    "writer-store": ("writer.store", "Put the weights of a run of the model that writes into the folder that ships."),
     "retrieval": ("retrieval.program", "Do words, MiniLM and our models find chapters, speeches, words and verses?"),
     "service-promises": ("service.promises", "Does the service keep what it promises? All of it, by its measurements."),
     "service-kills": ("service.kills", "Are answers the same when ranks are killed under open streams?"),

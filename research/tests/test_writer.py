@@ -10,6 +10,7 @@ from dist_attn.checkpoints import load_model, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.text import ByteTokeniser, load_tokeniser
 from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH, grow
+from dist_attn_research.writer.store import on_grid
 from dist_attn_research.writer.texts import NOVELS, as_chat, lay_out, novels, paragraphs_of, turns
 from tests.support.models import small_config, small_model
 
@@ -66,3 +67,14 @@ def test_what_would_be_left_behind_is_refused(changes):
     small, tokeniser = small_model(small_config(**changes)), ByteTokeniser()
     with pytest.raises(ConfigError, match="needed are readout = tied, and positions = none or sinusoidal"):
         grow(small, tokeniser, tokeniser, ADDED)
+
+
+def test_stored_weights_are_multiples_of_a_power_of_two_near_the_given_ones():
+    """Rounded by half a step at most, in float16 exactly, and vectors not at all."""
+    weight = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * 0.03
+    stored = on_grid(weight)
+    step = 2.0**-10  # 0.03 / 16 and more
+    assert torch.equal(stored, (stored / step).round() * step)
+    assert torch.equal(stored.half().float(), stored)
+    assert float((stored - weight).abs().max()) <= step / 2
+    assert torch.equal(on_grid(weight[0]), weight[0])
