@@ -44,7 +44,10 @@ class CompletionUsage(Answer):
 
 
 class PromptProgress(Answer):
-    """How far the prompts have been read: tokens in all, of these from a cache, and read; milliseconds since."""
+    """How far the prompts have been read, in tokens: of `total`, `cache` from stored states, `processed` with these.
+
+    `time_ms`: milliseconds since the engine began with them.
+    """
 
     total: int
     cache: int
@@ -192,7 +195,7 @@ class AppendProgress(Answer):
 
 
 class RestoreFacts(Answer):
-    """What going on from the stored state came to."""
+    """How work went on from a stored state, and how many tokens had to be computed again."""
 
     restored_position: int = 0
     recomputed_tokens: int = 0
@@ -333,8 +336,8 @@ class Figure(Answer):
 class MemoryEstimate(Answer):
     """Where a rank's memory goes, by the formulas of `dist-attn plan`. Units: bytes.
 
-    `loading` is what is held while weights are read, before there is a state: `peak` is `process` and the larger of it
-    and the other parts together.
+    `loading` is held while weights are read, before there is a state; `peak` is `process` plus the larger of `loading`
+    and the sum of the other parts.
     """
 
     process: int
@@ -436,7 +439,7 @@ class ModelList(Answer):
 
 
 class Readiness(Answer):
-    """The engine can take work, and that of the encoder too where there is one."""
+    """The engine can take work; `encoder` says the same of the second model, null where there is none."""
 
     ready: Literal[True] = True
     model: str
@@ -454,7 +457,10 @@ class Version(Answer):
 
 
 class Rank(Answer):
-    """One rank as the controller sees it: its last step that ended, the time of its steps with waiting for others."""
+    """One rank as the controller sees it.
+
+    `step` is the last that it finished, `busy_seconds` the time of its steps, waiting for other ranks included.
+    """
 
     rank: int
     pid: int

@@ -45,7 +45,7 @@ from dist_attn_client.transport import AsyncTransport, Transport
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SILENCE_S = 600.0
-LONGEST_DEADLINE_S = 2_592_000.0  # that the service takes
+LONGEST_DEADLINE_S = 2_592_000.0  # the service accepts no longer one: it is then kept by this client alone
 
 
 class WorkSize(TypedDict, total=False):

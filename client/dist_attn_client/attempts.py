@@ -16,9 +16,9 @@ class Retry:
     """How patient a client is. Units: seconds.
 
     A request is sent up to `tries` times without any progress; between two of them the client waits `first_s`, then
-    twice as long each time, up to `longest_s`, a random part of it less. What the service asks for in `Retry-After`
-    comes before that, up to `longest_asked_s`; more is the caller's to decide. A busy session is looked at again and
-    again for as long as the service says that its writer may take.
+    twice as long each time, up to `longest_s`, less a random part of up to half. A `Retry-After` of the service takes
+    precedence up to `longest_asked_s`; where it asks for more, the error is raised. A busy session is asked again at
+    the client's own pace, and these tries do not count until the time that `Retry-After` names.
     """
 
     tries: int = 6

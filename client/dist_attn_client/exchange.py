@@ -49,7 +49,10 @@ class Exchange:
         self.transport = transport
 
     def attempts(self, deadline_s: float | None) -> Attempts:
-        """The tries of a new piece of work."""
+        """The tries of a new piece of work.
+
+        Raises: InputError for a deadline that is not above 0.
+        """
         if deadline_s is not None and not deadline_s > 0:
             raise InputError(f"deadline_s is {deadline_s}; give seconds above 0")
         return Attempts(self._retry, monotonic, deadline_s)
@@ -69,7 +72,7 @@ class Exchange:
         return await self.read(call, lambda _, body: _decoded(body, kind, call), deadline_s)
 
     async def read(self, call: Call, made: Callable[[Answer, bytes], T], deadline_s: float | None = None) -> T:
-        """What is made of the answer to a call, which is asked for again where `made` finds that it broke off.
+        """The result of `made` for the answer to a call; the call is sent again where `made` raises that it broke off.
 
         Raises: ClientError.
         """

@@ -162,7 +162,7 @@ class Source:
 
 
 def _refuse_name(text: str) -> None:
-    """Raises: InputError for what is almost surely the name of a file: its eight letters are seldom the text meant."""
+    """Raises: InputError for a short text that is the name of an existing file: the file is almost surely meant."""
     if len(text) < 1024 and "\n" not in text and "\0" not in text and os.path.isfile(text):
         raise InputError(
             f"{text!r} is a text of {len(text)} characters, and there is a file of that name: give Path({text!r}) for "

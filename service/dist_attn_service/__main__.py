@@ -39,9 +39,9 @@ STARTED = time.monotonic()
 
 
 class ApiServer(uvicorn.Server):
-    """Listens until nothing is under way any more; says where once it does, and when the engine is ready.
+    """A server that prints where it listens and when the engine is ready, and waits for open requests before it ends.
 
-    Without a `url` it says nothing.
+    Without a `url` it prints nothing.
     """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, url: str = "") -> None:

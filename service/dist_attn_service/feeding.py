@@ -37,7 +37,7 @@ LASTING = (400, 404, 409, 413)
 
 @final
 class Feed:
-    """The moving parts of one upload in this process: who sends tells what has come, who feeds tells what was read.
+    """One upload in this process: its sending requests report what has come, its feeding task what was read.
 
     `position` is that of the session after the last token that was handed to the engine, `kept` that of its last
     state. It ends with the whole text, or some time after its senders have gone.

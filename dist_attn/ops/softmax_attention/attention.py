@@ -124,8 +124,8 @@ def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Ten
     """`softmax_attention` in which every document attends to itself alone: several short ones at a time.
 
     Shapes: q [B, H, L, K], k [B, G, L, K], v [B, G, L, V] -> [B, H, L, V].
-    Cost: one call of a fused kernel per `TOGETHER_TOKENS` of short documents and per long document; with relative positions
-        the tiles that touch a document.
+    Cost: one call of a fused kernel per `TOGETHER_TOKENS` (on CPUs `TOGETHER_TOKENS_CPU`) of short documents and per
+        longer document; with relative positions the tiles that touch a document.
     Raises: ShapeError when shapes do not fit together.
     """
     call.check()

@@ -235,7 +235,7 @@ _NOTES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print each kernel as soon as it is compiled, then all tables; 1 where a default tile spills."""
+    """Print each kernel as soon as it is compiled, then all tables; 1 where any of them spills registers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", type=int, default=SIZE, help="of a head, its values and its projections")
     types = {str(t).removeprefix("torch."): t for t in POINTERS}

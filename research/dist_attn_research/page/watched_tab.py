@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Held", "TabReport", "WatchedTab", "watched_tab"]
 
 SAMPLE_MS, IDLE_MS = 250, 1500
-# What a page does at most before a person notices: a click that is answered later seems lost.
+# Notes long tasks, and by how many milliseconds a timer of 50 ms is late, as the answer to a click would be.
 LAG = """() => {
   const seen = (globalThis.watchedTab = { tasks: [], lags: [] });
   const every = 50;

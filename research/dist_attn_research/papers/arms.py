@@ -70,7 +70,7 @@ _STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Claim:
-    """What is printed, and which arm is then better than which by a score: less of it, or more where that is better."""
+    """What is printed: arm `better` beats arm `worse` by having less of `score`, or with `more` more of it."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = ("the paper", "first", "second", "difference", "same sign here")
 

@@ -15,7 +15,7 @@ from dist_attn_research.papers.experiment import Interrupted, Job, Scores, Watch
 
 __all__ = ["TASKS", "VOCABULARY", "accuracy_at", "draw_copy", "draw_recall", "recall_job"]
 
-# Keys or symbols, values, noise, and the token that asks for the copy.
+# Keys and values, both of them symbols of a copy; noise; and the token that asks for the copy.
 KEYS, VALUES, NOISE, ASK = range(16), range(16, 32), range(32, 48), 48
 VOCABULARY, ITEMS, NOTHING = 49, 8, -100
 EVERY = 50

@@ -1,8 +1,8 @@
 """Clients leave at random moments, in every phase of a request: how soon the engine stops working for them.
 
-`dist-attn bench service-disconnects --ranks 1` starts a service of its own. What is promised is that work stops
-within a chunk; steps that were under way are finished, so the number of steps after the client left is what counts. The
-status is a fraction of a second old, and so are the seconds.
+`dist-attn bench service-disconnects --ranks 1` starts a service of its own. Promised (G7 in `promised.py`) is that at
+most 4 steps of reading or 512 drawn tokens, and 1 s, follow: steps under way are finished, so steps are what counts.
+The status is a fraction of a second old, so the seconds may be too long by that.
 """
 
 import asyncio

@@ -161,7 +161,7 @@ def read_books(folder: Path, names: Sequence[str], tokeniser: Tokeniser, most_to
         try:
             data = (folder / name).read_bytes()
         except OSError as error:
-            raise ConfigError(f"{FOLDER / name} cannot be read: {error.strerror}; the study needs the book") from None
+            raise ConfigError(f"{folder / name} cannot be read: {error.strerror}; the study needs the book") from None
         tokens = tokeniser.encode(data)
         chapters = find_chapters(data, tokens, tokeniser, 2 * WINDOW)
         count = min(len(tokens), most_tokens) // WINDOW

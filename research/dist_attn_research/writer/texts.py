@@ -4,7 +4,8 @@ A model that has only read lines of 70 characters ends a line after every few wo
 are cut into parts of whole paragraphs, and each part is wrapped at some width, or has a line for each paragraph, or is
 Markdown or HTML; exchanges of speech in novels are written once more as turns of a chat. War and Peace is left out.
 
-A paragraph is a text without line breaks; a heading is a short paragraph without a full stop or in capitals.
+A paragraph is a text without line breaks; a heading is one of fewer than 70 characters that is in capitals or begins
+with a word such as Chapter.
 """
 
 import hashlib
@@ -191,7 +192,10 @@ def as_chat(run: Sequence[str]) -> str:
 
 
 def write_texts(books: Path, folder: Path, seed: int = 0) -> None:
-    """`train.jsonl` with a document on every line, in a drawn order, and the beginning of the held-out book, twice."""
+    """Write `train.jsonl` (a document a line, in a drawn order), `plain.txt` for the vocabulary, two validation texts.
+
+    Raises: ConfigError for a novel or a package that cannot be had.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw, found, read = random.Random(seed), list[str](), novels(books)
     for paragraphs in documents(read):

@@ -5,8 +5,8 @@
     ├── NotFound            404     no such model, route
     ├── TooLarge            413     over a limit that the message names
     ├── Conflict            409     things stand otherwise than the client thinks
-    ├── EngineUnavailable   503     try again soon: not ready, overloaded, gone
-    ├── EngineFailure       500     the engine gave up on this request
+    ├── EngineUnavailable   503     try again soon: not ready, unreachable, stopping
+    ├── EngineFailure       5xx     the engine gave up on this request; 503: it is gone, 504: it is silent
     ├── ServiceStopping     503     the server stops while the request is under way
     └── UnforeseenError     500     a bug of ours
     ClientGone                      the client has left: no answer

@@ -49,7 +49,7 @@ def parse_json(data: bytes, kind: type[M]) -> M:
 
 
 def _bounded(value: Any, kind: type[BaseModel]) -> None:
-    """Refuse what would make a long list of errors: validation holds up everybody until it has found them all.
+    """Refuse what would make a long list of errors: validation blocks the event loop until it has found them all.
 
     Raises: BadRequest for an object with more keys than any option has.
     """
@@ -283,7 +283,7 @@ def terms_of(body: HowSoon | None, headers: Mapping[str, str], *, may_hurry: boo
         raise BadRequest(f"{PRIORITY_HEADER} is {priority[:40]!r}; send one of {', '.join(PRIORITIES)}")
     if priority == "high" and not may_hurry:
         raise ServiceError(
-            "the priority high asks for an admin key, and this key is none; leave it out",
+            "the priority high needs an admin key, and this key is not one; leave the priority out",
             code=Code.ADMIN_KEY_NEEDED,
             param="priority",
         )

@@ -35,7 +35,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     api_address: str = Field(description="ZeroMQ address of the controller, ipc:// or tcp://")
     keys_dir: str = Field(default="", description="folder with the keys for a tcp:// address of the controller")
     insecure_network: bool = Field(default=False, description="connect over a network without keys")
-    model: Path = Field(description="model folder; only tokenizer.json and config.json are read from it")
+    model: Path = Field(description="model folder; its weights are not read")
     encoder: EncoderSettings = Field(default=EncoderSettings(), description="a second model and its controller")
     data_dir: Path = Field(default=Path("data"), description="spools and states live here")
     log_level: LogLevel = "info"

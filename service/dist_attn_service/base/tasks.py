@@ -69,7 +69,7 @@ async def stop_tasks(*tasks: asyncio.Future[Any]) -> None:
 
 
 class Changes:
-    """What tasks wait for: that another one says that something has changed, which they then look at."""
+    """A change that tasks wait for: `notify` wakes them, and each looks itself at what has changed."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()

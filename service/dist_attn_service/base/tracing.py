@@ -29,7 +29,7 @@ UNTRACED = frozenset({"/health", "/livez", "/readyz", "/metrics"})
 
 
 class RequestTrace:
-    """One request; this one is not written down."""
+    """The trace of one request; this base class records nothing."""
 
     trace_id = ""
 
@@ -38,7 +38,7 @@ class RequestTrace:
 
 
 class EngineTrace:
-    """One piece of work in the engine; this one is not written down."""
+    """The trace of one piece of work in the engine; this base class records nothing."""
 
     def worked(self) -> None:
         """Something has come of it."""

@@ -249,7 +249,7 @@ class ChatTemplate:
         texts = json.dumps(told, ensure_ascii=False)
         mark = next((mark for mark in MARKS if mark not in texts), None)
         if mark is None:
-            raise TemplateRefusal(f"the messages hold all of the noncharacters U+FDD0 to U+FDEF: {len(MARKS)}")
+            raise TemplateRefusal(f"the messages hold all {len(MARKS)} noncharacters U+FDD0 to U+FDEF; leave one out")
         values = {"tools": None, "documents": None, **self.names, **self._guard(told, mark)}
         pieces, size, budget = [], 0, _Budget()
         token = _budget.set(budget)

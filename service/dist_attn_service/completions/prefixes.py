@@ -48,7 +48,7 @@ def kept_positions(tokens: int, grid: int, least: int) -> tuple[int, ...]:
 
     These are the last but one multiples of the grid, of twice the grid, of four times, and so on, so that prompts that
     share much of their text share states too. A later prompt that has all but the last n tokens in common with this
-    one finds a state less than 4n tokens before this one's end, or than two blocks: what is read again is in proportion
+    one finds a state less than 4n tokens before this one's end, or two grid steps: what is read again is in proportion
     to what is new, with as many states as the logarithm of the length. The last token is in none of them, for it is
     fed with the first draw.
     """

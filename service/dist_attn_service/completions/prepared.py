@@ -39,7 +39,7 @@ class PlannedChoice:
 class PreparedCompletion:
     """A checked request: what the engine needs and how its tokens become text.
 
-    Of the `choices` of each prompt `wanted` are answered: all of them, or the likeliest (`best_of`).
+    Of the `choices` of each prompt `answered` are sent: all of them, or the likeliest (`best_of`).
     """
 
     prompts: tuple[Prompt, ...]

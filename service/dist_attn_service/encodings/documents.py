@@ -61,7 +61,7 @@ class _Document:
     outbox: Spool
     record: RequestRecord
     input_bytes: int | None = None  # where all of it was tokenised beforehand
-    broken: bool = False  # the answer is not complete, and its format cannot say so
+    broken: bool = False  # the answer failed, and its format breaks off then
 
 
 class DocumentService:

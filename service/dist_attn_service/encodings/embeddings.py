@@ -79,8 +79,8 @@ class EmbeddingService:
     ) -> Vectors:
         """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
 
-        `name` is the request's in the log. `as_rows`: as long as the rows of encodings are, for comparing with these.
-        `named` tells how a refusal calls an input, and of which parameter it is.
+        `name` is the request's in the log. With `as_rows` vectors keep their length, to be compared with encoded rows.
+        `named` gives the name of an input in refusals, and its parameter.
 
         Raises: ServiceError when the engine fails.
         """

@@ -20,7 +20,7 @@ T = TypeVar("T")
 FORMATS: tuple[OutputFormat, ...] = ("ndjson", "arrow", "npy")
 PIECES = 16  # that a sample is cut into, to see how they differ
 FEW_BYTES = 1 << 16  # less text says little about the next
-PLANNED_SPREAD = 0.75  # the planner's rates are for one core of nobody's machine
+PLANNED_SPREAD = 0.75  # the planner's rates are for one core of no particular machine
 ASSUMED_SPREAD = 0.5  # any text beside the one below
 ASSUMED_TEXT = b"""It was a cold morning in March when the surveyor first came down to the harbour, with 3 crates of
 instruments and a letter from the company. Nobody had expected him before the thaw. "You will want a room," said the

@@ -45,7 +45,7 @@ class RowFormat(ABC):
     needs_count: ClassVar[bool] = False
     """Whether the bytes before the first row hold the number of rows."""
     breaks_off: ClassVar[bool] = True
-    """Whether an answer that ends with an error ends without the end of its body, as nothing else would tell."""
+    """Whether an answer that fails breaks off: the connection is closed without the end of the body."""
 
     def __init__(self, ahead: RowsAhead) -> None:
         self.ahead = ahead

@@ -132,7 +132,7 @@ class EnginePort(Protocol):
         """Fail what is open and let go of the engine."""
 
     def health(self) -> EngineHealth:
-        """The newest health, never older than half a second without saying so; never waits."""
+        """The newest health, not ready where its status is older than the port accepts; never waits."""
 
     def open(self, work: OpenWork) -> EngineStream:
         """Start it, under its request id and something that makes it unique.

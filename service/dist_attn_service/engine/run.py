@@ -82,7 +82,7 @@ class EngineRun:
     kept: int | None = None
     """The position of the last state that has come."""
     report: RestoreReport = FRESH
-    """What it came to to go on from the state that it began with."""
+    """How restoring the state that the request began with went."""
 
     async def work(
         self, tokens: TokenArray | AsyncGenerator[TokenArray], state: AsyncIterable[bytes] | None = None

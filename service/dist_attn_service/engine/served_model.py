@@ -53,8 +53,8 @@ class _StreamEncoder(msgspec.Struct):
 class ServedModel:
     """A model behind this service; `created` is a unix time in seconds.
 
-    `reading` is how a text encoder reads, and `frame_tokens` how many tokens it puts around each text; models without
-    read texts of any length. `unit_vectors`: those of /v1/embeddings are made to have length 1.
+    `reading` is how a text encoder reads, and `frame_tokens` how many tokens it puts around each text; a model whose
+    `reading` is None takes texts of any length. `unit_vectors`: vectors of /v1/embeddings are scaled to length 1.
     """
 
     folder: str  # its name

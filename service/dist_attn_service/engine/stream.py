@@ -62,9 +62,9 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     there are none, too); meanwhile 3. `next` gives events, None after the last. `snapshot` takes the bytes of a
     `Checkpoint`, the next of which comes only then.
 
-    States of a completion's prompt (`keep.at`) are fetched by another task than the one that reads its text: after
-    `fetch_states`, who does so gets one by one from `next_state`, takes each whole by `snapshot`, and calls
-    `end_states` at the end. `close` of a completion whose last token has come leaves the stream to them.
+    States of a completion's prompt (`keep.at`) are fetched by a second task, beside the one that reads its text: after
+    `fetch_states` that task takes one state after the other from `next_state`, reads each whole by `snapshot`, and
+    calls `end_states`. If the last token has come before, `close` leaves the stream open until then.
 
     `post` hands a message to the controller and never waits; `forget` ends the delivery of messages. Work that ends
     with no state outlives its controller: the port has it `hold`, and `do_again` with the next one.
@@ -353,7 +353,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._coming = None
 
     def fetch_states(self) -> None:
-        """Somebody fetches the states from now on."""
+        """A task fetches the states from now on, and calls `end_states` when it is done."""
         self._fetched = True
 
     async def next_state(self) -> Checkpoint | None:
@@ -369,7 +369,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         return None if self._closed or not self._states else self._states.popleft()
 
     def end_states(self) -> None:
-        """Nobody fetches states any more."""
+        """The task that fetched states is done; the stream ends here if the last token has come."""
         self._fetched = False
         if self._drawn:  # what its reader has not taken yet stays
             self._leave()

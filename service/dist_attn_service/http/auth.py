@@ -1,7 +1,7 @@
 """Who may ask for what: keys as bearer tokens or in X-API-Key, known by their hashes, compared in constant time.
 
-Without keys whoever reaches the service may ask for everything, but not the pages of other sites by way of a visitor's
-browser: neither under a name of theirs that points here (DNS rebinding) nor under ours.
+Without keys every request is answered, except what a page of another site sends through a visitor's browser, be it
+under a name of that site that points here (DNS rebinding) or under ours.
 """
 
 import hashlib

@@ -85,7 +85,7 @@ class RequestBody:
     async def read_all(self, limit: int, take: Callable[[int], None] = lambda _: None) -> bytes:
         """The whole body, for JSON; `take` is told of every piece before it is kept.
 
-        Raises: TooLarge over `limit` bytes, and what `take` and `chunks` raise.
+        Raises: TooLarge over `limit` bytes, BadRequest for an empty body, and what `take` and `chunks` raise.
         """
         data = bytearray()
         async for chunk in self.chunks():

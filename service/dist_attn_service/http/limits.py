@@ -35,7 +35,7 @@ class Turnover:
         return lambda: self._lately.append(self._clock() - self._held.pop(number))
 
     def refusal(self, message: str, caller: str = "", own: int = 0) -> ServiceError:
-        """The 429 for whoever waits for one of all that are held, or for one of its own, in a line of its own."""
+        """The 429 for a request that waits for any held place, or with `caller` for one of the `own` of that caller."""
         now = self._clock()
         usual = sum(self._lately) / len(self._lately) if self._lately else GUESS_SECONDS
         # What has been held for some time is as likely to be held for as long again.

@@ -54,7 +54,7 @@ def _read(folder: Traversable, prefix: str) -> dict[str, PageFile]:
 
 
 PAGE_FILES = _read(files("dist_attn_service") / "page", PREFIX)
-"""By path: `/` is the page itself. Nothing but these addresses is answered without a key."""
+"""By path: `/` is the page itself. Only these addresses and the health checks are answered without a key."""
 
 
 METHODS = ("get", "post", "put", "patch", "delete", "head", "options")

@@ -2,7 +2,7 @@
 
 job/ID                   JobRecord
 caller/CALLER/TIME/ID    the jobs of a caller
-open/TIME/ID             what has not ended, in order of arrival
+open/TIME/ID             what has not ended or is deleted and to be removed, in order of arrival
 expiry/TIME/ID           when it may go
 usage, usage/CALLER      the bytes of all, and the number of a caller's jobs
 """
@@ -351,7 +351,7 @@ class JobCatalogue:
     async def lost(self, deletable_until: Callable[[float], float]) -> list[str]:
         """Jobs that may go: those that have expired or were deleted, and bodies whose receiver died.
 
-        Those that live for so many seconds may go if they expired at the time that `deletable_until` gives, or before.
+        `deletable_until` gives, for a lifetime in seconds, the time by which jobs of that lifetime must have expired.
         """
 
         def expired(record: JobRecord) -> bool:

@@ -1,11 +1,11 @@
 """Where jobs are kept: the files of each, the states that it goes on from, and the catalogue.
 
-Its rows are numbers, so that any format can be made of them from any row on.
+Rows are kept as numbers, so that any format can be made of them from any row on.
 
 `input` has the bytes that were sent, `boundaries` the offsets, in little-endian int64, at which rows are to end where
 these were sent too; `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian int64 [rows, 4] (start
 and stop in tokens, then in bytes); `result` is a completion's JSON. What the catalogue says is there was synced before,
-with every name on the way to it. Calls block: they belong beside the event loop.
+with every name on the way to it. JobFiles and RowFile block: their calls belong beside the event loop.
 """
 
 import os
@@ -194,7 +194,7 @@ def _made(path: str, flags: int) -> int:
 
 @final
 class JobStates:
-    """A job can do without a state, from its beginning: what the store has no room for is not kept."""
+    """The states that jobs go on from; one that the store has no room for is not kept, and the job begins again."""
 
     def __init__(self, store: StateStore, log: Log) -> None:
         self._store = store
@@ -215,10 +215,7 @@ class JobStates:
         return name
 
     async def size(self, caller: str, point: JobPoint) -> int | None:
-        """The bytes of a state that was kept; None where it is gone.
-
-        Raises: ServiceError while the store cannot be read.
-        """
+        """The size in bytes of a state that was kept; None where it is gone or the store cannot be read."""
         try:
             return (await self._store.snapshots.stat(caller, point.snapshot)).size
         except StorageError as error:

@@ -105,7 +105,7 @@ CountableRows = Annotated[Literal["token", "window", "document"], BeforeValidato
 
 
 class EstimateRequest(Input):
-    """Work that somebody thinks of: its size in one of five ways, and what is asked of it.
+    """Planned work: its size in one of five ways, and what is asked of it.
 
     `input` alone is the whole text; beside `bytes` it is a sample of a text of that size. `file_id` is a file of the
     caller: a short one is counted, of a long one samples are.

@@ -227,7 +227,7 @@ def ranks(scores_N: Floats, has_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int6
 def fused(cosines_N: Floats, shares_N: Floats) -> Floats:
     """Scores by meaning and by words: the cosine, and `WORDS` times what a passage has of the query (`bm25`), [N].
 
-    Ranks would not do: of passages of a line, the first that shares an "a" would stand before the best by meaning
-    (docs/decisions/0038-hybrid-search-adds-cosines-and-words.md).
+    Ranks are not added: among passages of one line, the first that shares an "a" with the query would come before the
+    best by meaning (docs/decisions/0038-hybrid-search-adds-cosines-and-words.md).
     """
     return cosines_N + WORDS * shares_N

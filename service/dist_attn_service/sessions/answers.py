@@ -83,7 +83,7 @@ def require_match(headers: Headers, tag: str) -> None:
         return
     none = headers.get("if-none-match")
     if none is not None and (none.strip() == "*" or names_tag(none, tag)):
-        raise _failed("the session has a state already", tag)
+        raise _failed("the session has a state already; to replace it send If-Match in place of If-None-Match", tag)
     if if_match is None:
         raise ServiceError(
             f"the session has a state; to put another in its place send If-Match: {tag}",

@@ -142,7 +142,7 @@ class TextRun:
         self.snapshot = ""
         """The state that was kept last."""
         self.moved = asyncio.Event()
-        """Set whenever the session advances."""
+        """Set whenever the session advances, and by an append for each piece of its text."""
 
     async def work(self, stream: EngineStream, pieces: AsyncGenerator[Piece]) -> RestoreReport:
         """Feed the text to its end, as fast as the engine gives credit: then `snapshot` is the state there.

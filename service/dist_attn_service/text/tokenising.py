@@ -81,6 +81,8 @@ class ThreadTokeniser:
         What a block leaves over (a few bytes, or a word) joins the next. Bytes that no token stands for count for the
         token behind them. With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are
         the tokens.
+
+        Raises: TooLarge for a text that is too long for a tokeniser that cannot read in pieces.
         """
         rest, mark = b"", begin  # what has been left over, and where it begins
         async for block in blocks:
@@ -114,6 +116,8 @@ class ThreadTokeniser:
 
         `framed`: with the tokens that the model's files put around every text. A text that is too long for that is read
         in pieces, as a stream is.
+
+        Raises: BadRequest where the model lacks one of the tokens; TooLarge as `pieces`.
         """
         tokeniser = self._tokeniser
         if not isinstance(tokeniser, ForeignTokeniser):

@@ -29,10 +29,10 @@ from dist_attn_service.uploads.ledger import Segment
 
 P = ParamSpec("P")
 T = TypeVar("T")
-QUIET_SECONDS = 0.5  # after a pause of so long all that came is with the system, and others may take over
+QUIET_SECONDS = 0.5  # after such a pause all that came is flushed to the file, and another request may take over
 BLOCK_BYTES = 256 << 10  # one write or read
 HASH_BYTES = 4 << 20
-LOCK_SECONDS = 5.0  # a writer is given to make way
+LOCK_SECONDS = 5.0  # in which a writer has to make way
 POLL_SECONDS = 0.05
 WANTED = ".wanted"
 
@@ -54,9 +54,9 @@ class ByteFolder:
 
     @asynccontextmanager
     async def writing(self, blob: str) -> AsyncIterator["BlobWriter"]:
-        """Write to a blob, which is made if it is not there; its writer is asked to make way.
+        """Write to a blob, which is made if it is not there; a request that writes to it is asked to make way.
 
-        Raises: ServiceError (409) when they do not.
+        Raises: ServiceError (409) when it does not within LOCK_SECONDS.
         """
         path = self._path(blob)
         wanted = path.with_name(blob + WANTED)

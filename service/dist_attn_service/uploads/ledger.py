@@ -12,7 +12,7 @@ may have.
     blob/NAME                 BlobRecord: whose bytes these are
     held/NAME                 bytes that are being written
 
-TENANT is a salted hash of the caller.
+TENANT is a salted hash of the caller, EMIT is TIME counted backwards (`remote_moment`).
 """
 
 from collections.abc import Mapping

@@ -21,7 +21,7 @@ _MOST = 1 << 53
 
 
 def check_version(headers: Mapping[str, str]) -> None:
-    """Accept our version, or no word of it.
+    """Accept our version, or a request without the header.
 
     Raises: ServiceError (412) for another one.
     """
