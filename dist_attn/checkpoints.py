@@ -78,15 +78,17 @@ def load_causal_model(
     """`load_model`, or the model of a folder of transformers as it was downloaded.
 
     Such a model computes in `dtype`, or in bfloat16 where `weights` are of fewer bits than float32, and may have its
-    layers `over` ranks, of which several are needed; see `adapters.model.load_adapted_model`.
+    layers divided `over` several ranks (one is the same as None); see `adapters.model.load_adapted_model`.
 
-    Raises: as `load_model`; ConfigError for a model of this project that was to lie over ranks.
+    Raises: as `load_model`; ConfigError for a model of this project with `over` several ranks.
     """
     folder = resolve_model_folder(path_or_name)
     over = over if over is not None and over.size > 1 else None
     if origin(folder) != "downloaded":
         if over is not None:
-            raise ConfigError(f"engine.weights_over_ranks is for models as they were downloaded, and {folder} is none")
+            raise ConfigError(
+                f"engine.weights_over_ranks is for models as they were downloaded; {folder} is not: leave it out"
+            )
         return load_model(folder, weights=weights)
     check_precision(weights)
     from dist_attn.adapters.model import load_adapted_model  # transformers takes seconds to import
@@ -110,7 +112,8 @@ def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
     """
     model = load_any_model(path_or_name)
     if not isinstance(model, TextEncoder):
-        raise ModelFolderError(f"{path_or_name} holds a {model.config.kind}; needed is a text_encoder")
+        folder = resolve_model_folder(path_or_name)
+        raise ModelFolderError(f"{folder} holds a {model.config.kind}; needed is a text_encoder")
     return model
 
 
@@ -118,7 +121,8 @@ def load_stream_encoder(path_or_name: str | Path | None = None) -> StreamEncoder
     """`load_text_encoder` for a stream encoder."""
     model = load_any_model(path_or_name)
     if not isinstance(model, StreamEncoder):
-        raise ModelFolderError(f"{path_or_name} holds a {model.config.kind}; needed is a stream_encoder")
+        folder = resolve_model_folder(path_or_name)
+        raise ModelFolderError(f"{folder} holds a {model.config.kind}; needed is a stream_encoder")
     return model
 
 

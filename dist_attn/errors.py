@@ -80,7 +80,7 @@ class UnknownStateError(InputError):
 
 
 class ConflictError(InputError):
-    """What was asked for does not go with how a session stands."""
+    """A request that the session's position or its writer does not allow."""
 
 
 class PositionError(ConflictError):

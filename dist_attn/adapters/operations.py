@@ -37,9 +37,9 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal softmax attention over all tokens so far: [B, H, L, K], [B, G, L, K], [B, G, L, V] -> [B, L, H, V].
+    """Causal softmax attention over the tokens so far: [B, H, L, K], [B, G, L, K], [B, G, L, V] -> [B, L, H, V].
 
-    Raises: InputError for attention that is not causal, a mask, and what nothing is known of.
+    A sliding window limits them. Raises: InputError for attention that is not causal, a mask, or an unknown option.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others |= {"attention_mask": attention_mask}

@@ -125,7 +125,7 @@ class Communicator(ABC):
         """The one of `groups` that this rank is in; every rank makes the call, with the same groups."""
 
     def check_exchanges(self) -> None:
-        """Let the host see how its exchanges went, and raise what failed; no call of all ranks, made where a step ends.
+        """Wait for this rank's queued exchanges and raise what failed; a rank calls it alone, where a step ends.
 
         Between GPUs an exchange is only queued, and where it failed its result is anything: what came of it must not
         leave the process before. Other back ends raise in the exchange, or in the wait for it.
@@ -338,7 +338,7 @@ class Communicator(ABC):
 
     @final
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        """Every rank's text, in order of rank."""
+        """Every rank's text, in order of rank; an empty one arrives as one space."""
         own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor(own.numel()), label=label).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)

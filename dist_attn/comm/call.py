@@ -41,7 +41,7 @@ class Pending:
         self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, once every rank has launched the exchange.
+        """The result, once the ranks whose bytes it needs have launched the exchange.
 
         Raises: CommError if that does not happen within the group's deadline.
         """

@@ -212,7 +212,7 @@ def _started(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -> 
 
 
 def _thread(x: Tensor) -> Tensor:
-    """Nothing, connected to `x`: kept for the backward pass in its place, it holds no memory."""
+    """An empty tensor with the history of `x`: kept for the backward pass in place of `x`, it holds no memory."""
     return x.reshape(-1)[:0].clone()
 
 

@@ -1,10 +1,11 @@
 """Ranks as processes over MPI, started by mpiexec: every exchange is messages between pairs of ranks.
 
-No call waits inside the MPI library. MPICH's waits spin: with more ranks than cores, the ranks that wait take the
-cores from the ones that are waited for, without end if one never comes. Here every wait asks, gives way, asks again
-and soon sleeps in between, up to a deadline. Messages between pairs, rather than MPI's collectives, tell who is late;
-the exclusive scan is MPI's, in steps of its own, with empty messages beside it that tell.
-A message's tag holds its place and its call, so ranks that call different things never take one for another.
+No exchange waits inside the MPI library; only making and freeing groups does, for a moment. MPICH's waits spin: with
+more ranks than cores, the ranks that wait take the cores from the ones that are waited for, without end if one never
+comes. Here every wait asks, gives way, asks again and soon sleeps in between, up to a deadline. Messages between pairs,
+rather than MPI's collectives, tell who is late; the exclusive scan is MPI's, in steps of its own, with empty messages
+beside it that tell. A message's tag is a digest of its number and its call, so that ranks which call different things
+find it out.
 """
 
 import threading
@@ -125,7 +126,7 @@ class MpiCommunicator(Communicator):
         return self._post(call, roll_call, roll_call, before, sent, scan if sent.numel() else None)
 
     def close(self) -> None:
-        """Leave the group in step with the others; after a failure they are told, and not waited for for long."""
+        """Leave the group in step with the others; after a failure they are told, and waited for only briefly."""
         if self._closed:
             return
         self._closed = True

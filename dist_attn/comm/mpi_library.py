@@ -36,7 +36,8 @@ _abandoned: list[object] = []
 def start_mpi(timeout_s: float) -> ModuleType:
     """The module `mpi4py.MPI` with MPI initialised, by whomever.
 
-    Raises: MissingExtraError without mpi4py or an MPI library; CommError if the ranks do not come together in time.
+    Raises: MissingExtraError without mpi4py or an MPI library; ConfigError where MPI was initialised for calls of one
+    thread; CommError if it was finalised before, or the ranks do not come together in time.
     """
     try:
         import mpi4py

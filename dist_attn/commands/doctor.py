@@ -45,8 +45,8 @@ def doctor(config: Path | None, flags: Mapping[str, Any], *, as_json: bool, exch
 
     1 when it would not, or when something that it needs did not answer in time.
 
-    `config` and `flags` are those of `serve`, and so is the environment. `exchanges` times these as well and keeps the
-    times, by which ranks choose from then on.
+    `config` and `flags` are those of `serve`, and so is the environment. With `exchanges` the
+    exchanges between ranks are timed too, and ranks choose by these times from then on.
     Raises: ConfigError for settings that do not fit.
     """
     findings = examine(beside_default(read_settings(config, environment=os.environ, flags=flags)))
@@ -171,7 +171,7 @@ def _tell_what_is_waited_for(settings: ProbeSettings) -> None:
 def _run(
     commands: list[list[str]], private: Path, deadline_s: float, tell: Callable[[], None] = lambda: None
 ) -> tuple[str, bool]:
-    """Run these until the last of them has ended or the time is over: how it ended in words, whether it was late.
+    """Run these until the last one in the list ends or the time is over; in words how it ended, and if it was late.
 
     While that lasts `tell` is called now and then.
     """

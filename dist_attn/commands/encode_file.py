@@ -53,10 +53,10 @@ _READ_TURN_S = 0.5
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """What an encoding cost; `carry_bytes_per_rank` is what one rank contributes to the carry exchange of a block.
+    """What an encoding cost; `carry_bytes_per_rank` is what rank 0 contributed to the last block's carry exchange.
 
-    Of the ring exchanges it is all that rank 0 passes on in a block. Where the time of rank 0 went is told as `plan`
-    tells it beforehand (see `encode_blocks.Seconds`); opening and writing files is what lacks to `seconds`.
+    Of the ring exchanges it is all that rank 0 passed on in that block. The time of rank 0 is divided as `plan` divides
+    it (see `encode_blocks.Seconds`); what is left of `seconds` is opening and writing files.
     """
 
     tokens: int

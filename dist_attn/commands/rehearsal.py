@@ -111,7 +111,7 @@ def measured_rates(
 
 
 def _operations(costs: LanguageModelCosts, blocks: int, ranks: int, block_tokens: int) -> float:
-    """Of one rank in the first `blocks` blocks of a document."""
+    """Floating-point operations of one rank in the first `blocks` blocks of a document."""
     return blocks * block_tokens * costs.prefill_flops(blocks * ranks * block_tokens, ranks).total
 
 

@@ -77,7 +77,7 @@ class _Agent:
         self._unanswered = 0
 
     def run(self) -> bool:
-        """Wait for the next thing to happen, until there is a reason to stop; whether the next controller counts."""
+        """Serve until there is a reason to stop; true if the agent is to wait for the next controller."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         next_hello = 0.0

@@ -104,9 +104,10 @@ class Answers:
     # ---- losses --------------------------------------------------------------------------------
 
     def rewind(self, reason: str) -> int:
-        """The ranks are lost: every request goes back to its last saved state; how many tokens will be done again.
+        """Send the requests of the lost ranks back to their last saved states; how many tokens will be done again.
 
-        A request that was there at every one of some losses in a row, and came no further, fails: it may be the cause.
+        A request that `losses_to_fail` groups in a row were lost on, and that came no further, fails: it may be the
+        cause.
         """
         self._furthered = False  # what the lost ranks did says nothing of the next ones
         again = 0

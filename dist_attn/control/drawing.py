@@ -45,9 +45,10 @@ class Drawing:
         return self.sent >= self.most
 
     def ask(self, rank: int) -> int:
-        """Ask a rank for the next token; the draw whose token goes along, below 0 the last one of the prompt.
+        """Ask a rank for the next token; the index of the draw whose token goes along, -1 for the prompt's last token.
 
-        Where a draw feeds the token before, that is it; else what this draw gave, where it is made a second time.
+        With `unfed` 1 that is the draw before, which this one feeds; with 0 it is this draw, whose token is known only
+        where it is made a second time.
         """
         self.owner = rank
         self.asked += 1

@@ -163,7 +163,7 @@ class RankGroup:
     def _too_few(self, now: float) -> str:
         here, needed = self.agents.here(now), self._settings.agents
         if not here:
-            return "no agent has connected, so there is nobody to start ranks"
+            return "no agent has connected, and agents start the ranks"
         names = ", ".join(agent.hello.name for agent in here)
         return f"{len(here)} of {needed} agents are here ({names}); the ranks start when all are"
 
@@ -328,7 +328,7 @@ class RankGroup:
     def was_of_use(self) -> None:
         """A request came further than ever: should this group be lost too, the next one may start at once.
 
-        Who waits between crashes spares a machine on which nothing gets done; here something does.
+        The wait between crashes spares a machine on which no work gets done; here some does.
         """
         self._of_use = True
 

@@ -38,7 +38,7 @@ class Roster:
         self._agents: dict[str, KnownAgent] = {}
 
     def hello(self, identity: bytes, hello: AgentHello, now: float) -> KnownAgent | None:
-        """An agent says that it is here; the one that it takes the place of, if it does.
+        """Take in an agent's hello; the agent whose place it takes, None if it takes none.
 
         Of two with one name the first has the host's processes, and stays until it dies or falls silent.
         """

@@ -63,11 +63,11 @@ def check_engine(folder: Path, engine: EngineSettings, section: str = "engine") 
 
 
 def check_model_folder(folder: Path) -> None:
-    """What can be said of a model without loading it; of a downloaded one transformers says it, in another process.
+    """Check a model folder without loading the model; of a downloaded one transformers does it, in another process.
 
     Raises: ModelFolderError for a folder that lacks a file, holds a damaged one or is of a type that is not supported,
         ConfigError for a config.json that describes no model, MissingExtraError where transformers is needed and is not
-        installed.
+        installed, EngineError where its process fails or is late.
     """
     refuse_foreign(folder)
     if origin(folder) == "downloaded":

@@ -73,8 +73,8 @@ def _rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
     """What mpiexec and the ranks are told by their environment, where it does not say otherwise already."""
     environment = {**child_environment(), GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(threads_for(start.local_ranks)))
-    # Ranks ask nobody who they are, so on one host they listen on loopback alone. On several they would by themselves
-    # listen where the host's name points to, which may be the host itself.
+    # Ranks do not check who connects, so on one host they listen on loopback alone. On several they would by default
+    # listen at the address of the host's name, which may be a loopback address.
     several = len(start.hosts) > 1
     interface = interface_of(start.hosts[start.node].address) if several else LOOPBACK_INTERFACE
     for variable in INTERFACE_VARIABLES[: 2 if several else None] if interface else ():

@@ -52,7 +52,7 @@ class TokenQueue:
         earlier._count = 0
 
     def first_outside(self, vocab_size: int, *, marked: bool = False) -> int | None:
-        """A token that is not in [0, vocab_size), or None; `marked`: nor one with a mark (RowSpec.marked)."""
+        """The first token outside [0, vocab_size), or None; `marked`: once the marks of RowSpec.marked are removed."""
         for piece in self._pieces:
             tokens = np.frombuffer(piece, dtype="<i4")
             if marked:

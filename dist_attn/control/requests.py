@@ -32,7 +32,7 @@ class Losses:
     _saved: tuple[int, int] = (0, 0)  # the saved state at the last loss
 
     def add(self, saved: tuple[int, int]) -> None:
-        """A group was lost while it worked on this; where a further state was saved since the last loss, the first."""
+        """Count a loss of ranks that worked on this; the first again if a further state was saved since the last."""
         self.count = 1 if saved > self._saved else self.count + 1
         self._saved = saved
 
@@ -290,5 +290,6 @@ def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView
     # Texts without rows of a length are summed up to every multiple of the grid.
     row_bytes = -(-4 * cutting.hidden_size // (1 if rows.marked else length or grid))
     chunk = max(1, min(view.chunk, ROW_BYTES_PER_BLOCK // max(1, row_bytes)) // grid) * grid
-    # What is too short to be cut goes around: sequences need no other rank, nor do the blocks of a stream encoder.
+    # Texts too short to be cut go to the ranks in turn, by their numbers: one rank alone reads a sequence, or a short
+    # text of a stream encoder.
     return dataclasses.replace(view, grid=grid, chunk=chunk, row_length=edges, row_bytes=row_bytes, home=view.number)

@@ -173,7 +173,7 @@ def _decodes(requests: tuple[RequestView, ...], limits: Limits) -> tuple[tuple[i
 def _prefills(view: View, requests: tuple[RequestView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
     """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round.
 
-    It is a chunk at least, and so are the `STEP_ROW_BYTES` of their rows: what fits into no step would never be read.
+    `budget` and `STEP_ROW_BYTES` are raised to what one chunk takes: a chunk that fits no step would never be read.
     """
     limits = view.limits
     chunk, chunk_rows = max([GRAIN, *(r.chunk for r in requests)]), max([0, *(r.chunk * r.row_bytes for r in requests)])

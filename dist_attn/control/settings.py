@@ -59,7 +59,10 @@ class ControlSettings(FlagSettings, EngineSettings):
                 f"agents is {self.agents}, but rank_address is not set, so no other host can connect: give tcp://HOST:PORT"
             )
         if not AGENT_NAME.fullmatch(self.host_name):
-            raise ConfigError(f"agent_name {self.host_name!r} cannot be used: give letters, digits, dots and dashes")
+            raise ConfigError(
+                f"agent_name {self.host_name!r} cannot be used: give letters, digits, dots, dashes and underscores, "
+                "at most 100"
+            )
         if self.ranks > 1 and self.backend == "local":
             raise ConfigError(f"backend local has no way between {self.ranks} ranks: choose auto, gloo, nccl or mpi")
         if self.heartbeat_deadline_s < 2 * self.heartbeat_s:

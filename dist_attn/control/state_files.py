@@ -21,9 +21,9 @@ log = structlog.get_logger("dist_attn.control")
 
 @final
 class StateFiles:
-    """Bytes by request: new states are written in parts beside the last one, and one of them takes its place.
+    """Bytes by request: a new state is written in parts beside the last one, and takes its place when it is committed.
 
-    A file per request in a folder of its own. Memory: one part. A full disk keeps no state and breaks nothing.
+    Several files per request, in a folder of its own. Memory: one part. A full disk keeps no state and breaks nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class StateFiles:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder))
 
     def append(self, request: int, ordinal: int, start: int, data: bytes) -> None:
-        """Bytes [start, start + n) of the request's state of that number; what does not follow makes it none."""
+        """Write bytes [start, start + n) of a new state; bytes that do not follow are dropped, and `finish` fails."""
         path = self._next(request, ordinal)
         try:
             with path.open("r+b" if start else "wb") as file:

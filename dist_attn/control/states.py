@@ -1,8 +1,8 @@
-"""The saved states of open requests: when one is asked for, which of them count, what is handed out, and how it ends.
+"""The saved states of open requests: asks the ranks for them, decides which count, and hands them to the API.
 
-A state is saved for the case of a loss after so many tokens or draws, or so much time, and where the API asked for it.
-One that a request begins with comes in pieces as far as credit was given, is checked as it comes, and lies in a file;
-never whole in memory. What the ranks have saved goes out the same way, one state after the other.
+A state is saved after so many tokens or draws, or so much time, in case ranks are lost, and where the API asked for it.
+The state that a request begins with arrives in pieces as far as credit was given; each is checked and written to a
+file, so it is never whole in memory. States that the ranks have saved go out the same way, one after the other.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class States:
     # ---- from the API --------------------------------------------------------------------------
 
     def expect(self, request: Request) -> bool:
-        """Let the state come that a request begins with, once the model is known; whether its tokens may come."""
+        """Let the state that a request begins with come, once the model is known; true if its tokens may come now."""
         model, begin, keeping = self._requests.model, request.work.begin, request.keeping
         if model is None or not request.has_states:
             return not request.has_states
@@ -82,7 +82,7 @@ class States:
                 self._finish_drawing(request, drawn)
 
     def _finish_drawing(self, request: Request, drawn: int) -> None:
-        """A stored session shall stand after its first `drawn` drawn tokens, or the first state after them."""
+        """End a session's drawing after its first `drawn` tokens, or at its last saved state where that is further."""
         drawing = request.drawing
         if request.keeping.ranks_done or not drawing.finish_after(drawn):
             return
@@ -92,7 +92,7 @@ class States:
             self.commit(request)
 
     def rewind_if_due(self, request: Request) -> None:
-        """The ranks have drawn more than shall count, and owe nothing: they do it again from the last saved state."""
+        """Go back to the last saved state if more was drawn than shall count, once the ranks owe nothing."""
         if not request.drawing.rewinding or request.drawing.owed:
             return
         if request.keeping.close():
@@ -212,9 +212,9 @@ class States:
         return any(request.awaits_save for request in self._requests)
 
     def save_is_due(self, request: Request) -> bool:
-        """Whether it has gone far since its state was asked for: in tokens, in draws, or in time.
+        """Whether the request has gone far since a state of it was asked for: in tokens, in draws, or in time.
 
-        By time ranks that are lost every few seconds get on, by what was saved in between.
+        Time counts so that work advances even if ranks are lost every few seconds: it goes on from a saved state.
         """
         if not self.may_save(request):
             return False
@@ -280,7 +280,7 @@ class States:
     # ---- from the ranks ------------------------------------------------------------------------
 
     def take_saved(self, saved: SavedState) -> None:
-        """A rank has sent a state whole: work may be done again from it, once no other rank has rows before it."""
+        """Take a state that a rank has sent whole; it counts once no other rank owes rows before its position."""
         request = self._requests.get(saved.request)
         if request is None:
             self._keeper.drop(saved.request)
@@ -299,9 +299,9 @@ class States:
         self.commit(request)
 
     def commit(self, request: Request) -> None:
-        """Let the states count up to which every rank's rows are back: those of a slower one would be lost.
+        """Commit the states up to which every rank's rows are back; from a later one a slower rank's would be missing.
 
-        They count in the order in which they were asked for: two ranks may be heard the other way round.
+        They count in the order in which they were asked for; two ranks' answers may arrive in the other order.
         """
         keeping = request.keeping
         while (saved := keeping.saves.first) is not None and self._may_count(request, saved):
@@ -314,7 +314,7 @@ class States:
                     self._offer(request)
         request.end_swap()
         if keeping.swapping_out and not keeping.saves.pending:
-            text = "it had to make room for others, and its state could not be kept"
+            text = "it made room for others, and its state could not be kept: see that the controller's disk has room"
             self._requests.fail(request, Code.ENGINE_FAILED, text)
             return
         self.settle(request)

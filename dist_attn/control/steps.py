@@ -279,7 +279,7 @@ class StepBook:
             raise WireError(f"finished step {k}, due was step {due} of {self.last_k}")
 
     def tokens_per_second(self, now: float) -> float:
-        """Tokens prefilled and drawn per second, over the last seconds."""
+        """Tokens per second, prefilled or drawn, in the steps sent in the last RATE_WINDOW_S seconds."""
         self._forget_old_rates(now)
         return sum(tokens for _, tokens in self._rate) / RATE_WINDOW_S
 

@@ -92,10 +92,11 @@ def translate(
 ) -> list[list[Hypothesis]]:
     """For each source, its end token included, the hypotheses that were found, best first.
 
-    A target begins with its end token, as in training, and has at most `spec.max_tokens` tokens and twice those of its
-    source and ten more. Width 1 is the greedy choice.
+    A target begins with the end token, as in training, and has at most `spec.max_tokens` tokens, and at most 2 S + 10
+    for a source of S tokens. Width 1 is the greedy choice.
 
-    Raises: InputError for a source without tokens; TokenError for ids the model does not know.
+    Raises: InputError for a source without tokens; TokenError for ids the model does not know; EngineError for logits
+    of NaN.
     """
     lengths = [len(source) for source in sources]
     if 0 in lengths:

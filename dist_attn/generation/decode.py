@@ -32,8 +32,8 @@ def generate(
 ) -> list[int]:
     """The tokens drawn after a prompt: `max_tokens` of them, or those before the first of `end_tokens`.
 
-    `on_token` is called with each token as soon as it is drawn. The result of a seed depends on nothing else. `steps`
-    says whether they are taken over buffers that stay, see `takes_captured_steps`.
+    `on_token` is called with each token as soon as it is drawn. A seed makes the result repeatable. `steps` says
+    whether decode steps run over buffers that stay, see `takes_captured_steps`.
 
     Raises: InputError for an unusable specification or an empty prompt; TokenError for ids the model does not know;
     EngineError when the model gives logits that allow no draw.

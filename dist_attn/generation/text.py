@@ -30,8 +30,8 @@ def generate_text(
 ) -> dict[str, Any]:
     """Continue the text in `data` under a model folder or shipped model, with a report in plain values.
 
-    `weights` is how the model's lie in memory; the report tells the bytes of all of them. `compute` is where it works,
-    which `tell` gets in words before it begins.
+    `weights` is the precision of the model's weights in memory; the report has their bytes. `compute` is the device and
+    the precision of products, which `tell` gets in words before the work begins.
     `on_text` gets each piece of text as soon as it is certain: a character split over tokens waits until it is whole.
     `seconds` and the speed are those of prefill and drawing; loading the model is not counted.
 
@@ -50,10 +50,11 @@ def generate_text(
             pieces.append(text)
             on_text(text)
 
+    model = model.to(compute.device)
     started = time.perf_counter()
     with compute.autocast():
         drawn = generate(
-            model.to(compute.device),
+            model,
             tokeniser.encode_whole(data, framed=True),
             spec,
             end_tokens=end_tokens(tokeniser, folder, model.vocab_size),
@@ -90,11 +91,12 @@ def search_text(
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
     tell(compute.sentence(weights=weights))
+    model = model.to(compute.device)
     started = time.perf_counter()
     prompts = [tokeniser.encode_whole(data, framed=True)]
     ends = end_tokens(tokeniser, folder, model.vocab_size)
     with compute.autocast():
-        ((best, *_),) = beam_search(model.to(compute.device), prompts, spec, end_tokens=ends)
+        ((best, *_),) = beam_search(model, prompts, spec, end_tokens=ends)
     seconds = time.perf_counter() - started
     return {
         "text": tokeniser.decode(list(best.tokens)).decode(errors="replace"),

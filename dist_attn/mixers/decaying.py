@@ -45,7 +45,7 @@ class GatedLinearAttention(RecurrentMixer):
 
 
 def slopes(config: LightningConfig, device: torch.device) -> torch.Tensor:
-    """What each head's log decay is the negative of, [H] in float64."""
+    """The slope of each head, the negative of its log decay, [H] in float64."""
     heads_H = torch.arange(1, config.num_heads + 1, dtype=torch.float64, device=device)
     if config.slopes == "retention":
         return -config.slope_scale * torch.log1p(-torch.exp2(-4 - heads_H))

@@ -51,7 +51,7 @@ class FeatureMapAttention(CausalKernelAttention):
 class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
     """Multi-head RFA: learned sigma per head, fixed random vectors; optional scalar gates.
 
-    Queries and keys have unit norm, or keys the weights of those that have not.
+    Queries and keys are scaled to unit norm, or neither is and keys have weights by their norms.
 
     Reference: Random Feature Attention, Eq. 5 to 9; Eq. 12 (`weighting = "norm"`).
     """

@@ -136,7 +136,7 @@ def refuse_training(module: nn.Module) -> None:
 
 
 def empty_output(layer: nn.Linear | NarrowLayer) -> torch.Tensor:
-    """Nothing, of the type and at the place of what a linear layer puts out for float32 inputs or those of its type."""
+    """An empty tensor of the type and device of a linear layer's output, for inputs of float32 or of its own type."""
     dtype = torch.float32 if isinstance(layer, NarrowLayer) else layer.weight.dtype
     return torch.empty(0, dtype=dtype, device=layer.weight.device)  # not of the weight: that one may be sharded
 

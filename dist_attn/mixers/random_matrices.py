@@ -88,7 +88,7 @@ class RandomMatrices(nn.Module):
         return self._drawn_HDK if self.training and self._drawn_HDK is not None else self.w_HDK
 
     def redraw(self, step: int) -> bool:
-        """Take the pool's matrices of a training step; whether there is a pool, and so a state of other features."""
+        """Take the pool's matrices of a training step; True if there is a pool, so that older states are of no use."""
         if not self.config.pool:
             return False
         self._drawn_HDK = send(matrices_of_step(self.config, step).to(self.w_HDK.dtype), self.w_HDK.device)

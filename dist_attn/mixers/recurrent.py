@@ -141,7 +141,7 @@ class TokenShift(nn.Module):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, tail_B1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """These, and the last token of x."""
+        """The tokens of x shifted by one, [B, L, D], and its last token, [B, 1, D], which is the next tail."""
         taps_2D = F.pad(x_BLD.new_ones(1, x_BLD.shape[2]), (0, 0, 1, 0))
         return ops.convolve_streaming(x_BLD, taps_2D, tail_B1D)
 

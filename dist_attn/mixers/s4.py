@@ -30,7 +30,8 @@ from dist_attn.ops.state_space import (
 class DiagonalSpace(nn.Module):
     """The parameters of one diagonal system per feature; real parts stay negative.
 
-    B is fixed, for C learns the product: 1, or for the spectrum `legs` HiPPO's, which a model folder then has as well.
+    B is fixed, since only its product with C matters and C is learned: B is 1, or HiPPO's for the spectrum `legs`,
+    which model folders hold too.
 
     Reference: A Unified View of Long-Sequence Models, Sec. 7; Gu et al. 2022 (S4D).
     """

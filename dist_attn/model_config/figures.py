@@ -158,8 +158,8 @@ long as in 8 groups over two ranks of a busy machine."""
 def takes_turns(ranks: int, groups: int, *, erases: bool) -> bool:
     """Whether an affine recurrence is faster where ranks take turns at `groups` groups of heads than by a scan.
 
-    In turn the last rank is done after (G + P - 1) / G of its own work, by a scan after one and a `REDUCING_WALK`.
-    Other states have no such groups, 0, and are only scanned.
+    With turns at G groups the last of P ranks is done after (G + P - 1) / G times its own work; with a scan, after
+    1 + `REDUCING_WALK` times. States that have no such groups (0) are only scanned.
     """
     groups = min(groups, MOST_TURNS)
     return groups > 0 and ranks - 1 <= groups * REDUCING_WALK["erases" if erases else "decays"]

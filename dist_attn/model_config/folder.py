@@ -89,7 +89,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _values(contents: bytes) -> Any:
-    """What a JSON file holds; nothing where it is none, of which whoever needs its values says what is wrong."""
+    """The values of a JSON file; None where it is not JSON, which the caller then reports."""
     try:
         return json.loads(contents)
     except (ValueError, RecursionError):

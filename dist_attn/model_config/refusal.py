@@ -17,7 +17,7 @@ WITHOUT_GIVEN = ("missing", "extra_forbidden", "value_error", "union_tag_invalid
 def refusal(error: ValidationError, values: Any) -> tuple[str, str]:
     """The key (empty: the whole) and the words of the first error in `values`, which were refused with `error`.
 
-    Where a value may be one of several things, the thing that it resembles most speaks, or all of them in turn.
+    Where a value may be of several types, the words are those of the type that it resembles most, or of all of them.
     """
     errors = error.errors(include_url=False, include_context=False)
     keys = [_key(one["loc"], values, missing=one["type"] == "missing") for one in errors]

@@ -79,7 +79,7 @@ class TextClassifier(nn.Module):
         return torch.cat(prepared)[None], tuple(starts)
 
     def classify_packed(self, tokens_1L: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
-        """Logits [N, classes], equal on all ranks, of the N documents that `ops` have in this process's slice.
+        """Logits [N, classes], equal on all ranks, of all N documents of `ops`; [N / 2, classes] of pairs.
 
         Each is classified as if alone. Every rank has the whole loss, as from `forward`.
 

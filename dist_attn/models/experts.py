@@ -53,8 +53,8 @@ class Gates:
 class Selector(nn.Module):
     """p = sigmoid(f(norm(x))), token by token, and the gates of `SelectorConfig` over it.
 
-    With `against` it is learnt against what everything else is learnt for: the gradient of what kept tokens weigh is
-    turned round, and goes no further than here. Its rate term stays as it is.
+    With `against` it is trained to raise the loss that the rest of the model lowers: the gradient of its gates' weights
+    is negated, and stops at its inputs. Its rate term stays as it is.
 
     Reference: A Unified View of Long-Sequence Models, Eq. 26 to 28; Jang et al. 2017 (Gumbel); Louizos et al. 2018.
     """

@@ -18,7 +18,7 @@ from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
 class LanguageModel(CausalModel):
-    """Embedding, pre-norm blocks, final norm, and a read-out that shares the embedding's weights or has its own."""
+    """Embedding, blocks, a final norm, and a read-out that shares the embedding's weights or has its own."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()

@@ -98,7 +98,10 @@ class MaskedAutoencoder(nn.Module):
     def forward(
         self, patches_BLN: torch.Tensor, hidden_BL: torch.Tensor, ops: SequenceOps | None = None
     ) -> torch.Tensor:
-        """All patches as the model sees them, [B, L, C p p]; those that `hidden_BL` marks it has not looked at."""
+        """The reconstruction of all patches, [B, L, C p p], of which those marked in `hidden_BL` [B, L] are not seen.
+
+        Raises: ShapeError for other shapes, or a mask that is not bool.
+        """
         ops = LocalSequenceOps() if ops is None else ops
         _check_patches(patches_BLN, self.config.image, 0, ops)
         if hidden_BL.shape != patches_BLN.shape[:2] or hidden_BL.dtype != torch.bool:

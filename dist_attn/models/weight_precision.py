@@ -59,8 +59,8 @@ def check_precision(precision: str) -> None:
 def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightReport:
     """Replace the linear layers of a language model, and its tables, by rounded ones, where they lie.
 
-    The model then reads and writes only: `train()`, gradients and saving it are refused. float32 leaves it as it is,
-    and so does everything that is raised.
+    The model then serves inference only: `train()`, gradients and saving it are refused. With float32, or where an
+    error is raised, it is left as it is.
 
     Raises: ConfigError for another kind of model, one that is rounded already, or a precision that there is not;
         InputError for weights that are not finite.

@@ -68,9 +68,9 @@ def kernels_of(operation: str, fields: type[ctypes.Structure]) -> ctypes.CDLL:
 
 
 class Chunks(NamedTuple):
-    """Where chunks begin, and the end, int64 [N + 1]; which of them begin a document, uint8 [N]. None lies in two.
+    """Where chunks begin, and the end, int64 [N + 1]; which of them begin a document, uint8 [N].
 
-    Of one document they lie side by side and need no tables.
+    No chunk crosses documents. The chunks of a single document are contiguous and need no tables: both are None.
     """
 
     number: int

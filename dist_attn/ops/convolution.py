@@ -18,6 +18,7 @@ def convolve(
     With packed `documents`, given by their starts, that of every document by itself.
 
     Shapes: x [B, L, D], w [K, D] -> [B, L, D].
+    Raises: ShapeError when they do not fit together, or a document starts behind the sequence.
     Reference: A Unified View of Long-Sequence Models, Eq. 3.
     """
     check_taps(x_BLD, w_KD)

@@ -23,9 +23,10 @@ Ops = TypeVar("Ops")
 
 
 def checked(ops: Ops) -> Ops:
-    """The same `SequenceOps`; while a `FiniteCheck` watches, each raises for a number that is not finite.
+    """The same `SequenceOps`; while a `FiniteCheck` watches, each looks for numbers that are not finite.
 
-    Raises: NotFiniteError from any operation, for its inputs before it runs and for its outputs after.
+    Raises: NotFiniteError from any operation, for its inputs before it runs and for its outputs after, unless the
+        check has a `tell`, which is called in place of an error.
     """
     return cast(Ops, _Checked(ops))
 

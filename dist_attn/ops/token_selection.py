@@ -18,7 +18,7 @@ def select_tokens(
     """The tokens whose score is at least `threshold`, of those the `at_most` highest, and their positions.
 
     Where no token reaches the threshold the one with the highest score is kept; of equal scores earlier tokens go
-    first. Gradients pass to the tokens that are kept, none to scores: what a score weighs goes along as a column of x.
+    first. Gradients pass to the tokens that are kept, not to scores: to weigh by scores, make these a column of x.
 
     Shapes: x [L, C], score [L] -> [N, C] and int64 [N], rising.
     Raises: ShapeError where they do not fit together; InputError for at_most below 1.

@@ -1,6 +1,6 @@
-"""What a caller may learn of the operations that run inside a `with` block: guarded denominators, numbers gone wrong.
+"""What a caller may learn of the operations inside a `with` block: guarded denominators, numbers that are not finite.
 
-Nobody passes it along: models and operations ask for the one of this thread, and do without when there is none. It
+A watch is not passed as an argument: models and operations ask for the one of this thread, which may be none. It
 changes no result.
 """
 

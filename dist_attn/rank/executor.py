@@ -134,7 +134,10 @@ def _end_tokens(folder: Path, model: StreamingModel) -> tuple[int, ...]:
 
 @final
 class ModelExecutor:
-    """The requests of this rank. Memory: one state per request; hidden states live no longer than their operation."""
+    """The requests of this rank.
+
+    Memory: one state per request; hidden states live no longer than their step, but for that of a session's last token.
+    """
 
     def __init__(
         self,
@@ -190,7 +193,8 @@ class ModelExecutor:
         A stored state that is none of this model's is a fault of the request: every rank sees the same bytes, and all
         pass over what follows until the request is closed.
 
-        Raises: EngineError for a completion, of a model that makes vectors alone.
+        Raises: EngineError for a completion by a model that only makes vectors, WireError for a state, saved in case of
+            a loss, that does not fit the model.
         """
         if self._decoding is None and op.rows is None:
             raise EngineError(f"request {op.request} wants text from {self.loaded.name!r}, which makes vectors only")
@@ -217,9 +221,11 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
-        """The request's state as it is now; nothing of one that was refused, and where another rank sends it.
+        """The request's state as it is now and its bytes; None for a refused request, or where another rank sends it.
 
         With layers apart it is a call of all ranks for a request that decodes.
+
+        Raises: EngineError for a request that is not open, or a state that cannot be stored.
         """
         if request in self._refused:
             return None
@@ -269,10 +275,11 @@ class ModelExecutor:
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
         """Feed this rank's slice of a block; the pieces of rows in it, for an encoding or a prompt that is scored.
 
-        `pause` is called `loaded.pauses` times, after each mixer and each layer: it may decode, and nothing else.
+        `pause` is called after each part of the model, `loaded.pauses` times, and not for a text that was read ahead:
+        it may decode, and nothing else.
 
-        Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost,
-            NotFiniteError where that is looked for.
+        Raises: EngineError for a block that does not follow the one before or tokens that are not this rank's slice,
+            CommError when another rank is lost, NotFiniteError where that is looked for.
         """
         if op.request in self._refused:
             return None

@@ -54,7 +54,7 @@ def write_state(state: ModelState) -> bytes:
 
 
 def read_state(data: bytes, shapes: StateShapes) -> ModelState:
-    """The state that `write_state` wrote, of a model whose states have these shapes, where the model lies.
+    """The state that `write_state` wrote, on the device of the model, whose states have these shapes.
 
     Raises: WireError for bytes that are not those of a state of this model.
     """

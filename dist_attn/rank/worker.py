@@ -1,4 +1,4 @@
-"""The rank loop: waits on its socket for the next numbered step, performs it, answers; never waits in a collective."""
+"""The rank loop: takes numbered steps from its socket, performs and answers them; idle, it is in no collective."""
 
 import signal
 import socket
@@ -219,8 +219,8 @@ class ReceivedStates:
         state = self._coming.setdefault(part.request, bytearray())
         if part.start != len(state) or part.start + len(part.data) > self._num_bytes:
             raise WireError(
-                f"bytes [{part.start}, {part.start + len(part.data)}) of a state of {self._num_bytes} came after "
-                f"{len(state)}"
+                f"bytes [{part.start}, {part.start + len(part.data)}) of a state came after its first {len(state)}; "
+                f"needed are those that follow, up to {self._num_bytes} in all"
             )
         state += part.data
 

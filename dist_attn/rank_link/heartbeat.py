@@ -1,4 +1,4 @@
-"""The rank's heartbeat thread: tells every half second that the rank lives and how far it is.
+"""The rank's heartbeat thread: tells every `heartbeat_s` seconds that the rank lives and how far it is.
 
 It has a socket of its own and needs neither the device nor the main thread, so "slow" and "stuck" look different.
 It also ends the process when the controller falls silent.
@@ -63,7 +63,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more; returns when the thread has ended."""
+        """Stop beating, and wait for the thread to end, at most `heartbeat_s` + 2 seconds."""
         self._stopped.set()
         self._thread.join(timeout=self._settings.heartbeat_s + 2)
 

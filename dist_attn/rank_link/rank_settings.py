@@ -44,15 +44,14 @@ class RankSettings(FlagSettings, RankTerms):
 def rank_from_environment(environ: Mapping[str, str], ranks: int) -> int:
     """The number of this rank, as the launcher says; alone it is 0.
 
-    Raises: ConfigError if the launcher started another number of ranks.
+    Raises: ConfigError if the launcher started another number of ranks, or none says which of several this is.
     """
     launch = read_launch(environ)
     if launch is not None:
         rank, size = launch.rank, ranks if launch.size_variable == "" else launch.size
         if rank is None or size != ranks or rank >= ranks:
-            raise ConfigError(
-                f"{launch.rank_variable}={rank} of {launch.size_variable}={size} does not fit --ranks {ranks}"
-            )
+            of = f" of {launch.size_variable}={size}" if launch.size_variable else ""
+            raise ConfigError(f"{launch.rank_variable}={rank}{of} does not fit --ranks {ranks}")
         return rank
     if ranks != 1:
         raise ConfigError(f"--ranks is {ranks}, but neither RANK nor mpiexec says which rank this is")

@@ -33,7 +33,7 @@ def row_length(spec: RowSpec) -> int | None:
 
 
 def sequence_length(spec: RowSpec, text_tokens: int) -> int:
-    """Tokens of the sequences that a model reads which reads `text_tokens` at once: a row's window, or all it can."""
+    """Tokens per sequence of a model that reads `text_tokens` at once: the window of a row, or all of them."""
     return spec.window if spec.granularity == "window" else text_tokens
 
 

@@ -63,7 +63,7 @@ class BlockTable:
     def grid(cls, cuts: Sequence[Sequence[int]], owners: Sequence[int], ranks: int) -> "BlockTable":
         """The table cut at `cuts` in each dimension; `owners` are the ranks of its blocks in row-major order.
 
-        Raises: InputError where cuts do not start at 0 and rise, or owners are not one for each block.
+        Raises: InputError where cuts do not start at 0 or fall, or where there is not one owner for each block.
         """
         if any(len(c) < 2 or c[0] != 0 or any(a > b for a, b in pairwise(c)) for c in cuts):
             raise InputError(f"cuts {list(map(list, cuts))} must start at 0 and never fall in each dimension")
@@ -77,9 +77,9 @@ class BlockTable:
     def cyclic(cls, shape: Sequence[int], block: Sequence[int], grid: Sequence[int]) -> "BlockTable":
         """ScaLAPACK's block-cyclic table: blocks of one size dealt out in turns over a grid of ranks, row-major.
 
-        Raises: InputError unless shape, block and grid have one entry per dimension, those of the last two at least 1.
+        Raises: InputError unless shape, block and grid have one entry per dimension, each at least 1.
         """
-        if not len(shape) == len(block) == len(grid) or min(*block, *grid) < 1 or min(shape) < 0:
+        if not len(shape) == len(block) == len(grid) or min((*shape, *block, *grid), default=0) < 1:
             raise InputError(f"shape {shape}, block {block} and grid {grid} need one positive entry per dimension")
         cuts = [[*range(0, size, step), size] for size, step in zip(shape, block, strict=True)]
         owners = []

@@ -9,9 +9,9 @@ backward; the backward pass is the transposed scan. Two ways, the same result to
     two_walks  a walk over all keys gives the state; while the states travel, the first tokens' sums are taken from
                nothing and completed when they have arrived; the others attend in line, from the state before them.
 
-One walk holds the sums of the tokens that it completes, V + 2 numbers per token and head. With gates that forget it is
-one walk and no more. Without, it was 4 to 15 % faster in the streaming form; by C kernels, which make features so fast
-that memory counts, two walks are, and `TwoWalks` takes them with a backward pass of one.
+One walk holds the sums of the tokens that it completes, V + 2 numbers per token and head. With gates that forget, few
+tokens need completing. Without gates one walk was 4 to 15 % faster in the streaming form; with C kernels, which are
+bound by memory, two walks are faster, and `TwoWalks` differentiates them by one.
 
 Ranks need not walk alike: both ways exchange the same.
 

@@ -28,7 +28,9 @@ def sharded_convolve_streaming(
     w_KD: torch.Tensor,
     tail_BKD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.convolve_streaming` on this rank's slice; the tail before the first and after the last global token.
+    """`ops.convolve_streaming` on this rank's slice; tails are those before the first and after the last global token.
+
+    Of packed documents without a tail given, the tail returned is the one after this rank's last token.
 
     Cost: one all-gather of (K - 1) B D elements per rank; none for K = 1.
     """

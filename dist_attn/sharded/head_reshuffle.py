@@ -159,7 +159,7 @@ def head_reshuffle_plans(
 
 
 def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, call: SoftmaxCall) -> Placement | None:
-    """Where the queries and keys of a part stand; None where the kernels for whole sequences do."""
+    """The positions of a part's queries and keys; None where kernels for whole sequences can attend without them."""
     if not layout.documents and not memory.documents and (part.whole or not (call.causal or call.options.relative)):
         return None
     return placement_of(part.queries, [part.keys], layout, memory)

@@ -44,9 +44,11 @@ from dist_attn.sharded.sharding import Sharding
 def sharded_relative_attention(sharding: Sharding, call: RelativeCall) -> torch.Tensor:
     """`ops.relative_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
-    Over several ranks only the stream below has kernels; by name they are refused here.
+    Over several ranks this operation has no kernels (`sharded_relative_attention_streaming` has).
 
     Shapes: as `ops.relative_attention`, L and S local; either may be 0.
+    Raises: ConfigError over several ranks for an implementation other than "auto" or "streaming"; ShapeError when
+        shapes do not fit together.
     Cost: one all-gather per rank of (M + r) (V + 1) elements per batch element and head when causal, r = max(k, 1),
         of (M + 2 r) (V + 1) when not, and r (V + 1) more where the memory is the longer one; its transpose backward.
         Independent of the length. On layouts that differ also one all-to-all of the values (when causal, and keys)

@@ -63,14 +63,14 @@ class ShardedSequenceOps(SequenceOps):
     `cache` says what a key-value cache holds after a block: each rank the keys of its own slices ("spread"), which is
     the one state that is not equal on all ranks, or every rank all of them ("whole"), so that each can decode alone.
 
-    `deterministic` makes linear attention and short convolutions give the same bits for any number of ranks; every cut
-    must lie at a multiple of 64 tokens or at the end, and other mixing operations are refused.
+    `deterministic` makes linear attention, affine recurrences and short convolutions give the same bits for any number
+    of ranks; every cut must lie at a multiple of 64 tokens or at the end, and other mixing operations are refused.
 
-    `implementation` is what computes linear attention and the stream of relative attention on this rank, as for
-    `LocalSequenceOps`. Kernels by name are refused where there are none, on ranks without tokens too.
+    `implementation` is what computes linear attention, affine recurrences and the stream of relative attention on this
+    rank, as for `LocalSequenceOps`. Kernels by name are refused where there are none, on ranks without tokens too.
 
-    Making one is a call that every rank makes: layouts and exchanges are compared, in one small exchange unless they
-    are those of the one made before; the first time ranks also learn of each other's hosts and of measured times.
+    Every rank must construct it: ranks compare layouts and exchanges, in one small exchange unless they are those of
+    the object constructed before; the first time they also learn each other's hosts and the measured times.
 
     Raises: ShapeError for a layout of another number of ranks, or a slice of another length than the layout says;
         MismatchError on every rank where the layouts or the exchanges differ, and from an operation whose arguments
@@ -251,6 +251,7 @@ class ShardedSequenceOps(SequenceOps):
             self._comm,
             softmax=self._sharding.softmax,
             exchange=self._sharding.exchange,
+            cache=self._sharding.cache,
             implementation=self._sharding.implementation,
         )
         return sharded_select_tokens(self._comm, self._layout, along, x_LC, score_L, threshold, at_most)

@@ -138,7 +138,7 @@ class Sharding:
         if self.deterministic:
             raise InputError(
                 f"{what} cannot promise the same bits for any number of ranks; leave out deterministic=True, or take "
-                "a model of linear attention and short convolutions"
+                "a model of linear attention, affine recurrences and short convolutions"
             )
 
     def refuse_memory(self, operation: str) -> None:

@@ -1,8 +1,8 @@
 """Linear recurrences over tokens cut across ranks: each rank leaves a state by itself, and a scan joins the states.
 
-A rank's tokens take a state x to A x + (what they leave from 0), so that states travel as the monoids of `prefix_scan`
-say: for a diagonal or a full matrix that all ranks know with the number of tokens in place of A, for a LegS memory with
-one silent channel more, which begins as e_0 and hears nothing, and by which the others know A.
+A rank's tokens take a state x to A x + (what they leave from 0), and states join by the monoids of `ops.monoid`. Where
+all ranks know the diagonal or full matrix, a message holds the number of tokens in place of A; for a LegS memory it
+holds the first column of A, found by one more channel that begins as e_0 and has no input.
 
 Where tokens choose the decays, a rank's element is what its tokens leave from zeros and the sum of their log decays,
 which a document that starts among them makes -inf; a second walk begins from the state before the rank's first token.
@@ -129,7 +129,7 @@ def _packed_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch
     heard = hear_from(comm, sources, torch.view_as_real(left_BDN), label="carry")
 
     def after(ranks: tuple[int, ...], begun: bool) -> torch.Tensor:
-        """The state of one document after these ranks' tokens; `begun` before the first global token or here at 0."""
+        """The state of one document after these ranks' tokens; `begun`: it starts in this sequence, so from zeros."""
         x_BDN = torch.zeros_like(left_BDN) if begun or state is None else state.to(kind)
         for rank in ranks:
             own = left_BDN if rank == comm.rank else torch.view_as_complex(heard.messages[rank])
@@ -148,8 +148,8 @@ def sharded_gated_scan(
     """`ops.gated_scan` on this rank's slice.
 
     `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank, except that of documents which all lie whole on their ranks, where no state is given, each rank
-    returns that of its own last one. Gradients of the state are this rank's share.
+    on every rank. Only where no state is given and no document lies on several ranks, each rank returns the state of
+    its own last document. Gradients of the state are this rank's share.
 
     Shapes: as `ops.gated_scan`, L local, which may be 0.
     Cost: a scan of 8 B D bytes (twice for float64); a second pass over the local tokens for the state they leave. One

@@ -126,8 +126,8 @@ class Tokeniser(ABC):
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens of the next piece of a stream, and how many of its bytes they cover.
 
-        The caller keeps `data[consumed:]`, at most TAIL_BYTES (of words WORD_TAIL_BYTES), and puts it in front of the
-        next piece. The function keeps nothing between calls. With `final` every byte is consumed.
+        The caller keeps `data[consumed:]` and puts it in front of the next piece: at most TAIL_BYTES, of words
+        WORD_TAIL_BYTES, and all of a text by a `LibraryTokeniser`. With `final` every byte is consumed.
 
         Raises: TokenError if `data` is not bytes.
         """

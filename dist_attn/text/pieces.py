@@ -59,7 +59,7 @@ class Cut(NamedTuple):
 
 
 def cut(data: Bytes, start: int, end: int, *, final: bool) -> Cut:
-    """Cut `data[start:end]` into pieces; without `final`, up to fewer than TAIL_BYTES stay uncut at the end."""
+    """Cut `data[start:end]` into pieces; without `final`, fewer than TAIL_BYTES at the end stay uncut."""
     pieces: list[bytes] = _find_pieces(data, start, end)
     stop = end
     if not final:

@@ -63,7 +63,9 @@ class SentencePieceTokeniser(PiecewiseTokeniser):
     def _check(contents: dict[str, Any]) -> None:
         """Raises: ValueError or KeyError for anything that would give other tokens than ours, or lose bytes."""
         model, ids = contents["model"], ids_of(contents)
-        if model["type"] not in ("BPE", "Unigram") or not model.get("byte_fallback"):
+        if model["type"] not in ("BPE", "Unigram"):
+            raise ValueError(f"its model is {model['type']}, neither BPE nor Unigram")
+        if not model.get("byte_fallback"):
             raise ValueError(f"its model is {model['type']} without byte fallback, so not every text would come back")
         if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
             raise ValueError("its merges have dropout, a prefix or a suffix")

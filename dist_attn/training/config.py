@@ -109,7 +109,7 @@ class ContrastConfig(_Config):
 
 
 class RunConfig(_Config):
-    """Where the run lives and when it looks around."""
+    """The folder and the length of a run, and when it reports, validates and saves."""
 
     folder: Path
     # A model folder whose weights the run begins with; its config.json stands for the section [model].

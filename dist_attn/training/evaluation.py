@@ -34,7 +34,7 @@ LOSS_PIECE = 512
 
 
 def token_loss(readout: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Tensor) -> Tensor:
-    """The sum of cross entropies in pieces that are recomputed backward: whole logits leave the cache: 2 x slower.
+    """The sum of cross entropies, in pieces recomputed backward: whole logits do not fit caches and are 2 x slower.
 
     Half-precision logits go through the softmax in float32; an autocast around the call holds in the recomputation.
 
@@ -156,7 +156,7 @@ def evaluate_file(
 ) -> dict[str, float | int | str | None]:
     """Bits per byte of a file's bytes under a model folder or shipped model, as plain values; `context` as given.
 
-    `guarded_share` is how many of the denominators of kernel attention were not divided by as they were, null without.
+    `guarded_share` is the share of kernel attention's denominators that a guard changed before division, None if none.
 
     `weights` is how the model's lie in memory, `compute` where it works, which `tell` gets in words.
 

@@ -134,7 +134,7 @@ Again = Callable[[bool], None]
 def check_finite(
     loss: float, norm: float | None, step: int, model: nn.Module, again: Again, run: RunConfig, comm: Communicator
 ) -> None:
-    """Let a loss, or a norm of its gradients, pass that training can go on with; all ranks have the same.
+    """Check that the loss, or where given the norm of its gradients, is finite; all ranks have the same values.
 
     Raises: EngineError otherwise, on every rank alike, with the place where the first number that is not finite
         appears when the step runs again.

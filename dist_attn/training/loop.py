@@ -118,8 +118,8 @@ def train(
 class Standing:
     """The best validation so far by a task's criterion, and when a run that gets no better ends.
 
-    It depends on the metrics alone, in their order, so a resumed run that reads its own metrics.jsonl stands where the
-    undisturbed one stood.
+    It depends on the metrics alone, in their order, so a resumed run that reads its own metrics.jsonl goes on as an
+    uninterrupted one would.
     """
 
     def __init__(self, criterion: Criterion | None, run: RunConfig) -> None:
@@ -134,7 +134,7 @@ class Standing:
         self.waited = 0
 
     def see(self, metrics: Metrics) -> bool:
-        """Take one report; whether it is a validation, and the best so far."""
+        """Take one report; True if it is a validation and the best so far."""
         if self._criterion is None or self._criterion.metric not in metrics:
             return False
         value = self._cost(metrics)

@@ -130,7 +130,7 @@ def _filled_in(values: Any) -> Any:
 
 
 def keep_best(checkpoints: Path, step: int) -> bool:
-    """Make the checkpoint of `step` the best one; whether it is there."""
+    """Make the checkpoint of `step` the best one; False if there is none."""
     source, folder, link = (checkpoints / name for name in (f"step-{step:06d}", f"best-{step:06d}", "best"))
     if not folder.is_dir():
         if not source.is_dir():

@@ -235,7 +235,7 @@ def open_log(run: RunConfig, task: Task, step: int, report: Callable[[Metrics], 
 
 @final
 class Spare:
-    """A sink that no run ends for: what goes wrong with it is told once, and then it is left alone."""
+    """A sink whose errors do not end the run: the first is told, and the sink is not used again."""
 
     def __init__(self, name: str, make: Callable[[], Sink], tell: Tell) -> None:
         self._name, self._tell = name, tell

@@ -100,7 +100,7 @@ class MillionTask(_TextTask):
     """The mean cross entropy of the classes, the Selector's rate term and the experts' balance; validated by accuracy.
 
     Validation also counts which share of the tokens is kept, how many of a text, and which share of the assignments to
-    experts is dropped. A Selector that takes everything away, as under the adversarial objective, or nothing is told.
+    experts is dropped. A remark warns of a Selector that drops nearly all, as under the adversarial objective, or none.
 
     Reference: A Unified View of Long-Sequence Models, Eq. 27 and 28.
     """

@@ -138,7 +138,8 @@ def _tokenisers(data: ParallelTextConfig, model: EncoderDecoderConfig) -> tuple[
     for name, (tokeniser, size) in sizes.items():
         if size is not None and tokeniser.vocab_size != size:
             raise ConfigError(
-                f"the tokeniser has {tokeniser.vocab_size} tokens, model.{name} is {size}; they must be equal"
+                f"the tokeniser has {tokeniser.vocab_size} tokens, model.{name} is {size}; "
+                f"set model.{name} = {tokeniser.vocab_size}"
             )
     return source, target
 

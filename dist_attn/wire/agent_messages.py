@@ -57,7 +57,10 @@ class WatchRanks(Message, frozen=True):
 
 
 class KillGroup(Message, frozen=True):
-    """Kill every process of `epoch` on this host: mpiexec, and the pids that its ranks reported."""
+    """Kill every process of `epoch` on this host, mpiexec included.
+
+    They are found by their mark; `pids`, which the ranks reported, count only where processes cannot be looked into.
+    """
 
     epoch: Count
     engine: str

@@ -32,7 +32,7 @@ log = structlog.get_logger("dist_attn.wire")
 
 
 def is_on_network(address: str) -> bool:
-    """Whether others than this machine could reach a ZeroMQ address; a name that is no number counts as reachable."""
+    """Whether other machines could reach a ZeroMQ address; a host name counts as reachable, but for localhost."""
     scheme, _, place = address.partition("://")
     host = place.rpartition(":")[0].strip("[]")
     if scheme == "ipc" or host in ("localhost", "lo"):

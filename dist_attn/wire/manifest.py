@@ -18,8 +18,9 @@ Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that decides what a state's numbers mean: a state goes on only in a model of which all this is equal.
 
-    `weights`, `config`, `tokeniser` and `features` are SHA-256 in hex: of the weights' file, of the configuration as
-    canonical JSON, of what decides the tokens, and of the fixed arrays (such as random matrices) as they are loaded.
+    `weights`, `config`, `tokeniser` and `features` are SHA-256 in hex: of the weights' file (of several, of their
+    digests), of the bytes of config.json, of what decides the tokens, and of the fixed arrays (such as random matrices)
+    as they are loaded.
     None stands for what a model does not have. `mixers` names the kind of every layer. `weight_precision` is how the
     weights were held: rounded ones are another model's. It is left out where they were not rounded, as in states that
     were stored before there was a choice.

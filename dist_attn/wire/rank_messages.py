@@ -33,7 +33,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenOp(msgspec.Struct, frozen=True, tag="open"):
-    """A request begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions.
+    """A request begins: the rank creates its empty state. `rows` for encodings, `sampling` for completions.
 
     With `restore` it goes on from a state whose parts have come before this step; `counts` says then how often each
     token was drawn and fed to that state, where penalties need it. `from_logits`: the logits after the last token are
@@ -52,9 +52,9 @@ class OpenOp(msgspec.Struct, frozen=True, tag="open"):
 class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
     """Feed block [start, start + sum(lengths)) of a request, split over the ranks by `lengths`.
 
-    `tokens` is this rank's slice only (int32, with the marks that they came with). The state before `start` is equal on
-    all ranks, and so is the state after the block. `following` is the token after the slice, where the tokens of a
-    prompt are scored.
+    `tokens` is this rank's slice only (int32, with the marks that they came with). The states before and after the
+    block are equal on all ranks, but for the keys of an encoding, of which each rank keeps a part. `following` is the
+    token after the slice, where the tokens of a prompt are scored.
     """
 
     request: Count
@@ -75,7 +75,10 @@ class DecodeEntry(msgspec.Struct, frozen=True):
 
 
 class DecodeOp(msgspec.Struct, frozen=True, tag="decode"):
-    """Draw one token for each of these requests; sent to the rank that owns them, no communication."""
+    """Draw one token for each of these requests; sent to the rank that owns them, which needs no other rank.
+
+    Where weights lie over ranks it goes to every rank, and all take part.
+    """
 
     entries: list[DecodeEntry]
 

@@ -169,7 +169,7 @@ def pack_snapshot(
 
 
 def largest_snapshot(state_bytes: int, vocab_size: int) -> int:
-    """No snapshot of a state of so many bytes has more, the logits after its last token included."""
+    """Bytes that a snapshot of a state of `state_bytes` bytes has at most, with the logits after its last token."""
     return MAX_HEADER_BYTES + state_bytes + 4 * vocab_size
 
 

@@ -85,9 +85,9 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 def tokens_with_room(tokens: int) -> int:
-    """As how many tokens the keys and values of so many take memory, at most, where tokens are drawn.
+    """For how many tokens a cache of keys and values has memory at most, when it holds `tokens` and is drawn from.
 
-    Each is written into room behind the others; when it is full, all move to where there is more of it.
+    Such a cache has spare room behind its tokens; when that is full, it is copied into a larger one.
     """
     return tokens + max(64, tokens // 4)
 
@@ -134,8 +134,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Units: seconds from when the message was sent; tokens of the input, None where that is not known yet.
+    """How urgent a request is, until when its result is of use, and how long its input is.
 
+    Units: seconds from when the controller takes the message; tokens, None where their number is not known yet.
     With `progress` the controller tells how far the input has been read.
     """
 

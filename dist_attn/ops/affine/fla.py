@@ -1,10 +1,10 @@
-"""Affine recurrences by flash-linear-attention's kernels, of which each is one special case.
+"""Affine recurrences by flash-linear-attention's kernels, each of which computes one special case.
 
-`fla.ops` has tokens before heads, log decays in float32, and of an erasure a b^T the b first. It goes on from a state
-and gives the one after; ranks exchange these as ever. A closed gate is raised to where exp gives 0, since fla would
-subtract infinities. So that nothing is kept, the backward pass makes the results again and then takes fla's own.
+`fla.ops` takes tokens before heads, log decays in float32, and b before a for an erasure a b^T. It takes the state
+before and returns the one after, which ranks exchange as usual. A closed gate is raised to where exp gives 0, since fla
+would subtract infinities. Nothing is kept: the backward pass makes the results again and then runs fla's own.
 
-Of bfloat16, states are rounded between chunks; of float32, a GPU's products are TF32.
+With bfloat16 inputs states are rounded between chunks; with float32 inputs a GPU's products are TF32.
 
 Importing this module needs fla (fla-core); `implementation.choose` says whether a call can come here.
 """

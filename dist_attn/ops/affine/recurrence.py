@@ -274,7 +274,7 @@ def _written(
     v_BHV: torch.Tensor,
     taken: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """The state one token later, with what an erasure adds; over the state before where nobody needs that any more."""
+    """The state one token later, with what an erasure adds; written over the state before where `writes_in_place`."""
     out = s_BHKV if writes_in_place() else None
     s = torch.mul(s_BHKV, log_decay_BHK.exp()[..., None], out=out)
     for x_BHK, y_BHV in [(k_BHK, v_BHV)] + ([] if taken is None else [taken]):

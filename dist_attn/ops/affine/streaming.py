@@ -248,7 +248,7 @@ def _solved(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(1 + lower)^-1 of both, for a strictly lower triangle."""
     both = torch.cat([fixed_CV, of_state_CK], dim=-1)
-    # Ones are put on the diagonal: what torch differentiates takes its own from the matrix.
+    # `unitriangular` takes the diagonal as ones, whatever the matrix holds there.
     solved = torch.linalg.solve_triangular(lower_CC, both, upper=False, unitriangular=True)
     parts = solved.split((fixed_CV.shape[-1], of_state_CK.shape[-1]), dim=-1)
     return parts[0], parts[1]

@@ -138,7 +138,7 @@ INLINE float dot(const float *a, const float *b, int64_t floats) {
     return total(sum);
 }
 
-/* What weighs a query's pair with its own token, [K]: NULL is 1. Whether there is such a pair. */
+/* Whether queries see their own token in the columns x; when they read before it, only through a bonus. */
 INLINE int sees_itself(const call *c, int x) { return !c->reads_before || (c->bonus && x == OF_K); }
 
 /* Decayed rows and columns of a chunk, and all pairs of those rows that are there. */

@@ -1,4 +1,4 @@
-/* Features of the tokens of a chunk, and what a gradient of features is one of: tokens lie in lanes, [M, CHUNK]. */
+/* Features of a chunk's tokens, and from their gradients those of the rows and of w; tokens in lanes, [M, CHUNK]. */
 #pragma once
 #include "attention_call.h"
 
@@ -13,7 +13,8 @@ INLINE float feature_scale(const call *c) {
     return c->kind == GAUSSIAN || c->kind == ARC_COSINE ? 1.0f / sqrtf((float)c->projections) : 1.0f;
 }
 
-/* `rows` is room for [CHUNK, K rounded up]. Tokens behind the last have features of zeros: the caller weighs them. */
+/* `rows` is room for [CHUNK, K rounded up]. Tokens behind the last have the features of a row of zeros, which need not
+   be 0: the caller weighs them. */
 static void make_features(const call *c, int64_t group, view x, int64_t begin, int64_t length, side to, float *rows) {
     int64_t lanes = round_up(length, LANES), size = c->size, columns = round_up(size, LANES);
     int64_t D = c->projections;

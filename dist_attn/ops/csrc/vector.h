@@ -87,8 +87,8 @@ INLINE int any(ints mask) {
     return found != 0;
 }
 
-/* Both of one angle: reduced by multiples of pi/2 in three parts, so that 2e5 radians are still right to the last digit
-   or two; angles beyond, infinities and NaN are left to the C library. */
+/* Both of one angle: reduced by multiples of pi/2 in three parts, so that 1e5 radians are still right to the last digit
+   or two; angles from there on, infinities and NaN are left to the C library. */
 static __attribute__((noinline)) void sine_cosine_anywhere(vec x, vec *sine, vec *cosine) {
     float in[LANES] __attribute__((aligned(64))), s[LANES] __attribute__((aligned(64))),
         c[LANES] __attribute__((aligned(64)));

@@ -87,7 +87,7 @@ def _complete_by_triton(call: LinearCall, before: LinearState, sums_BHLX: torch.
 
 
 def tokens_until_forgotten(log_gate_BHL: torch.Tensor | None, tokens: int) -> int:
-    """After how many of so many tokens nothing is left of any head's state before them; all, where that never is.
+    """The number of tokens after which no head keeps anything of the state before; `tokens` where one keeps some.
 
     `complete_sums` adds nothing behind these. Not asked of a GPU, which would have to wait.
     """

@@ -70,7 +70,7 @@ class KeyValueCache:
         earlier one copies. How the result lies depends on the numbers of tokens and of dropped ones alone, so a cache
         that was stored goes on with the same bits.
 
-        Cost: the token; a copy of all whenever room is made, which is a quarter of them at most.
+        Cost: the token; a copy of all tokens whenever room is made: for at most a quarter as many, or for 64 if more.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.appended(k_BG1K, v_BG1V)
@@ -121,9 +121,9 @@ class KeyValueCache:
         return KeyValueCache(self.k_BGSK[:, :, gone:].clone(), self.v_BGSV[:, :, gone:].clone(), kept, dropped)
 
     def within(self, window: int | None, rank: int = 0) -> "KeyValueCache":
-        """Without the tokens that none to come sees through its window: the last window - 1 stay, at their positions.
+        """Without the tokens outside the window of every later token: the last window - 1 stay, at their positions.
 
-        In memory of its own, or in its room. `rank` is who holds a part of a spread cache.
+        In memory of its own, or in its room. Of a spread cache, `rank` is the rank whose part this is.
         """
         first = self.dropped if window is None else max(self.dropped, self.tokens - window + 1)
         if first == self.dropped:

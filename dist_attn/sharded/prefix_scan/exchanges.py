@@ -132,8 +132,8 @@ def start_log_step(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor
 
     Launch the first step; waiting does the others and gives the elements before this rank and of all, combined.
 
-    Where P is not a power of two the upper blocks have gaps: the ranks before the last have no whole total then, and
-    get it from the last.
+    Where P is not a power of two the upper blocks have gaps, and some ranks have no whole total: all get it from the
+    last rank, which always has it.
 
     Cost: ceil(log2 P) steps, |x| bytes in 1 message in each step in which rank ^ 2^k is a rank; unless P is a power of
         two, also a broadcast of |x| from the last rank. Backward the same, the broadcast an all-reduce.

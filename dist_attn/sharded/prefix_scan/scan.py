@@ -33,7 +33,7 @@ class Exchange:
 
     `auto` is what `dist-attn doctor --measure` found fastest on the machine of rank 0, else `costs.default_exchange`.
     `pieces` is into how many parts the pipelined ring cuts a state; `hosts` are the ranks of each host for the
-    two-level exchange, by default those that the launcher started together. `settle` fills in these and `calibration`.
+    two-level exchange, by default those that the launcher started together. `settle` fills in hosts and `calibration`.
 
     Raises: ConfigError for an unknown algorithm or no pieces.
     """

@@ -88,8 +88,8 @@ class Needles:
     """Sequences of `length` tokens, 2 `copies` of which matter: needles in noise.
 
     Of all tokens `copies` are one symbol a of the first alphabet and `copies` one symbol b of the second, at random
-    places; all others are noise. The class is a + b, so both needles have to be found, however far apart they lie: who
-    finds one of them alone, or none, is right once in `symbols` times at best. Tokens are
+    places; all others are noise. The class is a + b, so both needles have to be found, however far apart: a model
+    that finds one of them, or none, has an accuracy of 1 / `symbols` at best. Tokens are
 
         0 to noise - 1    noise        noise + a    the first alphabet        noise + symbols + b    the second
     """
