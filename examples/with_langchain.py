@@ -5,7 +5,8 @@ Needs `pip install langchain-openai` (tried with 1.7.3, langchain-core 1.7.2) an
     dist-attn serve
     python examples/with_langchain.py
 
-The shipped models have no chat template, so this takes LangChain's `OpenAI` (completions), not its `ChatOpenAI`.
+The model that ships continues texts and follows no instructions, so this takes LangChain's `OpenAI` (completions), not
+its `ChatOpenAI`.
 """
 
 import argparse
@@ -16,7 +17,8 @@ def main() -> None:
     """Complete, stream, chain, search."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service, without /v1")
-    parser.add_argument("--model", default="books-6m", help="the id of the served model")
+    parser.add_argument("--model", default="writer-12m", help="the id of the model that writes")
+    parser.add_argument("--encoder", default="minilm-stream", help="the id of the model that makes vectors")
     parser.add_argument("--key", default="none", help="a key, where the service asks for one")
     parser.add_argument("--tokens", type=int, default=40)
     options = parser.parse_args()
@@ -27,8 +29,8 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"with_langchain: {error}; pip install langchain-openai")
 
-    place = {"base_url": f"{options.url.rstrip('/')}/v1", "api_key": options.key, "model": options.model}
-    writer = OpenAI(**place, max_tokens=options.tokens, temperature=0.8, seed=1)
+    place = {"base_url": f"{options.url.rstrip('/')}/v1", "api_key": options.key}
+    writer = OpenAI(**place, model=options.model, max_tokens=options.tokens, temperature=0.8, seed=1)
 
     print("--- streamed")
     for piece in writer.stream("It was the best of times"):
@@ -40,7 +42,7 @@ def main() -> None:
 
     print("--- the nearest of three passages")
     # Texts are sent as they are: LangChain would otherwise cut them by a vocabulary of OpenAI's, which it downloads.
-    vectors = OpenAIEmbeddings(**place, check_embedding_ctx_length=False)
+    vectors = OpenAIEmbeddings(**place, model=options.encoder, check_embedding_ctx_length=False)
     passages = InMemoryVectorStore.from_texts(
         ["The whale rose beside the boat.", "She danced with the count until dawn.", "The judge read the verdict."],
         vectors,

@@ -119,7 +119,7 @@ def test_long_dna() -> None:
 @pytest.mark.skipif(find_spec("langchain_openai") is None, reason="needs langchain-openai")
 def test_langchain(service: Served) -> None:
     """LangChain completes, streams, chains and searches through the OpenAI-compatible routes."""
-    said = run("with_langchain.py", "--url", service.url, "--model", "tiny", "--tokens", 8)
+    said = run("with_langchain.py", "--url", service.url, "--model", "tiny", "--encoder", "tiny", "--tokens", 8)
     streamed, chained, nearest = re.split(r"--- .*\n", said)[1:]
     assert streamed.strip() and chained.strip()
     assert nearest.strip() in (
