@@ -44,10 +44,7 @@ class CompletionUsage(Answer):
 
 
 class PromptProgress(Answer):
-    """How far the prompts have been read, in tokens: of `total`, `cache` from stored states, `processed` with these.
-
-    `time_ms`: milliseconds since the engine began with them.
-    """
+    """Tokens of the prompts, `processed` with those of the `cache` so far; milliseconds since the start."""
 
     total: int
     cache: int
@@ -457,10 +454,7 @@ class Version(Answer):
 
 
 class Rank(Answer):
-    """One rank as the controller sees it.
-
-    `step` is the last that it finished, `busy_seconds` the time of its steps, waiting for other ranks included.
-    """
+    """One rank as the controller sees it: the last step that it finished, the time of its steps, waits included."""
 
     rank: int
     pid: int
