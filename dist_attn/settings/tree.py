@@ -307,7 +307,9 @@ class StoreSettings(Section):
     tenant_prefixes: Number = Field(default=4096, description="states of prompts of one caller; the least used go")
     session_checkpoints: Number = Field(default=64, description="of one session; older ones go")
     session_appends: Number = Field(default=64, description="idempotency keys that a session remembers")
-    session_ttl_s: Seconds = Field(default=7 * 86_400.0, description="a session that is not used ends after so long")
+    session_ttl_s: Seconds = Field(
+        default=7 * 86_400.0, description="a session that is not written to ends after so long"
+    )
     longest_ttl_s: Seconds = Field(default=90 * 86_400.0, description="the longest that a caller may ask for")
     hold_s: Seconds = Field(default=300.0, description="a state that nobody refers to yet")
     orphan_s: Seconds = Field(default=3600.0, description="bytes without a record, left by a writer that died")

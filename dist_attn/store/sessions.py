@@ -31,7 +31,7 @@ class Sessions:
     async def create(
         self, tenant: str, *, ttl_s: float | None = None, label: str = "", metadata: Mapping[str, str] | None = None
     ) -> Session:
-        """A new session at position 0, which ends `ttl_s` after it was used last.
+        """A new session at position 0, which ends `ttl_s` after it was last written to.
 
         `label` and `metadata` are kept as they are given; the caller bounds their sizes.
 

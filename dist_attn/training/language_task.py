@@ -73,7 +73,10 @@ def digests_of(paths: Sequence[Path]) -> dict[str, str]:
     found = dict[str, str]()
     for path in paths:
         digests = [sha256(file) for file in expand([path])]
-        found[path.name] = hashlib.sha256("".join(digests).encode()).hexdigest() if path.is_dir() else digests[0]
+        name = path.resolve().name
+        found["/".join(path.resolve().parts[-2:]) if name in found else name] = (
+            hashlib.sha256("".join(digests).encode()).hexdigest() if path.is_dir() else digests[0]
+        )
     return found
 
 
@@ -127,7 +130,7 @@ class LanguageTask(ModelTask):
             text_field=data.text_field,
             progress=progress,
         )
-        self._trained_on = digests_of(data.train_files)  # as they are now: a run may take days
+        self._trained_on = digests_of(data.train_files)  # as they are now, not at the end of the run
         self._stream = SegmentStream(tokens, data.batch, data.segment)
         self._validation = read_validation_text(data)
         super().__init__(config, share)

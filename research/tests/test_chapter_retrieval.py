@@ -85,5 +85,6 @@ def test_a_study_without_its_texts_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     monkeypatch.setattr(run, "why_red", lambda _: "")
     assert run.main(["chapter-retrieval", "--smoke"], STUDIES) == 2
-    assert "chapter-retrieval was left out: data/books/war_and_peace.txt cannot be read" in capsys.readouterr().err
+    book = tmp_path / "data/books/war_and_peace.txt"
+    assert f"chapter-retrieval was left out: {book} cannot be read" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

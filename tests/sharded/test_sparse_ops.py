@@ -6,6 +6,7 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.softmax_attention import KeyValueCache
 from dist_attn.ops.token_selection import Interpolation
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
@@ -114,6 +115,20 @@ def test_a_score_that_is_no_number_is_never_the_best():
 
     assert LocalSequenceOps().select_tokens(x, score, threshold=0.5).position_N.tolist() == [2]
     assert [position for own in run_simulated(run, 3) for position in own] == [2]
+
+
+@pytest.mark.parametrize(("cache", "keys"), [("spread", [3, 3]), ("whole", [6, 6])])
+def test_kept_tokens_are_cached_as_all_tokens_are(cache, keys):
+    """Every rank has all keys of the kept tokens where its caches are whole, else those of its own."""
+
+    def run(comm: Communicator) -> int:
+        ops = ShardedSequenceOps(comm, SequenceLayout.even(8, 2), cache=cache)
+        kept = ops.select_tokens(torch.ones(4, 2), torch.ones(4), threshold=0.5, at_most=6)
+        q_BHLK = torch.ones(1, 1, len(kept.position_N), 2)
+        before = KeyValueCache(q_BHLK[:, :, :0], q_BHLK[:, :, :0])
+        return kept.ops.softmax_attention_streaming(q_BHLK, q_BHLK, q_BHLK, before)[1].k_BGSK.shape[2]
+
+    assert run_simulated(run, 2) == keys
 
 
 @pytest.mark.parametrize("lengths", [(1, 7), (5, 3), (0, 2, 6)])

@@ -54,7 +54,7 @@ def test_a_corpus_shorter_than_a_batch_is_refused():
 
 
 def test_digests_are_those_of_sha256sum(tmp_path):
-    """A file's digest is that of its bytes; a folder's changes when a text in it does."""
+    """A file's digest is that of its bytes, a folder's changes with its texts, and equal names are told apart."""
     folder = tmp_path / "more"
     folder.mkdir()
     (tmp_path / "a.txt").write_bytes(b"abc")
@@ -65,6 +65,8 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     after = digests_of([tmp_path / "a.txt", folder])
     assert after["a.txt"] == before["a.txt"]
     assert after["more"] != before["more"]
+    (folder / "a.txt").write_bytes(b"f")
+    assert set(digests_of([tmp_path / "a.txt", folder / "a.txt"])) == {"a.txt", "more/a.txt"}
 
 
 def test_files_become_one_stream_with_an_end_token_after_each(tmp_path, monkeypatch):

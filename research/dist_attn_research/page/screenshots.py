@@ -32,6 +32,8 @@ NARROW: "ViewportSize" = {"width": 390, "height": 844}
 COLOURS = 256
 QUESTIONS_ASKED, TILES_IN_ROW, TILE_WIDTH = 10, 5, 234
 
+FLAGS = re.IGNORECASE | re.DOTALL
+
 Questions = Sequence[tuple[str, str]]
 """Each with a pattern that passages with an answer match."""
 
@@ -140,6 +142,12 @@ def _narrow(browser: "Browser", camera: Camera, url: str, query: str, asked: Que
     return places
 
 
+def _answered(book: Path, size: int) -> Questions:
+    """The questions about this book that its first `size` bytes answer."""
+    text = book.read_bytes()[:size].decode("utf-8", "ignore")
+    return [(asked, answer) for asked, answer in QUESTIONS.get(book.stem, ()) if re.search(answer, text, FLAGS)]
+
+
 def _ask(narrow: Camera, asked: Questions) -> list[int | None]:
     """The page's answers in one picture; gives the place of the first passage that has an answer, for each question."""
     places = list[int | None]()
@@ -150,7 +158,7 @@ def _ask(narrow: Camera, asked: Questions) -> list[int | None]:
         with narrow.page.expect_response("**/v1/search") as answer:
             narrow.page.click("#search button")
         texts = [result["text"] for result in answer.value.json()["results"]]
-        right = (place for place, text in enumerate(texts, 1) if re.search(pattern, text, re.IGNORECASE | re.DOTALL))
+        right = (place for place, text in enumerate(texts, 1) if re.search(pattern, text, FLAGS))
         places.append(next(right, None))
         narrow.page.wait_for_timeout(400)
         tile = Image.open(io.BytesIO(narrow.page.screenshot())).convert("RGB").resize((TILE_WIDTH, height))
@@ -181,7 +189,7 @@ def main(arguments: Sequence[str]) -> int:
         camera = Camera(page, given.out)
         seen = _encode(camera, given.book, given.bytes, given.query)
         seen |= _continue(camera)
-        asked = QUESTIONS.get(given.book.stem, ())[:QUESTIONS_ASKED]
+        asked = _answered(given.book, given.bytes)[:QUESTIONS_ASKED]
         seen["places_of_answers"] = _narrow(browser, camera, service.url, given.query, asked)
     result = json.dumps({**seen, "ranks": given.ranks, "bytes_of_pictures": camera.sizes}, indent=1)
     print(result)

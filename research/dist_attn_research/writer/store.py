@@ -31,7 +31,10 @@ def on_grid(weight: Tensor) -> Tensor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the weights, and into the manifest their digest and what it says of the training."""
+    """Write the weights, and into the manifest their digest and what it says of both trainings.
+
+    The run is taken to have begun from the weights in the folder; its last score is that of the weights as trained.
+    """
     parser = argparse.ArgumentParser(prog="writer-store", description=__doc__)
     parser.add_argument("trained", type=Path, help="the model folder of the run")
     parser.add_argument("folder", type=Path, help="a folder of the same model, with its tokeniser and templates")
@@ -39,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     weights, place = load_file(chosen.trained / "model.safetensors"), chosen.folder / "model.safetensors"
     save_file({name: on_grid(weight) for name, weight in weights.items()}, place)
     trained, manifest = (json.loads((one / "manifest.json").read_text()) for one in (chosen.trained, chosen.folder))
-    manifest |= {name: trained[name] for name in FACTS}
+    before = {name: manifest[name] for name in FACTS}
+    manifest |= {name: trained[name] for name in FACTS} | {"trained_before": before}
     manifest["sha256"][place.name] = sha256(place)
     (chosen.folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     return 0

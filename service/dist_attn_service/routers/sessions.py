@@ -66,7 +66,7 @@ NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
     openapi_extra=described(CreateSession, required=False),
 )
 async def create_session(asked: Asked) -> Response:
-    """A session without a text; it ends when nobody uses it for `ttl_seconds`."""
+    """A session without a text; it ends when it was not written to for `ttl_seconds`."""
     wanted = await asked.options(CreateSession)
     asked.services.context_for(wanted.model, "sessions")
     return _created(await asked.services.sessions.catalogue.create(asked.caller, wanted))

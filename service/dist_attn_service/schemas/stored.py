@@ -18,7 +18,7 @@ class _NewSession(Input):
 
 
 class CreateSession(_NewSession):
-    """What a new session is called, and how long it lives when nobody uses it."""
+    """What a new session is called, and how long it lives when it is not written to."""
 
     model: str | None = None
 
