@@ -72,11 +72,9 @@ def digests_of(paths: Sequence[Path]) -> dict[str, str]:
     """The SHA-256 of each training text by its name; of a folder, that of its files' digests."""
     found = dict[str, str]()
     for path in paths:
-        digests = [sha256(file) for file in expand([path])]
-        name = path.resolve().name
-        found["/".join(path.resolve().parts[-2:]) if name in found else name] = (
-            hashlib.sha256("".join(digests).encode()).hexdigest() if path.is_dir() else digests[0]
-        )
+        place, digests = path.resolve(), [sha256(file) for file in expand([path])]
+        name = place.name if place.name not in found else f"{place.parent.name}/{place.name}"
+        found[name] = hashlib.sha256("".join(digests).encode()).hexdigest() if path.is_dir() else digests[0]
     return found
 
 
