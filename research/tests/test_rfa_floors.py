@@ -6,28 +6,38 @@ from typing import Any
 
 import torch
 
+from dist_attn.model_config.mixers.attention import CrossConfig
 from dist_attn.ops import LocalSequenceOps
 from dist_attn_research.papers.experiment import Budget, Done
-from dist_attn_research.papers.rfa_floors import BASE, NORMED, RFA_FLOORS, USES, NormedConfig, NormedReadOut
+from dist_attn_research.papers.rfa_floors import (
+    BASE,
+    NORMED,
+    RFA_FLOORS,
+    TRIED,
+    USES,
+    NormedConfig,
+    NormedOverAllKeys,
+    NormedReadOut,
+)
 from tests.support.closeness import assert_close
 
 
 def _without_divisor(values: Any) -> Any:
     if isinstance(values, dict):
-        return {key: _without_divisor(value) for key, value in values.items() if key not in ("denominator",)}
+        return {key: _without_divisor(value) for key, value in values.items() if key not in ("denominator", "read_out")}
     return [_without_divisor(value) for value in values] if isinstance(values, list) else values
 
 
 def test_arms_differ_in_their_divisor_alone() -> None:
     """The arms of a use have the same data, steps, sizes and random features, and every divisor once."""
     jobs = RFA_FLOORS.jobs(Budget(), (0, 1))
-    assert len({job.key for job in jobs}) == len(jobs) == 2 * sum(len(use.policies) for use in USES.values())
+    assert len({job.key for job in jobs}) == len(jobs) == 2 * len(USES) * len(TRIED)
     for name, use in USES.items():
-        own = [job for job in jobs if job.seed == 1 and job.arm in [use.arm(name, policy) for policy in use.policies]]
+        own = [job for job in jobs if job.seed == 1 and job.arm in [use.arm(name, policy) for policy in TRIED]]
         settings = [json.loads(json.dumps(job.settings)) for job in own]
-        assert len({json.dumps(values) for values in settings}) == len(use.policies)
+        assert len({json.dumps(values) for values in settings}) == len(TRIED)
         for job, values in zip(own, settings, strict=True):
-            if job.arm.endswith(NORMED):
+            if job.arm.endswith(NORMED) and name.startswith("gate"):
                 values["model"]["mixer"]["kind"] = "rfa_gate"
         assert len({json.dumps(_without_divisor(copy.deepcopy(values))) for values in settings}) == 1
 
@@ -49,6 +59,21 @@ def test_the_normed_read_out_is_the_same_token_by_token() -> None:
     heads = mixer(x_BLD, LocalSequenceOps())[0].unflatten(-1, (2, 8))
     assert float(heads.mean(-1).abs().max()) < 1e-9
     assert float((heads.var(-1, unbiased=False) - 1).abs().max()) < 1e-3
+
+
+@torch.no_grad()
+def test_the_normed_read_out_over_all_keys_is_the_same_query_by_query() -> None:
+    """Outputs have mean 0 and variance 1 over a head, whether queries come with the keys or later."""
+    config = CrossConfig(hidden_size=16, num_heads=2, attention="rfa", num_random=8)
+    torch.manual_seed(0)
+    attend = NormedOverAllKeys(config).double().eval()
+    q, k, v = (torch.randn(1, 2, length, 8, dtype=torch.float64) for length in (5, 7, 7))
+    out_BHLV, sums = attend(q, k, v, LocalSequenceOps())
+    assert sums is not None
+    for at in range(5):
+        assert_close(attend.read(q[:, :, at : at + 1], sums), out_BHLV[:, :, at : at + 1])
+    assert float(out_BHLV.mean(-1).abs().max()) < 1e-9
+    assert float((out_BHLV.var(-1, unbiased=False) - 1).abs().max()) < 1e-3
 
 
 def test_the_report_is_made_of_what_is_done() -> None:
