@@ -26,10 +26,10 @@ from dist_attn.commands.encode_blocks import (
 )
 from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
 from dist_attn.commands.options import EncodeOptions
-from dist_attn.devices import Compute, choose_compute
+from dist_attn.devices import ON_CPU, Compute, choose_compute
 from dist_attn.errors import InputError
 from dist_attn.model_config.figures import GRAIN
-from dist_attn.models import MillionModel, StreamingModel, TextEncoder
+from dist_attn.models import MillionModel, StreamEncoder, StreamingModel, TextEncoder, pack_linear_layers
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.rank_link.heartbeat import peak_rss_bytes
@@ -103,6 +103,8 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     encoding = Encoding(options.file, options.out, spec, options.deterministic, options.exchange)
     with open_communicator(device=compute.device) as comm, compute.autocast():
         loaded.to(compute.device)
+        if compute == ON_CPU and isinstance(loaded, TextEncoder | StreamEncoder):
+            pack_linear_layers(loaded)
 
         def begun() -> None:
             if comm.rank == 0:

@@ -37,6 +37,7 @@ from dist_attn.models.weight_precision import (
     WeightReport,
     check_precision,
     hold_weights_as,
+    pack_linear_layers,
     weight_bytes,
     weight_precision_of,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "build_model",
     "check_precision",
     "hold_weights_as",
+    "pack_linear_layers",
     "weight_bytes",
     "weight_precision_of",
 ]

@@ -11,7 +11,15 @@ from dist_attn.conversion import begin_stream_encoder
 from dist_attn.conversion.stream_encoder import memory_of, remember
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import ContextConfig, StreamEncoder, TextEncoder, TextEncoderConfig, build_model
+from dist_attn.models import (
+    ContextConfig,
+    StreamEncoder,
+    TextEncoder,
+    TextEncoderConfig,
+    build_model,
+    pack_linear_layers,
+    weight_bytes,
+)
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
@@ -87,6 +95,21 @@ def test_a_text_read_in_steps_gives_what_it_gives_whole(mixer: dict[str, Any]) -
     for own, wanted in zip(state.layers, want.layers, strict=True):
         for got, needed in zip(own.tensors(), wanted.tensors(), strict=True):
             assert_close(got, needed, kind="state")
+
+
+@pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
+@torch.inference_mode()
+def test_packed_weights_give_the_same_hidden_states(mixer: dict[str, Any]) -> None:
+    """Linear layers in oneDNN's blocks take the bytes that they took, for texts of no, few and many tokens."""
+    model = small(mixer).float()
+    texts = [tokens(length) for length in (0, 3, 600)]
+    wanted, size = [model.hidden(text_BL)[0] for text_BL in texts], weight_bytes(model)
+    pack_linear_layers(model)
+    for text_BL, want_BLD in zip(texts, wanted, strict=True):
+        assert_close(model.hidden(text_BL)[0], want_BLD)
+    assert weight_bytes(model) == size
+    packed = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert any(weight.layout != torch.strided for weight in model.parameters()) == packed
 
 
 @pytest.mark.parametrize("lengths", [(PAIR, 3 * PAIR, PAIR + 3), (0, 2 * PAIR, 0, BLOCK + 5)], ids=str)
