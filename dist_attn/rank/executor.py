@@ -102,8 +102,6 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     model: StreamingModel
     if kind == "stream_encoder":
         model = load_stream_encoder(folder).to(compute.device)
-        if compute == ON_CPU:
-            pack_linear_layers(model)
     elif downloaded:
         over = comm if settings.weights_over_ranks else None
         model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype, over=over).to(compute.device)
@@ -112,6 +110,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         report = hold_weights_as(model, settings.weights)
         if settings.weights != "float32":
             _tell(settings, report.sentence())
+    if compute == ON_CPU and settings.weights == "float32" and not downloaded:
+        pack_linear_layers(model)
     for part in model.parts:
         part.register_forward_hook(lambda *_: pulse.advance())
     computed = computation_of(
