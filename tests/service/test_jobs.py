@@ -323,7 +323,7 @@ def test_a_job_succeeds_only_when_its_result_is_on_the_disk(
         refuse_fsync(monkeypatch, f"{tmp_path}/data/jobs/files/../{name}{place}")
         engine.ready = True
         failed = ended(service, name, "failed")
-        assert failed["error"]["code"] == "disk_full" and "does not answer" in failed["error"]["message"]
+        assert failed["error"]["code"] == "storage_failed" and "does not answer" in failed["error"]["message"]
 
 
 @pytest.mark.parametrize("lost", ["vectors", "ranges"])

@@ -14,6 +14,7 @@
 The body is RFC 9457 (`application/problem+json`) and OpenAI's `{"error": {…}}` at once.
 """
 
+import errno
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -27,6 +28,7 @@ __all__ = [
     "DRAINING",
     "MOST_RETRY_SECONDS",
     "NO_RETRY",
+    "NO_ROOM",
     "PROBLEM_JSON",
     "BadRequest",
     "ClientGone",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 PROBLEM_JSON = "application/problem+json"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the errno of an OSError where a disk is full
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients send 409, 429 and 5xx again by themselves
 MOST_RETRY_SECONDS = 120  # clients do not come back by themselves after longer waits
 

@@ -1,6 +1,5 @@
 """A first-in-first-out of bytes between two tasks: a little in memory, the rest on disk, never over its bound."""
 
-import errno
 import os
 import tempfile
 from collections import deque
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.base.errors import NO_ROOM, Code, ServiceError
 from dist_attn_service.base.tasks import Changes, beside
 
 __all__ = ["DiskBudget", "Spool", "SpoolFactory", "write_all"]
@@ -189,7 +188,7 @@ class Spool(AbstractContextManager["Spool"]):
             self._on_disk += len(data)
             self.spilled += len(data)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in NO_ROOM:
                 raise _disk_full(f"the disk of {self._place.folder} is full; {_ADVICE}") from None
             raise
         finally:

@@ -6,7 +6,6 @@ writer whose client says nothing makes way.
 """
 
 import asyncio
-import errno
 import fcntl
 import hashlib
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar, final
 
 from dist_attn.store.private import make_private, private_opener, sync_folder
-from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
+from dist_attn_service.base.errors import NO_RETRY, NO_ROOM, Code, NotFound, ServiceError
 from dist_attn_service.base.tasks import beside, stop_tasks, unbroken
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.text.spool import write_all
@@ -230,7 +229,7 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in NO_ROOM:
             raise ServiceError(
                 "the disk of this service is full; what has arrived is kept, delete files or try again later",
                 code=Code.DISK_FULL,
