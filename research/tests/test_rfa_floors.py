@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from dist_attn.mixers.all_keys import AllKeys
 from dist_attn.model_config.mixers.attention import CrossConfig
+from dist_attn.models import EncoderDecoder, EncoderDecoderConfig, build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn_research.papers.experiment import Budget, Done
 from dist_attn_research.papers.rfa_floors import (
@@ -18,6 +20,7 @@ from dist_attn_research.papers.rfa_floors import (
     NormedConfig,
     NormedOverAllKeys,
     NormedReadOut,
+    normed_random_features,
 )
 from tests.support.closeness import assert_close
 
@@ -74,6 +77,18 @@ def test_the_normed_read_out_over_all_keys_is_the_same_query_by_query() -> None:
         assert_close(attend.read(q[:, :, at : at + 1], sums), out_BHLV[:, :, at : at + 1])
     assert float(out_BHLV.mean(-1).abs().max()) < 1e-9
     assert float((out_BHLV.var(-1, unbiased=False) - 1).abs().max()) < 1e-3
+
+
+def test_the_normed_read_out_is_that_of_random_features_alone() -> None:
+    """A translator whose cross attention is normed keeps the softmax of its encoder."""
+    jobs = RFA_FLOORS.jobs(Budget(smoke=True), (0,))
+    settings = next(job.settings for job in jobs if job.arm == f"cross-{NORMED}")
+    config = EncoderDecoderConfig.model_validate(json.loads(json.dumps(settings["model"])))
+    with normed_random_features():
+        model = build_model(config)
+    assert isinstance(model, EncoderDecoder)
+    kinds = {name: type(part) is NormedOverAllKeys for name, part in model.named_modules() if isinstance(part, AllKeys)}
+    assert kinds == {name: "cross" in name for name in kinds} and len(kinds) == 2
 
 
 def test_the_report_is_made_of_what_is_done() -> None:

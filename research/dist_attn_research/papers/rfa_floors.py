@@ -1,6 +1,7 @@
 """What random feature attention divides by, use by use: exact sums, floors and clamps, and how often they rule."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -156,13 +157,26 @@ def _attention(feature: str, policy: str, seed: int) -> dict[str, Any]:
     return {"attention": "rfa", **options, "denominator": dict(POLICIES.get(policy, POLICIES["exact"]))}
 
 
+def normed_random_features() -> AbstractContextManager[object]:
+    """Random features over all keys of models that are built inside are read by `NormedOverAllKeys`.
+
+    Configurations and folders do not say so: such a model is for its job alone.
+    """
+    divided = all_keys.AllKeys
+
+    def built(config: BidirectionalConfig | CrossConfig) -> all_keys.AllKeys:
+        return (NormedOverAllKeys if config.attention == "rfa" else divided)(config)
+
+    return patch.object(all_keys, "AllKeys", built)
+
+
 def _job_over_all_keys(job: Job, policy: str) -> Job:
-    """The job; of the policy `layer-norm`, its models are built with `NormedOverAllKeys`."""
+    """The job, of the policy `layer-norm` with `normed_random_features`."""
     if policy != NORMED:
         return job
 
     def work(folder: Path, watch: Watch) -> Scores:
-        with patch.object(all_keys, "AllKeys", NormedOverAllKeys):
+        with normed_random_features():
             return job.work(folder, watch)
 
     return replace(job, settings={**job.settings, "read_out": NORMED}, work=work)
@@ -307,8 +321,8 @@ def _draw(done: Sequence[Done], name: str, axes: Axes) -> None:
 
 NOTES = (
     "floor-X divides by max(phi(q).z, X m), m the sum of the weights of all keys; exact by phi(q).z; authors-clamp by "
-    "max(|phi(q).z|, 1) as the code of the paper's authors has it (features of length 0.1 sqrt(D), here 1). layer-norm "
-    "divides by nothing and normalises phi(q) S over the values of a head.",
+    "max(|phi(q).z|, 1) as the code of the paper's authors has it (features of length 0.1 sqrt(D), here 1), arc-cosine "
+    "features at the same number; layer-norm by nothing, and normalises phi(q) S over the values of a head.",
     "guarded: the share of the last validation's denominators that the policy replaced. What holds 0 in its interval "
     "of 95 % (Student's, paired by seed) is not told from noise.",
     f"Cross attention: Multi30k, German to English, 1 + 1 layers of width 128, 4 heads, D = {NUM_RANDOM}; softmax in "

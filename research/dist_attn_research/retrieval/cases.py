@@ -77,6 +77,14 @@ def chapters(books: Path, most: int) -> Case:
     return replace(case, right_QN=case.right_QN & ~none_NN, out_QN=case.out_QN | none_N)
 
 
+def chapters_apart(books: Path, most: int) -> Case:
+    """`chapters`, and the windows before and behind the one that looks are no candidates."""
+    case = chapters(books, most)
+    number_N = np.arange(len(case.candidates))
+    beside_NN = np.abs(number_N[:, None] - number_N) == 1
+    return replace(case, right_QN=case.right_QN & ~beside_NN, out_QN=case.out_QN | beside_NN)
+
+
 def _speeches(label: Callable[[str], str]) -> Callable[[Path, int], Case]:
     def case(_: Path, most: int) -> Case:
         texts, names, streams = list[str](), list[str](), list[slice]()
@@ -137,6 +145,7 @@ def questions(books: Path, most: int) -> Case:
 
 CASES: dict[str, tuple[str, Callable[[Path, int], Case]]] = {
     "chapters": ("nearest other window is of the same chapter", chapters),
+    "chapters-apart": ("nearest window that is no neighbour is of the same chapter", chapters_apart),
     "speeches": ("nearest other window is of the same speech", _speeches(lambda name: name)),
     "presidents": ("nearest other window is of the same president", _speeches(lambda name: name[5:])),
     "genres": ("nearest other document is of the same genre", genres),

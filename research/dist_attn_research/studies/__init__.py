@@ -14,6 +14,7 @@ from dist_attn_research.studies import (
     scaling,
     weight_precision,
 )
+from dist_attn_research.writer import words
 
 STUDIES: dict[str, Case | Study] = attention_peers.CASES | studies_of(
     chapter_retrieval,
@@ -25,4 +26,5 @@ STUDIES: dict[str, Case | Study] = attention_peers.CASES | studies_of(
     scaling,
     fairness,
     weight_precision,
+    words,
 )
