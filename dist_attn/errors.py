@@ -26,9 +26,12 @@
 A message says what was given, what was needed and what to do about it.
 """
 
+import errno
+
 from dist_attn_api.errors import ClientError, DistAttnError, InputError
 
 __all__ = [
+    "NO_ROOM",
     "BusyError",
     "CatalogueDamagedError",
     "ClientError",
@@ -53,6 +56,9 @@ __all__ = [
     "WireError",
     "extra_hint",
 ]
+
+# The numbers of an OSError where a disk, a quota, or what a file may be has no room left.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShapeError(InputError):

@@ -29,14 +29,7 @@ from dist_attn.commands.options import EncodeOptions
 from dist_attn.devices import ON_CPU, Compute, choose_compute
 from dist_attn.errors import InputError
 from dist_attn.model_config.figures import GRAIN
-from dist_attn.models import (
-    LanguageModel,
-    MillionModel,
-    StreamEncoder,
-    StreamingModel,
-    TextEncoder,
-    pack_linear_layers,
-)
+from dist_attn.models import MillionModel, StreamEncoder, StreamingModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.rank_link.heartbeat import peak_rss_bytes
@@ -110,8 +103,9 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     encoding = Encoding(options.file, options.out, spec, options.deterministic, options.exchange)
     with open_communicator(device=compute.device) as comm, compute.autocast():
         loaded.to(compute.device)
-        if compute == ON_CPU and isinstance(loaded, TextEncoder | StreamEncoder | LanguageModel):
-            pack_linear_layers(loaded)
+        # Deterministic products are computed in blocks of their own, whatever the number of processes.
+        if isinstance(loaded, StreamEncoder) and compute == ON_CPU and not options.deterministic:
+            loaded.pack()
 
         def begun() -> None:
             if comm.rank == 0:

@@ -1,7 +1,6 @@
 """What `encode` writes and shows, here and by a service: rows as a .npy file, bars of bytes. It never loads torch."""
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from dist_attn.errors import InputError, StorageError
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from dist_attn.errors import NO_ROOM, InputError, StorageError
 
 
 @final

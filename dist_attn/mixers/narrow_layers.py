@@ -1,4 +1,4 @@
-"""Layers whose weights lie in memory as bfloat16, 8-bit integers or in blocks; what goes in and out stays what it was.
+"""Layers whose weights lie in memory as bfloat16 or 8-bit integers; what goes in and out stays what it was.
 
 They are made of trained layers, for reading and writing only: what they have rounded away would stop training. They
 tell the two apart by shape: [B, I] is one token of each sequence, a step, and [B, L, I] are slices that are read.
@@ -102,27 +102,6 @@ class Bfloat16Linear(_Bfloat16):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., I] -> [..., O]."""
         return _with_bias(self.project(x), self.bias)
-
-
-@final
-class PackedLinear(nn.Module):
-    """A linear layer whose float32 weights lie in the blocks that oneDNN's product reads, on a CPU, without gradients.
-
-    On an EPYC with AVX-512, one thread and matrices of 384 by 1,536, in GFLOP/s beside `nn.Linear` (MKL): 70 and 38 for
-    4 rows, 100 and 72 for 16, 105 and 88 for 100.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        # In blocks for 512 rows, which for 1 to 100 are as fast as blocks for 16.
-        w_OI = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 512)
-        self.weight = nn.Parameter(w_OI, requires_grad=False)
-        self.bias = _fixed(layer.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., I] -> [..., O]."""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y
 
 
 @final

@@ -37,7 +37,6 @@ from dist_attn.models.weight_precision import (
     WeightReport,
     check_precision,
     hold_weights_as,
-    pack_linear_layers,
     weight_bytes,
     weight_precision_of,
 )
@@ -79,7 +78,6 @@ __all__ = [
     "build_model",
     "check_precision",
     "hold_weights_as",
-    "pack_linear_layers",
     "weight_bytes",
     "weight_precision_of",
 ]

@@ -73,10 +73,7 @@ class LanguageModel(CausalModel):
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
         table: nn.Embedding | nn.Linear | NarrowLayer = self.embedding if self.unembedding is None else self.unembedding
-        if isinstance(table, NarrowLayer):
-            return table.project(h)
-        logits: torch.Tensor = F.linear(h, table.weight) if isinstance(table, nn.Embedding) else table(h)
-        return logits
+        return table.project(h) if isinstance(table, NarrowLayer) else F.linear(h, table.weight)
 
     def train(self, mode: bool = True) -> Self:
         """Raises: InputError for `mode` where weights are held in fewer bits; the model is then what it was."""

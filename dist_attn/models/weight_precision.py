@@ -1,7 +1,5 @@
 """Holding a trained model's weights in fewer bits: bfloat16, or 8-bit integers with a scale for each output.
 
-`pack_linear_layers` leaves them all their bits and has them lie as products read them.
-
 | part | what becomes of it | why |
 |---|---|---|
 | linear layers | rounded | all of their weights are read for every token that is written: they are its time |
@@ -20,14 +18,7 @@ import torch
 from torch import nn
 
 from dist_attn.errors import ConfigError, InputError
-from dist_attn.mixers.narrow_layers import (
-    Bfloat16Embedding,
-    Bfloat16Linear,
-    Int8Embedding,
-    Int8Linear,
-    NarrowLayer,
-    PackedLinear,
-)
+from dist_attn.mixers.narrow_layers import Bfloat16Embedding, Bfloat16Linear, Int8Embedding, Int8Linear, NarrowLayer
 from dist_attn.models.language_model import LanguageModel
 from dist_attn.ops.narrow_weights import bfloat16_product, int8_product
 from dist_attn.wire.choices import WeightPrecision
@@ -86,7 +77,7 @@ def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightRepor
     if (present := weight_precision_of(model)) != "float32":
         raise ConfigError(f"the weights are held as {present} already; load the model anew to hold them as {precision}")
     linear, table = _LAYERS[precision]
-    layers = [(name, module) for name, module in model.named_modules() if _is_matrix(name, module)]
+    layers = [(name, module) for name, module in model.named_modules() if _is_rounded(name, module)]
     for name, module in layers:
         _check_finite(name, module, precision)
     for name, module in layers:
@@ -95,20 +86,6 @@ def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightRepor
         setattr(model.get_submodule(parent), own, made.train(False))
     model.requires_grad_(False)
     return WeightReport(precision, len(layers), before, weight_bytes(model), _products(model))
-
-
-def pack_linear_layers(model: nn.Module) -> None:
-    """Have the linear layers of a model of plain float32 weights on a CPU compute as `PackedLinear`, where they can.
-
-    The model then serves inference only; it cannot be saved, moved or copied.
-    """
-    # Elsewhere these products were not measured, and torch may have been built without them.
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return
-    for name, layer in [*model.named_modules()]:
-        if isinstance(layer, nn.Linear) and _is_matrix(name, layer):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, PackedLinear(layer).train(False))
 
 
 def weight_precision_of(model: nn.Module) -> WeightPrecision:
@@ -130,7 +107,7 @@ _LAYERS: dict[str, tuple[Callable[[nn.Linear], NarrowLayer], Callable[[nn.Parame
 }
 
 
-def _is_matrix(name: str, module: nn.Module) -> bool:
+def _is_rounded(name: str, module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return name.rpartition(".")[2] not in KEPT
     return name == "embedding"

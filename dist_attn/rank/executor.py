@@ -18,7 +18,7 @@ from dist_attn.devices import ON_CPU, choose_compute, present_compute
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as, pack_linear_layers
+from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
@@ -87,8 +87,6 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     kind = kind_of_model(folder)
     if kind == "text_encoder":
         encoder = load_text_encoder(folder).to(compute.device)
-        if compute == ON_CPU:
-            pack_linear_layers(encoder)
         for block in encoder.encoder.blocks:
             block.register_forward_hook(lambda *_: pulse.advance())
         _tell(settings, compute.sentence(weights=settings.weights))
@@ -102,6 +100,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     model: StreamingModel
     if kind == "stream_encoder":
         model = load_stream_encoder(folder).to(compute.device)
+        if compute == ON_CPU:
+            model.pack()
     elif downloaded:
         over = comm if settings.weights_over_ranks else None
         model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype, over=over).to(compute.device)
@@ -110,8 +110,6 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         report = hold_weights_as(model, settings.weights)
         if settings.weights != "float32":
             _tell(settings, report.sentence())
-    if compute == ON_CPU and settings.weights == "float32" and not downloaded:
-        pack_linear_layers(model)
     for part in model.parts:
         part.register_forward_hook(lambda *_: pulse.advance())
     computed = computation_of(

@@ -11,15 +11,8 @@ from dist_attn.conversion import begin_stream_encoder
 from dist_attn.conversion.stream_encoder import memory_of, remember
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import (
-    ContextConfig,
-    StreamEncoder,
-    TextEncoder,
-    TextEncoderConfig,
-    build_model,
-    pack_linear_layers,
-    weight_bytes,
-)
+from dist_attn.model_config.figures import GRAIN
+from dist_attn.models import ContextConfig, StreamEncoder, TextEncoder, TextEncoderConfig, build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
@@ -97,19 +90,32 @@ def test_a_text_read_in_steps_gives_what_it_gives_whole(mixer: dict[str, Any]) -
             assert_close(got, needed, kind="state")
 
 
-@pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 @torch.inference_mode()
-def test_packed_weights_give_the_same_hidden_states(mixer: dict[str, Any]) -> None:
-    """Linear layers in oneDNN's blocks take the bytes that they took, for texts of no, few and many tokens."""
-    model = small(mixer).float()
-    texts = [tokens(length) for length in (0, 3, 600)]
-    wanted, size = [model.hidden(text_BL)[0] for text_BL in texts], weight_bytes(model)
-    pack_linear_layers(model)
-    for text_BL, want_BLD in zip(texts, wanted, strict=True):
-        assert_close(model.hidden(text_BL)[0], want_BLD)
-    assert weight_bytes(model) == size
-    packed = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    assert any(weight.layout != torch.strided for weight in model.parameters()) == packed
+def test_packed_products_change_no_hidden_state() -> None:
+    """Long texts, and short ones of more tokens than are read together, whose sequences are filled up."""
+    model = small().float()
+    long_BL, short = tokens(GRAIN + 3 * PAIR + 5, batch=1), [tokens(1 + n % PAIR, batch=1)[0] for n in range(200)]
+    want_BLD, want = model.hidden(long_BL)[0], model.short_hidden(short)
+    model.pack()
+    assert_close(model.hidden(long_BL)[0], want_BLD)
+    for got_1LD, want_1LD in zip(model.short_hidden(short), want, strict=True):
+        assert_close(got_1LD, want_1LD)
+
+
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="oneDNN's products are taken on processors with AVX2 or AVX-512",
+)
+@torch.inference_mode()
+def test_whole_blocks_are_read_by_packed_products() -> None:
+    """Without their weights, linear layers still read what they were packed for, and nothing else."""
+    model = small().float()
+    model.pack()
+    for layer in model.sentence.encoder.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.fill_(torch.nan)
+    assert bool(model.hidden(tokens(GRAIN, batch=1))[0].isfinite().all())
+    assert bool(model.hidden(tokens(PAIR, batch=1))[0].isnan().all())
 
 
 @pytest.mark.parametrize("lengths", [(PAIR, 3 * PAIR, PAIR + 3), (0, 2 * PAIR, 0, BLOCK + 5)], ids=str)

@@ -11,7 +11,7 @@ from dist_attn.costs import read_model_costs
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers.narrow_layers import Bfloat16Linear, Int8Embedding, Int8Linear, NarrowLayer
-from dist_attn.models import ModelState, hold_weights_as, pack_linear_layers, weight_bytes, weight_precision_of
+from dist_attn.models import ModelState, hold_weights_as, weight_bytes, weight_precision_of
 from dist_attn.ops.narrow_weights import int8_product, widen_rows
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
@@ -73,22 +73,6 @@ def assert_states_close(got, want, kind="state"):
     for a, b in zip(got.layers, want.layers, strict=True):
         for one, other in zip(a.tensors(), b.tensors(), strict=True):
             assert_close(one, other, kind=kind)
-
-
-@pytest.mark.parametrize("case", MODEL_CASES)
-@torch.inference_mode()
-def test_packed_weights_give_the_same_logits(case):
-    """Linear layers in oneDNN's blocks keep their bytes, and read and step as they did."""
-    torch.manual_seed(0)
-    model = small_model(case).eval()
-    packed = copy.deepcopy(model)
-    pack_linear_layers(packed)
-    assert weight_bytes(packed) == weight_bytes(model)
-    want_BLD, want = model.hidden(TOKENS)
-    got_BLD, got = packed.hidden(TOKENS)
-    assert_close(got_BLD, want_BLD)
-    assert_states_close(got, want)
-    assert_close(packed.step(TOKENS[:, 0], got)[0], model.step(TOKENS[:, 0], want)[0])
 
 
 @pytest.mark.parametrize("precision", NARROW)

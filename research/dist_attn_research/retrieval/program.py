@@ -17,7 +17,7 @@ from benchmarks.measured import Measured, Panel, Table
 from benchmarks.setting import Setting, look_around
 from dist_attn.checkpoints import load_reader_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError, ModelFolderError
-from dist_attn.models import StreamingModel, TextEncoder, pack_linear_layers
+from dist_attn.models import StreamingModel, TextEncoder
 from dist_attn.text import Tokeniser
 from dist_attn_research.retrieval.cases import CASES, Case
 from dist_attn_research.retrieval.ranking import Floats, bm25, cosines, hits, interval, reciprocal_ranks, tf_idf
@@ -138,7 +138,6 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{name} was left out: {error}")
             continue
         assert isinstance(model, StreamingModel | TextEncoder)
-        pack_linear_layers(model)
         models[name if name not in models else f"{name} again"] = (model, tokeniser)
     results, setting = dict[str, dict[str, dict[str, float]]](), look_around()
     for name in chosen.case or CASES:

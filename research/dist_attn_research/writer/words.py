@@ -12,7 +12,7 @@ import torch
 from benchmarks.measured import Found, Table
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.errors import ConfigError
-from dist_attn.models import CausalModel, ModelState, pack_linear_layers
+from dist_attn.models import CausalModel, ModelState
 from dist_attn.text import Tokeniser
 
 __all__ = ["NAME", "PROMPTS", "QUESTION", "TESTS", "continuations", "measure", "words_of"]
@@ -52,7 +52,6 @@ def measure(smoke: bool) -> Found:
     if shutil.which("hunspell") is None:
         raise ConfigError("hunspell is not installed; on Debian it is the package hunspell, with hunspell-en-us")
     model, tokeniser = load_model_and_tokeniser(MODEL)
-    pack_linear_layers(model)
     drawn = continuations(model, tokeniser, SMOKE_TOKENS if smoke else TOKENS)
     with TEXTS.open(encoding="utf-8") as lines:
         known = {word.lower() for line in lines for word in words_of(json.loads(line)["text"])}

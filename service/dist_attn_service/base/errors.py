@@ -14,7 +14,6 @@
 The body is RFC 9457 (`application/problem+json`) and OpenAI's `{"error": {…}}` at once.
 """
 
-import errno
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -22,13 +21,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from dist_attn.errors import NO_ROOM
 from dist_attn_api.errors import Code
 
 __all__ = [
     "DRAINING",
     "MOST_RETRY_SECONDS",
     "NO_RETRY",
-    "NO_ROOM",
     "PROBLEM_JSON",
     "BadRequest",
     "ClientGone",
@@ -41,14 +40,19 @@ __all__ = [
     "ServiceStopping",
     "TooLarge",
     "UnforeseenError",
+    "disk_code",
     "engine_error",
     "retry_after",
 ]
 
 PROBLEM_JSON = "application/problem+json"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the errno of an OSError where a disk is full
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients send 409, 429 and 5xx again by themselves
 MOST_RETRY_SECONDS = 120  # clients do not come back by themselves after longer waits
+
+
+def disk_code(error: OSError) -> Code:
+    """What is said of a file that could not be read or written."""
+    return Code.DISK_FULL if error.errno in NO_ROOM else Code.STORAGE_FAILED
 
 
 def retry_after(seconds: float) -> dict[str, str]:

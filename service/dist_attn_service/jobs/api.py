@@ -13,7 +13,7 @@ import numpy as np
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import Job, JobProgress
-from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge, disk_code
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.encodings.documents import Source
@@ -94,7 +94,7 @@ class JobServices:
             await asyncio.shield(self._store.remove(name))
             if isinstance(error, OSError):
                 words = f"what was sent could not be written to the disk: {error.strerror}; nothing of it is kept"
-                raise ServiceError(words, code=Code.STORAGE_FAILED) from None
+                raise ServiceError(words, code=disk_code(error)) from None
             raise
 
     async def completion(self, context: ServiceContext, caller: str, request: dict[str, Any]) -> tuple[str, JobRecord]:

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from dist_attn.store import ExpiryGrace
 from dist_attn.store.ledger import changed
-from dist_attn_service.base.errors import NO_ROOM, Code, ServiceError, UnforeseenError
+from dist_attn_service.base.errors import Code, ServiceError, UnforeseenError, disk_code
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, stop_tasks, task_group, unbroken
@@ -183,8 +183,7 @@ class JobRunner:
                 await self._end(name, "failed", {"error": error.error_object()})
         except OSError as error:
             words = f"the files of this job cannot be read or written: {error.strerror}"
-            code = Code.DISK_FULL if error.errno in NO_ROOM else Code.STORAGE_FAILED
-            await self._failed(name, ServiceError(words, code=code))
+            await self._failed(name, ServiceError(words, code=disk_code(error)))
         except Exception as error:
             self._log.error("unexpected error in a job", job=name, exc_info=error)
             await self._failed(name, UnforeseenError())

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dist_attn_service.base.errors import NO_ROOM, Code, ServiceError
+from dist_attn.errors import NO_ROOM
+from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.tasks import Changes, beside
 
 __all__ = ["DiskBudget", "Spool", "SpoolFactory", "write_all"]

@@ -19,8 +19,9 @@ from io import FileIO
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar, final
 
+from dist_attn.errors import NO_ROOM
 from dist_attn.store.private import make_private, private_opener, sync_folder
-from dist_attn_service.base.errors import NO_RETRY, NO_ROOM, Code, NotFound, ServiceError
+from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.base.tasks import beside, stop_tasks, unbroken
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.text.spool import write_all
