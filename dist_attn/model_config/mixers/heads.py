@@ -11,7 +11,7 @@ class DenominatorConfig(FrozenConfig):
     """The saved form of `ops.Denominator`."""
 
     kind: Literal["floor", "exact", "clamp", "sign_clamp", "abs_clamp"] = "floor"
-    # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0003).
+    # That of causal mixers, in units of the carried mass; over all keys it is another (docs/decisions/0036).
     eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
 
 

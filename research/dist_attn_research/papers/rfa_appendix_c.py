@@ -90,8 +90,8 @@ NOTES = (
     "search, no averaging of checkpoints, as the paper has it. Encoders are softmax; no short convolutions.",
     f"Pre-trained models read {PRETRAINING} batches of 64 pairs, those of C.2 and Table 6 {COMPARING}, fine-tuning "
     f"{TUNING}; Muon, one learning rate for all.",
-    "Where the paper says that training does not converge, ours has a floor under the denominator (eps 0.3), which the "
-    "paper does not mention. 'does not converge' here: the loss is not finite.",
+    "Where the paper says that training does not converge, ours has a floor under the denominator (0.3 of the mass of "
+    "keys when this was filed), which the paper does not mention. 'does not converge' here: the loss is not finite.",
     f"Losses of training: of the {SMOOTH} steps before, over all seeds; perplexity is that of the validation pairs.",
     "Reset: the decoder's maps to queries, keys, values and outputs are drawn anew, of self- and cross attention.",
     "Eq. 12 does without unit norms, at softmax's temperature and with 1,024 random vectors: an estimate of the "
