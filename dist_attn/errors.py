@@ -57,7 +57,7 @@ __all__ = [
     "extra_hint",
 ]
 
-# The numbers of an OSError where a disk, a quota, or what a file may be has no room left.
+# The numbers of an OSError where a disk is full, a quota used up, or a file as large as it may be.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -105,7 +105,7 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
         loaded.to(compute.device)
         # Deterministic products are computed in blocks of their own, whatever the number of processes.
         if isinstance(loaded, StreamEncoder) and compute == ON_CPU and not options.deterministic:
-            loaded.pack()
+            loaded.pack_weights()
 
         def begun() -> None:
             if comm.rank == 0:

@@ -68,10 +68,10 @@ class StreamEncoder(StreamingModel):
         layers = tuple(block.mixer.initial_state(batch) for block in cast(list[Block], list(self.context)))
         return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
 
-    def pack(self) -> None:
-        """`TextEncoder.pack` for the blocks that are read together in a text of any length."""
+    def pack_weights(self) -> None:
+        """`TextEncoder.pack_weights` for the blocks that are read together in a text of any length."""
         framed = self.config.block + len(self.config.sentence.prefix) + len(self.config.sentence.suffix)
-        self.sentence.pack(GRAIN // self.config.block * framed)
+        self.sentence.pack_weights(GRAIN // self.config.block * framed)
 
     def hidden(
         self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None

@@ -10,6 +10,8 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.model_config.encoders import TextEncoderConfig
+from dist_attn.model_config.language_model import mixers_of_layers
+from dist_attn.model_config.mixers.attention import BidirectionalConfig
 from dist_attn.models.encoder import Encoder, check_tokens, initialise
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
@@ -31,7 +33,7 @@ class TextEncoder(nn.Module):
         # Sentences of a pair have a type each; a text alone is of the first.
         self.type_embedding = nn.Embedding(config.token_types, size) if config.token_types else None
         self.encoder = Encoder(config.encoder)
-        self._packed_rows: int | None = None
+        self._sequence_tokens: int | None = None  # of short texts that are read together; None: as many as there are
         initialise(self, config.encoder.num_layers)
 
     def frame(self, text_BT: torch.Tensor) -> torch.Tensor:
@@ -43,21 +45,26 @@ class TextEncoder(nn.Module):
         )
         return torch.cat([before_BN, text_BT, after_BN], dim=1)
 
-    def pack(self, rows: int) -> None:
+    def pack_weights(self, rows: int) -> None:
         """Have products of linear layers with so many rows be oneDNN's, for inference in float32 on a CPU.
 
-        They take nine tenths of the time of others, which are MKL's (EPYC with AVX-512, measured; AVX2 no worse). Of
-        each number of rows oneDNN keeps half a megabyte of code for each matrix as long as the process lives, so that
-        only one is packed, and `hidden_together` cuts its texts to it. Nothing changes where torch lacks them.
+        They take nine tenths of the time of others, which are MKL's (EPYC, AVX-512). For each number of rows oneDNN
+        keeps 0.3 to 1.5 MiB of code per matrix as long as the process lives, so that this is done for one number alone,
+        to which `hidden_together` cuts texts where softmax reads them. Nothing changes on other processors than those
+        with AVX2 or AVX-512, and where torch was built without oneDNN.
 
         Memory: the weights of linear layers once more. They must not change from now on.
         """
-        # Of other processors nothing is known.
-        if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-            self._packed_rows = rows
-            for layer in self.encoder.modules():
-                if type(layer) is nn.Linear:
-                    _pack(layer, rows)
+        processor = torch.backends.cpu.get_cpu_capability()
+        if processor not in ("AVX2", "AVX512") or not torch.backends.mkldnn.is_available():
+            return
+        for layer in self.encoder.modules():
+            if type(layer) is nn.Linear:
+                _pack_weights(layer, rows)
+        # Kernels would count the denominators of what fills a sequence up.
+        mixers = mixers_of_layers(self.config.encoder.mixer, self.config.encoder.num_layers)
+        if all(isinstance(mixer, BidirectionalConfig) and mixer.attention == "softmax" for mixer in mixers):
+            self._sequence_tokens = rows
 
     def hidden(self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """Hidden states after the last layer, [B, L] -> [B, L, D], of this process's slice of framed sequences.
@@ -82,9 +89,9 @@ class TextEncoder(nn.Module):
     def hidden_together(self, texts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Hidden states of whole texts of any lengths, [T] each -> [1, L, D] each with its frame.
 
-        They are read as one packed sequence without padding or, behind `pack`, as sequences of its number of rows, each
-        but the last filled up with a text of token 0. How a product is summed up, and with it the last bits of a text,
-        may depend on how many tokens the others have.
+        They are read as one packed sequence, without padding. After `pack_weights` they are read as sequences of at
+        most that many tokens, filled up with a text of token 0 where a twelfth or less is missing. How a product is
+        summed up, and with it the last bits of a text, may depend on how many tokens the others have.
 
         Raises: as `hidden`; InputError for a mixer that takes no packed documents.
         """
@@ -97,15 +104,21 @@ class TextEncoder(nn.Module):
         return tuple(read)
 
     def _sequences(self, framed: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], int]]:
-        """The texts of each sequence, and how many tokens fill it up; of the last one none."""
-        sequence, length = list[torch.Tensor](), 0
+        """The texts of each sequence, and how many tokens fill it up."""
+        most = self._sequence_tokens
+        if most is None:
+            yield [*framed], 0
+            return
+        sequences, lengths = [list[torch.Tensor]()], [0]
         for text_1L in framed:
-            if sequence and self._packed_rows is not None and length + text_1L.shape[1] > self._packed_rows:
-                yield sequence, max(0, self._packed_rows - length)
-                sequence, length = [], 0
-            sequence.append(text_1L)
-            length += text_1L.shape[1]
-        yield sequence, 0
+            if sequences[-1] and lengths[-1] + text_1L.shape[1] > most:
+                sequences.append([])
+                lengths.append(0)
+            sequences[-1].append(text_1L)
+            lengths[-1] += text_1L.shape[1]
+        for sequence, length in zip(sequences, lengths, strict=True):
+            missing = most - length
+            yield sequence, missing if 0 <= missing <= min(most // 12, self.config.max_tokens) else 0
 
     def pool(self, h_BLD: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """[B, L, D] of this process's slice -> [B, D] of the whole sequences, equal on all ranks.
@@ -140,8 +153,8 @@ class TextEncoder(nn.Module):
         return self.forward(self.frame(text_BT))
 
 
-def _pack(layer: nn.Linear, rows: int) -> None:
-    """See `TextEncoder.pack`."""
+def _pack_weights(layer: nn.Linear, rows: int) -> None:
+    """See `TextEncoder.pack_weights`."""
     own: Any = layer
     plain, packed_OI = layer.forward, torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
 

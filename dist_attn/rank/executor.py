@@ -101,7 +101,7 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     if kind == "stream_encoder":
         model = load_stream_encoder(folder).to(compute.device)
         if compute == ON_CPU:
-            model.pack()
+            model.pack_weights()
     elif downloaded:
         over = comm if settings.weights_over_ranks else None
         model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype, over=over).to(compute.device)

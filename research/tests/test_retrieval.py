@@ -3,12 +3,14 @@
 import math
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn_research.retrieval import cases
 from dist_attn_research.retrieval.cases import Case
 from dist_attn_research.retrieval.program import rows_of, rows_of_streams, scores_of
 from dist_attn_research.retrieval.ranking import cosines, hits, interval, tf_idf
@@ -87,3 +89,23 @@ def test_questions_are_asked_of_streams() -> None:
     with torch.inference_mode():
         asked, stream = rows_of(model, tokeniser, QUERIES), rows_of_streams(model, tokeniser, case)
     np.testing.assert_array_equal(scores["own, one stream"], cosines(asked, stream, centred=True))
+
+
+def test_neighbours_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five windows of a chapter the middle one has two that are right, neither of them beside it."""
+    labels = ["a"] * 5
+    case = cases._neighbours([f"text {n}" for n in range(5)], labels, labels)
+    monkeypatch.setattr(cases, "chapters", lambda *_: case)
+    apart = cases.chapters_apart(Path("books"), 5)
+    assert apart.out_QN[2].tolist() == [False, True, True, True, False]
+    assert apart.right_QN[2].tolist() == [True, False, False, False, True]
+
+
+def test_words_and_vectors_side_by_side_are_the_mean_of_their_cosines() -> None:
+    """What is no candidate stays none."""
+    out_QN = np.eye(3, dtype=np.bool_)
+    case = Case(TEXTS[:3], TEXTS[:3], ~out_QN, out_QN, np.arange(3))
+    scores = scores_of(case, {"own": load_model_and_tokeniser("books-6m")})
+    want = (scores["own, mean off"] + tf_idf(TEXTS[:3], TEXTS[:3])) / 2
+    np.testing.assert_array_equal(scores["own, mean off + tf-idf"], want)
+    assert np.isneginf(want[out_QN]).all()

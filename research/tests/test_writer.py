@@ -12,7 +12,7 @@ from dist_attn.text import ByteTokeniser, load_tokeniser
 from dist_attn_research.writer.prepare import ADDED, BEGINS_WITH, grow
 from dist_attn_research.writer.store import on_grid
 from dist_attn_research.writer.texts import NOVELS, as_chat, lay_out, novels, paragraphs_of, turns
-from dist_attn_research.writer.words import PROMPTS, continuations, words_of
+from dist_attn_research.writer.words import PROMPTS, continuations, decoded, words_of
 from tests.support.models import small_config, small_model
 
 PARAGRAPHS = [
@@ -82,9 +82,10 @@ def test_stored_weights_are_multiples_of_a_power_of_two_near_the_given_ones():
 
 
 def test_prompts_are_continued_the_same_way_again():
-    """Every prompt gets as many tokens as asked for, from a seed; words are runs of letters, and ends are none."""
+    """Every prompt gets as many tokens as asked for, from a seed; where a text ends, so does its last word."""
     tokeniser = ByteTokeniser()
     model = small_model()
     drawn = continuations(model, tokeniser, 5)
     assert len(drawn) == len(PROMPTS) and drawn == continuations(model, tokeniser, 5)
-    assert words_of("The cat's,<|end|>Dog 9") == ["The", "cat", "s", "Dog"]
+    ended = [*tokeniser.encode(b"the cat's"), tokeniser.end_token, *tokeniser.encode(b"Dog 9")]
+    assert words_of(decoded(tokeniser, ended)) == ["the", "cat", "s", "Dog"]

@@ -13,7 +13,7 @@ from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import GRAIN
 from dist_attn.models import ContextConfig, StreamEncoder, TextEncoder, TextEncoderConfig, build_model
-from dist_attn.ops import LocalSequenceOps
+from dist_attn.ops import LocalSequenceOps, Watch, watching
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.over_ranks import assert_ranks_change_nothing, randomised
@@ -28,14 +28,14 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 
 
-def teacher(**changes: Any) -> TextEncoder:
+def teacher(attention: dict[str, Any] | None = None, **changes: Any) -> TextEncoder:
     """A small random sentence encoder of BERT's shape, in float64."""
     mixer = {"kind": "bidirectional", "hidden_size": DIM, "num_heads": 2, "attention": "softmax"}
     encoder = {
         "hidden_size": DIM,
         "num_layers": 2,
         "mlp_size": 24,
-        "mixer": mixer | {"projection_bias": True},
+        "mixer": mixer | {"projection_bias": True} | (attention or {}),
         "block": {"norm_placement": "post"},
         "positions": "learned",
         "max_length": 24,
@@ -49,9 +49,9 @@ def context(mixer: dict[str, Any], num_layers: int = 2) -> ContextConfig:
     return ContextConfig.model_validate({"num_layers": num_layers, "mlp_size": 20, "mixer": mixer})
 
 
-def small(mixer: dict[str, Any] = GATED_DELTA) -> StreamEncoder:
+def small(mixer: dict[str, Any] = GATED_DELTA, **attention: Any) -> StreamEncoder:
     """All parts random, in float64."""
-    return randomised(begin_stream_encoder(teacher(), BLOCK, context(mixer)))
+    return randomised(begin_stream_encoder(teacher(attention), BLOCK, context(mixer)))
 
 
 def tokens(length: int, batch: int = 2) -> torch.Tensor:
@@ -90,32 +90,57 @@ def test_a_text_read_in_steps_gives_what_it_gives_whole(mixer: dict[str, Any]) -
             assert_close(got, needed, kind="state")
 
 
+packs = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="weights are packed on processors with AVX2 or AVX-512",
+)
+ROWS = GRAIN // BLOCK * (BLOCK + 2)
+# Of BLOCK + 2 tokens each with its frame, so that sequences are full; of less, so that a sequence is filled up or not.
+SHORT = {"full": [BLOCK] * 200, "filled": [BLOCK] * 60 + [7] * 4, "not filled": [BLOCK] * 50}
+
+
+@packs
+@pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
-def test_packed_products_change_no_hidden_state() -> None:
-    """Long texts, and short ones of more tokens than are read together, whose sequences are filled up."""
-    model = small().float()
-    long_BL, short = tokens(GRAIN + 3 * PAIR + 5, batch=1), [tokens(1 + n % PAIR, batch=1)[0] for n in range(200)]
+def test_packed_weights_change_no_hidden_state(bias: bool) -> None:
+    """Long texts, and short ones of more tokens than are read together."""
+    model = small(projection_bias=bias).float()
+    long_BL = tokens(GRAIN + 3 * PAIR + 5, batch=1)
+    short = [tokens(length, batch=1)[0] for length in [*range(1, PAIR)] * 20]
     want_BLD, want = model.hidden(long_BL)[0], model.short_hidden(short)
-    model.pack()
+    model.pack_weights()
     assert_close(model.hidden(long_BL)[0], want_BLD)
     for got_1LD, want_1LD in zip(model.short_hidden(short), want, strict=True):
         assert_close(got_1LD, want_1LD)
 
 
-@pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="oneDNN's products are taken on processors with AVX2 or AVX-512",
-)
+@packs
 @torch.inference_mode()
-def test_whole_blocks_are_read_by_packed_products() -> None:
-    """Without their weights, linear layers still read what they were packed for, and nothing else."""
+def test_sequences_of_whole_blocks_are_read_by_packed_weights() -> None:
+    """With their own weights lost, linear layers still read what they were packed for, and nothing else."""
     model = small().float()
-    model.pack()
+    model.pack_weights()
     for layer in model.sentence.encoder.modules():
         if isinstance(layer, torch.nn.Linear):
             layer.weight.fill_(torch.nan)
     assert bool(model.hidden(tokens(GRAIN, batch=1))[0].isfinite().all())
     assert bool(model.hidden(tokens(PAIR, batch=1))[0].isnan().all())
+    finite = {}
+    for name, lengths in SHORT.items():
+        read = model.sentence.hidden_together([tokens(length, batch=1)[0] for length in lengths])
+        finite[name] = sum(h_1LD.shape[1] for h_1LD in read if bool(h_1LD.isfinite().all()))
+    assert finite == {"full": 200 // 64 * ROWS, "filled": ROWS - 4, "not filled": 0}
+
+
+@torch.inference_mode()
+def test_kernels_read_no_filled_sequences() -> None:
+    """What fills a sequence up would be counted among their denominators."""
+    model = small(attention="rfa", num_random=8).float()
+    model.pack_weights()
+    watch = Watch()
+    with watching(watch):
+        model.sentence.hidden_together([tokens(length, batch=1)[0] for length in SHORT["filled"]])
+    assert watch.denominators == (ROWS - 4) * 2 * 2  # layers and heads
 
 
 @pytest.mark.parametrize("lengths", [(PAIR, 3 * PAIR, PAIR + 3), (0, 2 * PAIR, 0, BLOCK + 5)], ids=str)

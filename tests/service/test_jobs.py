@@ -275,13 +275,13 @@ def test_no_other_user_can_read_what_was_sent(tmp_path: Path) -> None:
     assert {path for path, mode in found.items() if mode != (0o700 if Path(path).is_dir() else 0o600)} == set()
 
 
-def refuse_fsync(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Let fsync fail for whatever has a path of this pattern."""
+def refuse_fsync(monkeypatch: pytest.MonkeyPatch, place: str, number: int = errno.EIO) -> None:
+    """Let fsync fail with that number for whatever has a path of this pattern."""
     fsync = os.fsync
 
     def refusing(descriptor: int) -> None:
         if re.fullmatch(place, os.readlink(f"/proc/self/fd/{descriptor}")):
-            raise OSError(errno.EIO, "the disk does not answer")
+            raise OSError(number, "the disk does not answer")
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refusing)
@@ -308,6 +308,21 @@ def test_a_job_is_answered_only_when_it_is_on_the_disk(
         assert post(url, **body).status_code == 202
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, "storage_failed"), (errno.ENOSPC, "disk_full")])
+def test_only_a_full_disk_is_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: str
+) -> None:
+    """Of a job that cannot be taken, and of one whose result cannot be written."""
+    engine = FakeEngine(ready=False)
+    with running_service(tmp_path, engine, jobs=JobSettings(**QUICK)) as service:
+        name = post(f"{service.url}/v1/jobs", json={"input": "abc"}).json()["id"]
+        refuse_fsync(monkeypatch, f"{tmp_path}/data/jobs/.*", number)
+        refused = post(f"{service.url}/v1/jobs", json={"input": "abc"})
+        assert refused.status_code == 507 and refused.json()["error"]["code"] == code
+        engine.ready = True
+        assert ended(service, name, "failed")["error"]["code"] == code
+
+
 @pytest.mark.parametrize(
     ("body", "place"),
     [({"input": "abc"}, "/vectors"), ({"input": "abc"}, "/ranges"), ({"input": "abc"}, ""),
@@ -323,7 +338,7 @@ def test_a_job_succeeds_only_when_its_result_is_on_the_disk(
         refuse_fsync(monkeypatch, f"{tmp_path}/data/jobs/files/../{name}{place}")
         engine.ready = True
         failed = ended(service, name, "failed")
-        assert failed["error"]["code"] == "storage_failed" and "does not answer" in failed["error"]["message"]
+        assert "does not answer" in failed["error"]["message"]
 
 
 @pytest.mark.parametrize("lost", ["vectors", "ranges"])

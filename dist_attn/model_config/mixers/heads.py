@@ -11,7 +11,7 @@ class DenominatorConfig(FrozenConfig):
     """The saved form of `ops.Denominator`."""
 
     kind: Literal["floor", "exact", "clamp", "sign_clamp", "abs_clamp"] = "floor"
-    # That of causal mixers, in units of the carried mass; over all keys it is another (docs/decisions/0036).
+    # The floor of causal mixers, in units of the carried mass; attention over all keys sets its own (decision 0036).
     eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
 
 

@@ -51,7 +51,7 @@ MOST_RETRY_SECONDS = 120  # clients do not come back by themselves after longer 
 
 
 def disk_code(error: OSError) -> Code:
-    """What is said of a file that could not be read or written."""
+    """The error code where a file could not be read or written."""
     return Code.DISK_FULL if error.errno in NO_ROOM else Code.STORAGE_FAILED
 
 
