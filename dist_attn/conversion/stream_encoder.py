@@ -34,7 +34,7 @@ def begin_stream_encoder(teacher: TextEncoder, block: int, context: ContextConfi
         width, and a teacher that pools by its first token.
     """
     sentence = teacher.config.model_dump()
-    frame = len(teacher.config.prefix) + len(teacher.config.suffix)
+    frame = teacher.config.frame_tokens
     sentence["max_tokens"] = max(teacher.config.max_tokens, block + frame)
     values = {"sentence": sentence, "block": block, "context": None if context is None else context.model_dump()}
     try:

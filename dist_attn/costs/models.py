@@ -297,7 +297,7 @@ class StreamEncoderCosts(ModelCosts):
     @property
     def _framed(self) -> int:
         """Tokens that the sentence encoder reads for a block."""
-        return self.config.block + len(self.config.sentence.prefix) + len(self.config.sentence.suffix)
+        return self.config.block + self.config.sentence.frame_tokens
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
         """Of whole blocks, each with its frame, and of context."""

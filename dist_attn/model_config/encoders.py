@@ -77,9 +77,14 @@ class TextEncoderConfig(FrozenConfig):
         return self
 
     @property
+    def frame_tokens(self) -> int:
+        """Tokens of prefix and suffix."""
+        return len(self.prefix) + len(self.suffix)
+
+    @property
     def text_tokens(self) -> int:
         """Tokens of text in a sequence at most."""
-        return self.max_tokens - len(self.prefix) - len(self.suffix)
+        return self.max_tokens - self.frame_tokens
 
 
 class ContextConfig(FrozenConfig):

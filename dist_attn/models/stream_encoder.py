@@ -70,8 +70,8 @@ class StreamEncoder(StreamingModel):
 
     def pack_weights(self) -> None:
         """`TextEncoder.pack_weights` for the blocks that are read together in a text of any length."""
-        framed = self.config.block + len(self.config.sentence.prefix) + len(self.config.sentence.suffix)
-        self.sentence.pack_weights(GRAIN // self.config.block * framed)
+        size = self.config.block
+        self.sentence.pack_weights(GRAIN // size * (size + self.config.sentence.frame_tokens))
 
     def hidden(
         self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None

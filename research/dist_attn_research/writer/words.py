@@ -62,15 +62,15 @@ def measure(smoke: bool) -> Found:
         known = {word.lower() for line in lines for word in words_of(json.loads(line)["text"])}
     words = [word for text in drawn for word in words_of(text)[1:-1]]
     unknown = _not_in_dictionary({word for word in words if word.lower() not in known})
-    none = [word for word in words if word in unknown]
-    share = len(none) / len(words)
+    non_words = [word for word in words if word in unknown]
+    share = len(non_words) / len(words)
     counts = Table(
-        "Words", ("drawn", "non-words", "share"), ((f"{len(words):,}", f"{len(none):,}", f"{100 * share:.2f} %"),)
+        "Words", ("drawn", "non-words", "share"), ((f"{len(words):,}", f"{len(non_words):,}", f"{100 * share:.2f} %"),)
     )
     beginnings = [" ".join(text[:SHOWN_CHARACTERS].split()) for text in drawn]
     continued = Table("Continuations", ("prompt", "goes on"), tuple(zip(PROMPTS, beginnings, strict=True)))
-    notes = (*NOTES, "The first non-words: " + ", ".join(none[:SHOWN_WORDS]) + ".")
-    numbers = {"words": float(len(words)), "non-words": float(len(none))}
+    notes = (*NOTES, "The first non-words: " + ", ".join(non_words[:SHOWN_WORDS]) + ".")
+    numbers = {"words": float(len(words)), "non-words": float(len(non_words))}
     return Found((counts, continued), {"non-words / words": round(share, 5)}, numbers, (), notes)
 
 
