@@ -387,7 +387,7 @@ def test_bodies_in_gzip(service: RunningService, kind: str) -> None:
     """Of one or more members, padded or not, wherever they are cut: the rows are those of what they hold."""
     data = LONG[:90_000] if kind == "application/json" else LONG
     body = json.dumps({"input": data.decode()}).encode() if kind == "application/json" else data
-    packed = gzip.compress(body[:70_001]) + gzip.compress(body[70_001:]) + bytes(11)
+    packed = gzip.compress(body[:70_001]) + 1000 * gzip.compress(b"") + gzip.compress(body[70_001:]) + bytes(11)
     headers = {"Content-Encoding": "gzip"} | ({"Content-Type": kind} if kind else {})
     check_rows(encode(service, packed, **headers), data, 512)
     check_rows(encode(service, iter([packed[at : at + 37] for at in range(0, len(packed), 37)]), **headers), data, 512)
@@ -400,6 +400,7 @@ def test_bodies_in_gzip(service: RunningService, kind: str) -> None:
         (gzip.compress(LONG) + b"more", "is not gzip"),
         (gzip.compress(LONG)[:-9], "ends before its end"),
         (gzip.compress(LONG)[:-5] + b"\0\0\0\0\0", "is not gzip"),
+        (gzip.compress(LONG) + 1002 * gzip.compress(b""), "more than 1000 members"),
         (b"", "empty"),
     ],
 )

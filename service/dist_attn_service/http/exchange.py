@@ -31,6 +31,8 @@ PING = b": ping\n"  # one newline: a blank line would end an event, which the of
 DONE = b"data: [DONE]\n\n"
 FAREWELL_SECONDS = 1.0
 GZIP_PIECE_BYTES = 64 << 10
+GZIP_READ_BYTES = 4 << 10  # zlib copies what it was given behind the end of a member
+GZIP_EMPTY_MEMBERS = 1000  # files that were put together may have some; each costs as much as a page of text
 GZIP_FREE_BYTES = 16 << 20  # so much may come out of however little
 GZIP_MOST_TIMES = 200  # text shrinks to a tenth, the most repetitive logs to a hundredth, and zeros to a thousandth
 LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
@@ -117,33 +119,41 @@ class RequestBody:
 async def _gunzipped(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     """What a stream in gzip holds, of one or more members, in pieces of at most GZIP_PIECE_BYTES.
 
-    Raises: BadRequest for a stream that is broken, cut off or followed by something else, TooLarge for one that grows
-        beyond GZIP_MOST_TIMES its size.
+    Raises: BadRequest for a stream that is broken, cut off, followed by something else or has more than
+        GZIP_EMPTY_MEMBERS, TooLarge for one that grows beyond GZIP_MOST_TIMES its size.
     """
     member, arrived, unpacked = zlib.decompressobj(zlib.MAX_WBITS | 16), 0, 0
+    begun, empty = 0, 0  # what had been unpacked before this member, and how many members held nothing
     async with aclosing(chunks):
         async for chunk in chunks:
-            arrived, data, more = arrived + len(chunk), chunk, False
-            while data or more:
+            arrived, at, more = arrived + len(chunk), 0, False
+            while at < len(chunk) or more:
+                data = chunk[at : at + GZIP_READ_BYTES]
                 if member.eof:
-                    data = data.lstrip(b"\0")  # gzip allows padding
-                    if not data:
-                        break
-                    member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+                    padding = len(data) - len(data.lstrip(b"\0"))  # gzip allows it
+                    if padding:
+                        at += padding
+                        continue
+                    empty += unpacked == begun
+                    if empty > GZIP_EMPTY_MEMBERS:
+                        text = f"the body in gzip has more than {GZIP_EMPTY_MEMBERS} members that hold nothing"
+                        raise BadRequest(f"{text}; leave them out")
+                    member, begun = zlib.decompressobj(zlib.MAX_WBITS | 16), unpacked
                 try:
                     piece = member.decompress(data, GZIP_PIECE_BYTES)
                 except zlib.error as error:
                     raise BadRequest(f"the body is not gzip, as its Content-Encoding says ({error})") from None
+                at += len(data) - len(member.unconsumed_tail or member.unused_data)
                 unpacked += len(piece)
                 if unpacked > max(GZIP_FREE_BYTES, GZIP_MOST_TIMES * arrived):
                     raise TooLarge(
                         f"the body in gzip holds more than {GZIP_MOST_TIMES} times its own bytes; send it unpacked"
                     )
-                more = len(piece) == GZIP_PIECE_BYTES  # there may be more of it inside zlib
-                data = member.unconsumed_tail or member.unused_data
+                more = len(piece) == GZIP_PIECE_BYTES and not member.eof  # there may be more of it inside zlib
                 if piece:
                     yield piece
-                    await asyncio.sleep(0)  # a small body may hold much, and others want their turn
+                if piece or member.eof:
+                    await asyncio.sleep(0)  # a small body may hold much or many, and others want their turn
     if arrived and not member.eof:
         raise BadRequest("the body in gzip ends before its end; send all of it")
 
