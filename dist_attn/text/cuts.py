@@ -160,7 +160,7 @@ class CutFinder:
             return False
         known = word[1].lower()
         if known in _BEFORE_NUMBERS:
-            return self._text[match.end() :].lstrip()[:1].isdigit()
+            return self._text[match.end() : match.end() + _AHEAD].lstrip()[:1].isdigit()
         initial = len(word[1]) == 1 and word[1].isupper() and word[1] != b"I"
         return initial or known in _ABBREVIATIONS
 

@@ -33,6 +33,9 @@ MOST_PLACES = 1000
 _ALONE = "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
 _UNCOMPOSED = re.compile(rf"[{_ALONE}][\u3099\u309a]?|(?:[^\W_{_ALONE}][\u0300-\u036f]*)+")
+# Composing sorts a run of combining marks in the square of its length. The stream-safe text format of Unicode Standard
+# Annex 15 ends runs after 30 marks by a combining grapheme joiner; no mark is a letter or a digit.
+_MANY_MARKS = re.compile(r"[^\w\x00-\x7f]{30}")
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -40,16 +43,20 @@ Ints = npt.NDArray[np.int64]
 
 def words_of(text: str) -> list[str]:
     """Runs of letters and digits, in any case and as NFC composes them; each Han character and kana is one."""
-    return [word.casefold() for word in _WORD.findall(unicodedata.normalize("NFC", text))]
+    return [word.casefold() for word in _WORD.findall(unicodedata.normalize("NFC", _stream_safe(text)))]
 
 
 def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
     """Where these words stand in a text, in characters, stops exclusive; the first `MOST_PLACES` of them."""
-    if unicodedata.is_normalized("NFC", text):
+    if unicodedata.is_normalized("NFC", _stream_safe(text)):
         found = (match.span() for match in _WORD.finditer(text) if match[0].casefold() in words)
     else:
         found = (match.span() for match in _UNCOMPOSED.finditer(text) if not words.isdisjoint(words_of(match[0])))
     return list(islice(found, MOST_PLACES))
+
+
+def _stream_safe(text: str) -> str:
+    return _MANY_MARKS.sub("\\g<0>\u034f", text)
 
 
 @dataclass(frozen=True)
