@@ -24,7 +24,7 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from dist_attn.wire.rank_messages import LoadedModel
-from dist_attn.wire.specs import MODEL_POOLING
+from dist_attn.wire.specs import LONGEST_TEXT, MODEL_POOLING
 from dist_attn_api.errors import Code
 
 API_PROBE_S = 2.0
@@ -116,7 +116,7 @@ class Intake:
         if outside is not None:
             text = f"token {outside} is not in the vocabulary of {model.vocab_size} tokens"
         code = Code.INVALID_VALUE
-        if not text and (text := self._states.misfit(request)):
+        if not text and (text := too_long(model, request.fed) or self._states.misfit(request)):
             code = Code.CONTEXT_LENGTH_EXCEEDED
         if text:
             self._requests.fail(request, code, text)
@@ -209,6 +209,15 @@ def refusal(
     What counts is work of its own class and of those before it: what is less urgent does not keep it waiting. One
     that is alone is always taken.
     """
+def too_long(model: LoadedModel, fed: int) -> str:
+    """Why so many tokens are too many for any engine, or for what this model has learned; empty when they are not."""
+    longest = min(LONGEST_TEXT, model.positions or LONGEST_TEXT)
+    if fed <= longest:
+        return ""
+    has = "this model has learned positions for" if model.positions else "a text may have"
+    return f"with those to draw the text has {fed} tokens, and {has} {longest}: send a shorter text, or draw fewer"
+
+
     known = list(others)
     if len(known) >= max_open:
         text = f"{len(known)} requests are open, which is the limit of this engine; try again soon"

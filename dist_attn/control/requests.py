@@ -136,6 +136,11 @@ class Request:
         return self.reading.received + self.drawing.most
 
     @property
+    def fed(self) -> int:
+        """Tokens that the model will have been fed at its end at most: of a completion all but the last drawn one."""
+        return self.length - (self.drawing.unfed if self.drawing.most else 0)
+
+    @property
     def is_read(self) -> bool:
         """Whether it is an encoding of which every token is in a block."""
         return self.work.kind == "encoding" and self.reading.prefilled

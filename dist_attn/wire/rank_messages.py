@@ -174,6 +174,7 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hidden_size: Count
     vocab_size: Count
     end_tokens: Annotated[tuple[Count, ...], Meta(max_length=MOST_END_TOKENS)] = ()  # each of them ends a text
+    `positions` is how many tokens a text may have with what is drawn after it, where it learned a vector for each.
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
     # Bytes of a request's state before any token; None where it is not saved.
     state_bytes: Count | None = None
@@ -194,6 +195,7 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class RankHello(Message, frozen=True):
     """First message of a rank: who it is and what it has loaded."""
+    positions: Annotated[int, Meta(ge=1)] | None = None
 
     protocol_version: int
     epoch: Count

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from dist_attn.errors import WireError
 from dist_attn.wire.compact import Encoding, decode_compact, encode_compact, encoded_bytes
 from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.specs import LONGEST_TEXT
 
 MAGIC = b"DASTATE\x01"
 PRELUDE = struct.Struct("<8sI32s")
@@ -168,6 +169,15 @@ def pack_snapshot(
     return SnapshotFile(header, payloads)
 
 
+def check_position(position: int) -> None:
+    """Raises: WireError for a state of more tokens than a text may have."""
+    if position > LONGEST_TEXT:
+        raise WireError(
+            f"the state stands at token {position}, and a text has at most {LONGEST_TEXT} tokens; read the text again "
+            "into a new session"
+        )
+
+
 def largest_snapshot(state_bytes: int, vocab_size: int) -> int:
     """Bytes that a snapshot of a state of `state_bytes` bytes has at most, with the logits after its last token."""
     return MAX_HEADER_BYTES + state_bytes + 4 * vocab_size
@@ -306,6 +316,7 @@ def _check_header(header: SnapshotHeader) -> None:
 
     Raises: WireError.
     """
+    check_position(header.position)
     model = header.manifest.model
     layer_at, due = -1, 0  # the layer at hand, and its next tensor
     for number, entry in enumerate(header.arrays):

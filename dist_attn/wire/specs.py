@@ -20,6 +20,8 @@ MOST_END_TOKENS = 64
 # What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+LONGEST_TEXT = 1 << 52
+"""Tokens of a text and of all that is drawn after it: half of a Count, so that credit beyond its end is one too."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dist_attn.wire.messages import FinishDrawing, Generated, Rows, RowSpec, Tokens
 from dist_attn.wire.rank_messages import PrefillOp
+from dist_attn.wire.specs import LONGEST_TEXT
 from tests.control.test_replay import check, open_all
 from tests.support.examples import examples
 from tests.support.fake_rank import END, drawn_after, fake_hidden, fake_snapshot
@@ -215,6 +216,29 @@ def test_a_state_that_is_none_fails_its_request_alone(kind, code, words):
     other = Client(engine, "other", np.arange(3000) % 900, 700, draws=3).open()
     run_to_the_end(engine, [client, other])
     assert client.failed.code == code and words in client.failed.message
+    other.check()
+    assert engine.controller.status(engine.now).lost_groups == 0
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(("left", "tokens", "draws"), [(3, 3, 0), (3, 1, 2), (0, 0, 0)])
+def test_a_text_may_reach_the_last_position(left, tokens, draws):
+    """Up to it states are handed out and drawn from as anywhere else."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(tokens), LONGEST_TEXT - left, draws=draws).open()
+    run_to_the_end(engine, [client])
+    client.check()
+
+
+@pytest.mark.parametrize(("left", "tokens", "draws"), [(3, 4, 0), (3, 1, 3), (0, 1, 0), (0, 0, 1)])
+def test_no_text_goes_beyond_the_last_position(left, tokens, draws):
+    """It is refused with both numbers before anything of it is read or drawn, and no rank is lost by it."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(tokens), LONGEST_TEXT - left, draws=draws).open()
+    other = Client(engine, "other", np.arange(3000) % 900, 700, draws=3).open()
+    run_to_the_end(engine, [client, other])
+    assert client.failed.code == "context_length_exceeded" and not client.drawn
+    assert f"has {LONGEST_TEXT + 1} tokens, and a text may have {LONGEST_TEXT}" in client.failed.message
     other.check()
     assert engine.controller.status(engine.now).lost_groups == 0
     nothing_is_left(engine)

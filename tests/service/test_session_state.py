@@ -12,7 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from dist_attn.settings import StoreSettings
+from dist_attn.wire import snapshot
 from dist_attn.wire.snapshot import pack_snapshot
+from dist_attn.wire.specs import LONGEST_TEXT
 from tests.support.fake_sessions import MANIFEST, after, stored
 from tests.support.service_server import RunningService, running_service
 from tests.support.sessions import SessionClient
@@ -126,6 +128,28 @@ def test_what_is_no_state_is_refused(service: RunningService) -> None:
     assert put(client, session, good, content_digest="sha-256=:AAAA:").status_code == 400
     assert put(client, session, good, content_digest="md5=:AAAA:").status_code == 200
     assert client.state(session).content == good
+
+
+def test_no_state_stands_beyond_the_last_position(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is taken; one that lies in the store from before is neither forked nor gone on from, and can be replaced."""
+    client = SessionClient(service.url)
+    session = client.make()
+    monkeypatch.setattr(snapshot, "LONGEST_TEXT", 1 << 53)
+    beyond = stored(5, 1 << 53)
+    assert put(client, session, beyond).status_code == 200
+    monkeypatch.undo()
+    refused = put(client, client.make(), beyond)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_state"
+    assert str(1 << 53) in refused.text and str(LONGEST_TEXT) in refused.text
+    path = f"/v1/sessions/{session}"
+    for answer in (
+        client.post(f"{path}/fork"),
+        client.post(f"{path}/generate", json={"max_tokens": 3}),
+        client.post(f"{path}/append", content=b"more", headers={"content-type": "text/plain"}),
+    ):
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_state", answer.text
+        assert f"at most {LONGEST_TEXT} tokens" in answer.json()["detail"]
+    assert put(client, session, stored(5, LONGEST_TEXT), if_match="*").status_code == 200
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from dist_attn.wire.specs import LONGEST_TEXT
 from dist_attn_api.types import Detokenized, Embedding, EmbeddingList, Estimate, Tokenized, Usage
 from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import parse_tokens, utf8
@@ -14,7 +15,6 @@ from dist_attn_service.encodings.estimates import PIECES, Size
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_file
 from dist_attn_service.routers.openapi import ANY_TEXT, TEXT, described
-from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.documents import (
     DetokenizeRequest,
     EmbeddingRequest,
@@ -73,8 +73,7 @@ async def tokenize(asked: Asked) -> Response:
     framed = wanted.add_special_tokens is not False and served.model.writes
     tokens = await served.tokeniser.whole(text, framed=framed)
     strings = await served.tokeniser.texts(tokens) if wanted.return_token_strs else None
-    # A text may have any length; clients want a number, and MOST is the largest that all of them keep exact.
-    longest = served.model.max_tokens or MOST
+    longest = served.model.max_tokens or LONGEST_TEXT  # clients want a number
 
     def written() -> Response:
         return json_response(

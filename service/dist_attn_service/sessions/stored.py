@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from dist_attn.store import Session, SnapshotInfo, StateStore
 from dist_attn.wire.manifest import ModelIdentity, require_same_model
-from dist_attn.wire.snapshot import SnapshotHeader, SnapshotParser
+from dist_attn.wire.snapshot import SnapshotHeader, SnapshotParser, check_position
 from dist_attn_api import types
 from dist_attn_service.base.errors import BadRequest, NotFound, TooLarge
 from dist_attn_service.http.exchange import RequestBody
@@ -60,6 +60,7 @@ class SessionCatalogue:
             at = parent.position if request.position is None else request.position
             for point in parent.checkpoints:
                 if point.position == at:
+                    check_position(at)
                     await self._store.snapshots.check(caller, point.snapshot)
             session = await self._store.sessions.fork(
                 caller,

@@ -12,6 +12,7 @@ from dist_attn.store import Append, Reached, Session, StateStore
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import BeginState
+from dist_attn.wire.snapshot import check_position
 from dist_attn_service.base.errors import ClientGone, ServiceError
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import EngineRun, ServiceContext
@@ -47,6 +48,7 @@ class SessionWriter:
         if point is None:
             return None
         with store_refusals():
+            check_position(point.position)
             return BeginState(point.position, (await self.store.snapshots.stat(self.caller, point.snapshot)).size)
 
     def begin_bytes(self) -> AsyncIterator[bytes] | None:
