@@ -131,6 +131,11 @@ class StreamingModel(nn.Module, ABC):
         return None
 
     @property
+    def learned_positions(self) -> int | None:
+        """How many tokens a text may have, where there is a learned vector for each position; None: any number."""
+        return None
+
+    @property
     def feature_seed(self) -> int | None:
         """The seed of its random matrices, where it has some."""
         return None

@@ -9,7 +9,7 @@ from torch import nn
 
 from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
-from dist_attn.model_config.language_model import LanguageModelConfig, mixers_of_layers
+from dist_attn.model_config.language_model import LanguageModelConfig, LearnedPositions, mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm, contiguous_state, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.models.dropout import Dropout
@@ -48,6 +48,11 @@ class LanguageModel(CausalModel):
     @property
     def kinds(self) -> list[str]:
         return [mixer.kind for mixer in mixers_of_layers(self.config.mixer, self.config.num_layers)]
+
+    @property
+    def learned_positions(self) -> int | None:
+        kind = self.config.positions
+        return kind.length if isinstance(kind, LearnedPositions) and kind.beyond == "refuse" else None
 
     @property
     def feature_seed(self) -> int | None:

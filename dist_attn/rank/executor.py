@@ -188,6 +188,7 @@ class ModelExecutor:
             writes=isinstance(model, CausalModel),
         )
 
+            positions=model.learned_positions,
     @torch.inference_mode()
     def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:
         """Begin a request with the empty state, or go on from the bytes of a saved one.

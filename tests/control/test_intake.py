@@ -187,6 +187,22 @@ def test_tokens_that_came_before_the_model_was_known_are_checked_then():
     assert side.last(Failed).code == "invalid_value"
 
 
+def test_a_text_beyond_the_learned_positions_is_refused(side):
+    """Of a completion all but the last drawn token are fed, of an encoding all; what fits is taken."""
+    side.intake.set_model(LoadedModel("m", 2, 100, positions=16))
+    side.tell(open_encoding("a", RowSpec()))
+    side.tokens(np.zeros(16))
+    side.tell(open_completion("b", SamplingSpec(7)))
+    side.tokens(np.zeros(10), name="b", final=True)
+    assert len(side.requests) == 2
+    side.tokens([0], start=16)
+    assert side.last(Failed).request_id == "a" and side.last(Failed).code == "context_length_exceeded"
+    side.tell(open_completion("c", SamplingSpec(8)))
+    side.tokens(np.zeros(10), name="c", final=True)
+    assert side.last(Failed).request_id == "c"
+    assert "has 17 tokens, and this model has learned positions for 16" in side.last(Failed).message
+
+
 def test_tokens_of_an_unknown_request_are_answered(side):
     """An API that outlived its controller hears that its request is gone."""
     side.tokens([1], name="gone")
