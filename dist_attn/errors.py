@@ -119,7 +119,9 @@ class MismatchError(CommError):
 
 
 class WireError(DistAttnError):
-    """A message between processes that cannot be read or is out of order."""
+    """A message between processes that cannot be read or is out of order; what can be read of it is its request."""
+
+    request_id: str = ""
 
 
 class NotFiniteError(DistAttnError):

@@ -87,6 +87,12 @@ class Controller:
     def on_engine(self, identity: bytes, message: AnyMessage, now: float) -> None:
         """Take a message of an agent or a rank; those of an older epoch are dropped."""
         self._requests.now = now
+    def on_unreadable(self, peer: bytes, error: WireError, now: float) -> None:
+        """An API process sent what cannot be read: the request that it is about ends, as far as that can be told."""
+        self._requests.now = now
+        if error.request_id:
+            self._intake.refuse(peer, error.request_id, str(error))
+
         group = self._group
         match message:
             case AgentHello():

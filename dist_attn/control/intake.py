@@ -88,6 +88,14 @@ class Intake:
         if self._states.expect(request):
             self._requests.grant(request)
 
+    def refuse(self, peer: bytes, request_id: str, text: str) -> None:
+        """End a request of which something came that cannot be read; it may not be open yet."""
+        request = self._requests.find(peer, request_id)
+        if request is not None:
+            self._requests.fail(request, Code.INVALID_VALUE, text)
+        else:
+            self._requests.post(peer, Failed(request_id, Code.INVALID_VALUE, text))
+
     def _take_tokens(self, peer: bytes, message: Tokens) -> None:
         request = self._requests.find(peer, message.request_id)
         if request is None:
@@ -201,14 +209,6 @@ def misfit(model: LoadedModel, work: OpenWork, received: int) -> str:
     return ""
 
 
-def refusal(
-    new: Request, others: Iterable[Request], *, max_open: int, max_waiting_tokens: int, pace: Pace
-) -> tuple[str, int] | None:
-    """Why there is no room for one more request, and in how many seconds there may be; None when there is.
-
-    What counts is work of its own class and of those before it: what is less urgent does not keep it waiting. One
-    that is alone is always taken.
-    """
 def too_long(model: LoadedModel, fed: int) -> str:
     """Why so many tokens are too many for any engine, or for what this model has learned; empty when they are not."""
     longest = min(LONGEST_TEXT, model.positions or LONGEST_TEXT)
@@ -218,6 +218,14 @@ def too_long(model: LoadedModel, fed: int) -> str:
     return f"with those to draw the text has {fed} tokens, and {has} {longest}: send a shorter text, or draw fewer"
 
 
+def refusal(
+    new: Request, others: Iterable[Request], *, max_open: int, max_waiting_tokens: int, pace: Pace
+) -> tuple[str, int] | None:
+    """Why there is no room for one more request, and in how many seconds there may be; None when there is.
+
+    What counts is work of its own class and of those before it: what is less urgent does not keep it waiting. One
+    that is alone is always taken.
+    """
     known = list(others)
     if len(known) >= max_open:
         text = f"{len(known)} requests are open, which is the limit of this engine; try again soon"

@@ -177,6 +177,8 @@ class _Server:
                 peer, message = received
                 if isinstance(message, WireError):
                     log.warning("unreadable message", peer=peer.hex(), error=str(message))
+                    if socket is self._api:
+                        self._controller.on_unreadable(peer, message, time.monotonic())
                     continue
                 take(peer, message, time.monotonic())
         self._controller.tick(time.monotonic())

@@ -256,8 +256,16 @@ AnyMessage = FromApi | ToApi | FromRank | ToRank | FromAgent | ToAgent
 PROTOCOL_VERSION = zlib.crc32(f"{PROTOCOL_REVISION} {msgspec.inspect.type_info(AnyMessage)}".encode())
 """Another number wherever a field of any message is another; processes with different ones do not work together."""
 
+
+class _Addressed(msgspec.Struct):
+    """What can still be read of a message that cannot."""
+
+    request_id: Name = ""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_addressed = msgspec.msgpack.Decoder(_Addressed)
 
 
 def encode(message: AnyMessage) -> bytes:
@@ -277,11 +285,21 @@ def encode(message: AnyMessage) -> bytes:
 def decode(data: bytes) -> AnyMessage:
     """The message that `data` holds.
 
-    Raises: WireError if it is too large, not msgpack, of an unknown type or with unknown fields.
+    Raises: WireError if it is too large, not msgpack, of an unknown type or with unknown fields; it names the request
+        that the message is about, where that much can be read.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"unreadable message: {error}") from None
+        unreadable = WireError(f"unreadable message: {error}")
+        unreadable.request_id = _request_of(data)
+        raise unreadable from None
+
+
+def _request_of(data: bytes) -> str:
+    try:
+        return _addressed.decode(data).request_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from dist_attn.wire.messages import Credit, RowSpec, SamplingSpec
+from dist_attn.wire.messages import BeginState, Credit, RowSpec, SamplingSpec, Tokens
 from tests.support.controller_client import ControllerClient
 from tests.support.engines import running_engine
 from tests.support.fake_rank import END, SLOW, VOCAB, fake_hidden, fake_next
+from tests.support.opening import open_session
 
 TOKENS = np.random.default_rng(0).integers(0, 900, 40_000)
 
@@ -163,3 +164,17 @@ def test_status_tells_what_the_engine_is(client, engine):
     assert (status.model, status.hidden_size, status.vocab_size, status.reason) == ("fake", 4, VOCAB, "ready")
     assert [rank.rank for rank in status.ranks] == list(range(engine.settings.ranks))
     assert len({rank.pid for rank in status.ranks}) == engine.settings.ranks
+
+
+def test_what_cannot_be_read_ends_its_request_alone(client):
+    """Whether it opens a request or belongs to an open one: the sender hears of it at once, and others go on."""
+    client.send(open_session("new", BeginState(1 << 60, 100)))
+    client.open_encoding("open")
+    client.open_encoding("other")
+    client.send(Tokens("open", 1 << 60, b"", False))
+    client.feed("other", TOKENS[:600])
+    for name in ("new", "open"):
+        client.wait_until(lambda name=name: client.requests[name].ended, what=f"the end of {name}")
+        failed = client.requests[name].failed
+        assert failed.code == "invalid_value" and "unreadable message" in failed.message
+    assert client.finish("other").done.rows == 2

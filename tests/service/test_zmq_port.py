@@ -12,8 +12,9 @@ from dist_attn_service.base.logs import make_log
 from dist_attn_service.engine.port import ZmqEnginePort
 from dist_attn_service.engine.stream import StreamLimits
 
+from dist_attn.errors import WireError
 from dist_attn.wire.curve import ClientKeys, ServerKeys, admit_listed, make_keys
-from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.messages import Accepted, AnyMessage, Credit, GetStatus, OpenWork, RowSpec, Tokens
 from dist_attn.wire.sockets import Router
 from tests.support.begun import begin_encoding
 from tests.support.fake_engine import FakeEngine, fake_controller
@@ -89,6 +90,43 @@ def test_a_controller_that_hangs_is_noticed(tmp_path: Path) -> None:
             engine.mute_status = True
             await until_ready(port, False)
             assert "has not answered for" in port.health().reason
+            await port.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_cannot_be_read_ends_its_request_alone(tmp_path: Path) -> None:
+    """Nobody waits for what was in it, and the other requests of the connection go on."""
+    address = f"ipc://{tmp_path}/c"
+
+    async def scenario() -> None:
+        port = make_port(address)
+        await port.start()
+        with Router(zmq.Context.instance(), address) as controller:
+
+            async def next_of(kind: type) -> tuple[bytes, AnyMessage | WireError]:
+                async with asyncio.timeout(SECONDS):
+                    while True:
+                        received = controller.receive()
+                        if received is not None and isinstance(received[1], kind):
+                            return received
+                        await asyncio.sleep(0.005)
+
+            await next_of(GetStatus)
+            streams = [begin_encoding(port), begin_encoding(port)]
+            for stream in streams:
+                peer, opened = await next_of(OpenWork)
+                assert isinstance(opened, OpenWork) and opened.request_id == stream.request_id
+                controller.send(peer, Accepted(opened.request_id))
+                controller.send(peer, Credit(opened.request_id, 1 << 60 if stream is streams[0] else 8))
+            with pytest.raises(ServiceError, match="could not be read") as broken:
+                async with asyncio.timeout(SECONDS):
+                    await streams[0].next()
+            assert broken.value.status == 500
+            await streams[1].send(np.zeros(4, dtype=np.int32), final=True)
+            assert isinstance((await next_of(Tokens))[1], Tokens)
+            for stream in streams:
+                stream.close()
             await port.close()
 
     asyncio.run(scenario())

@@ -68,6 +68,12 @@ class OpenStreams:
         if stream is not None:
             stream.deliver(message)
 
+    def fail(self, request_id: str, message: str) -> None:
+        """End the open stream of this id, if there is one, with an error of the engine."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.fail(EngineFailure(message))
+
     def fail_all(self, message: str, code: Code) -> None:
         """End every open stream with an error."""
         for stream in list(self._streams.values()):
@@ -245,15 +251,21 @@ class ZmqEnginePort:
             try:
                 message = decode(data)
             except WireError as error:
+                # What is lost would be waited for: its request ends here, and the others do not hear of it.
                 self._log.error("unreadable message from the controller", error=str(error))
+                self._streams.fail(error.request_id, f"the engine's answer could not be read: {error}")
                 continue
             if isinstance(message, Status):
                 self._status, self._status_at = message, time.monotonic()
                 self._streams.moved(message.epoch, message.step)
                 if message.hidden_size:  # its ranks have the model
                     self._model_known(message)
-            else:
+                continue
+            try:
                 self._streams.route(message)
+            except Exception as error:  # a bug of ours, which ends what it is about and not the reading of the rest
+                self._log.exception("an answer of the engine could not be taken", error=repr(error))
+                self._streams.fail(getattr(message, "request_id", ""), "the engine's answer could not be taken")
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A task that ends by itself is a bug: say so, and let no request wait for it."""
