@@ -19,6 +19,8 @@ from dist_attn.wire.agent_messages import AgentHello, GroupExited, GroupStarted,
 from dist_attn.wire.messages import AnyMessage, GetStatus, Status
 from dist_attn.wire.rank_messages import (
     Draws,
+    Faulted,
+    GoOn,
     GuardCounts,
     Heartbeat,
     Ping,
@@ -70,6 +72,7 @@ class Controller:
         self._group = RankGroup(settings, self, engine)
         self._steps = StepBook(settings.ranks, pace=self._pace, all_decode=self._limits.weights_over_ranks)
         self._guards = GuardCounts()
+        self._met: dict[tuple[int, int], dict[int, Faulted]] = {}  # by step and request, of each rank that met it
         self._draining = False
         self._lost_groups = 0
         self._replayed_tokens = 0
@@ -84,15 +87,15 @@ class Controller:
         else:
             self._intake.receive(peer, message)
 
-    def on_engine(self, identity: bytes, message: AnyMessage, now: float) -> None:
-        """Take a message of an agent or a rank; those of an older epoch are dropped."""
-        self._requests.now = now
     def on_unreadable(self, peer: bytes, error: WireError, now: float) -> None:
         """An API process sent what cannot be read: the request that it is about ends, as far as that can be told."""
         self._requests.now = now
         if error.request_id:
             self._intake.refuse(peer, error.request_id, str(error))
 
+    def on_engine(self, identity: bytes, message: AnyMessage, now: float) -> None:
+        """Take a message of an agent or a rank; those of an older epoch are dropped."""
+        self._requests.now = now
         group = self._group
         match message:
             case AgentHello():
@@ -105,7 +108,7 @@ class Controller:
                 group.group_exited(identity, message, now)
             case RankExited():
                 group.rank_exited(message, now)
-            case RankHello() | StatePart() | Draws() | StepDone() | RankFailed() if identity == self._rank(
+            case RankHello() | StatePart() | Draws() | Faulted() | StepDone() | RankFailed() if identity == self._rank(
                 message.rank
             ):
                 self._on_rank(message, now)
@@ -120,7 +123,7 @@ class Controller:
         """The identity of a rank of the current epoch."""
         return rank_identity(self._group.epoch, rank, self._engine)
 
-    def _on_rank(self, message: RankHello | StatePart | Draws | StepDone | RankFailed, now: float) -> None:
+    def _on_rank(self, message: RankHello | StatePart | Draws | Faulted | StepDone | RankFailed, now: float) -> None:
         if message.epoch != self._group.epoch:
             return
         match message:
@@ -132,8 +135,27 @@ class Controller:
                 self._keeper.append(message.request, message.ordinal, message.start, message.data)
             case Draws() if self._group.running and message.rank in self._group.ranks:
                 self._round_done(message, now)
+            case Faulted() if self._group.running and message.rank in self._group.ranks:
+                self._faulted(message, now)
             case StepDone() if self._group.running and message.rank in self._group.ranks:
                 self._step_done(message, now)
+
+    def _faulted(self, faulted: Faulted, now: float) -> None:
+        """End a request that all ranks have failed at alike; where they have not, the group is lost with it."""
+        place = (faulted.k, faulted.fault.request)
+        met = self._met.setdefault(place, {})
+        met[faulted.rank] = faulted
+        if len({each.exchanges for each in met.values()}) > 1 or self._steps.any_finished(faulted.k):
+            self._fail_alone(faulted, now)
+        elif len(met) == self._settings.ranks:
+            del self._met[place]
+            self._answers.take_fault(faulted.fault)
+            for rank in met:
+                if self._to_engine(self._rank(rank), GoOn(self._group.epoch, *place)) is not Sent.DONE:
+                    self._group.rank_unreachable(rank, now)
+
+    def _fail_alone(self, faulted: Faulted, now: float) -> None:
+        self._group.rank_failed(RankFailed(faulted.epoch, faulted.rank, faulted.k, faulted.fault.error), now)
 
     def _round_done(self, draws: Draws, now: float) -> None:
         try:
@@ -151,6 +173,8 @@ class Controller:
         except WireError as error:
             self._group.rank_confused(done.rank, str(error), now)
             return
+        if alone := next((met for (k, _), met in self._met.items() if k <= done.k), None):
+            self._fail_alone(next(iter(alone.values())), now)
         for number, position in reached:
             self._answers.progress(number, position)
         if done.guards is not None:
@@ -242,6 +266,9 @@ class Controller:
         """What the ranks had begun goes back to its last saved state, and is done again by those that come next."""
         self._down_since = self._requests.now
         self._steps.begin_epoch(self._group.epoch)
+        for met in self._met.values():  # some ranks failed at a request: it would lose the next group as well
+            self._answers.take_fault(next(iter(met.values())).fault)
+        self._met.clear()
         self._ring = ()
         self._lost_groups += 1
         again = self._answers.rewind(reason)

@@ -272,6 +272,10 @@ class StepBook:
             reached += step.reached
         return reached
 
+    def any_finished(self, k: int) -> bool:
+        """Whether a rank has finished this step."""
+        return k <= max(self._done)
+
     def check_due(self, rank: int, k: int) -> None:
         """Raises: WireError if `k` is not the step that is due from this rank."""
         due = self._done[rank] + 1

@@ -25,7 +25,7 @@ from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.layers_apart import LayersApart
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces, tokens_of
-from dist_attn.rank.sequence_executor import SequenceExecutor, batches_of, take_counts
+from dist_attn.rank.sequence_executor import SequenceExecutor, batches_of, fatal_on, take_counts
 from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, write_state
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -46,6 +46,7 @@ from dist_attn.wire.rank_messages import (
     RequestFault,
     RowPieces,
     SavedState,
+    SaveOp,
 )
 from dist_attn_api.errors import Code
 
@@ -161,6 +162,7 @@ class ModelExecutor:
         self._watch = Watch(finite)
         self._decode_watch = Watch(None if finite is None else replace(finite))
         self._pause: Callable[[], None] | None = None
+        self.fatal = fatal_on(self._device)
         for part in model.parts:
             part.register_forward_hook(lambda *_: self._let_in())
         self._warm_up()
@@ -186,9 +188,27 @@ class ModelExecutor:
             device=device,
             grain=model.grain,
             writes=isinstance(model, CausalModel),
+            positions=model.learned_positions,
         )
 
-            positions=model.learned_positions,
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges with other ranks this one has begun."""
+        return self._comm.traffic.calls + self._comm.agreements.calls
+
+    def shares(self, op: OpenOp | PrefillOp | SaveOp) -> bool:
+        """Whether all ranks take part: in a block, in what decodes over all of them, and in opening what they read."""
+        if self._comm.size == 1:
+            return False
+        if isinstance(op, PrefillOp):
+            return not self._is_short(op)
+        return self._apart is not None or (isinstance(op, OpenOp) and not (op.restore and op.restore.draws))
+
+    def refuse(self, request: int) -> None:
+        """Pass over what follows of a request, until it is closed."""
+        self.close(request)
+        self._refused.add(request)
+
     @torch.inference_mode()
     def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:
         """Begin a request with the empty state, or go on from the bytes of a saved one.
@@ -306,11 +326,13 @@ class ModelExecutor:
             self._watch.finite.first_tokens = (op.start + start,)
             ops = checked(ops)
         self._pause = pause
-        with watching(self._watch):
-            h_BLD = self._ahead.pop(op.request, None)
-            if h_BLD is None:
-                h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state)
-        self._pause = None
+        try:
+            with watching(self._watch):
+                h_BLD = self._ahead.pop(op.request, None)
+                if h_BLD is None:
+                    h_BLD, request.state = self._model.hidden(tokens_L[None], ops, request.state)
+        finally:
+            self._pause = None
         request.position += sum(op.lengths)
         request.logits_V = None
         # A copy: a view would keep the hidden states of the whole block.

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from dist_attn.devices import present_compute
-from dist_attn.errors import EngineError, InputError
+from dist_attn.errors import CommError, EngineError, InputError, NotFiniteError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
 from dist_attn.ops.device import send
@@ -18,7 +18,16 @@ from dist_attn.rank.row_pieces import tokens_of
 from dist_attn.rank_link.rows import piece_edges, sequence_length
 from dist_attn.text.cuts import marked_ends
 from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.rank_messages import DecodeOp, GuardCounts, LoadedModel, OpenOp, PrefillOp, RowPieces, SavedState
+from dist_attn.wire.rank_messages import (
+    DecodeOp,
+    GuardCounts,
+    LoadedModel,
+    OpenOp,
+    PrefillOp,
+    RowPieces,
+    SavedState,
+    SaveOp,
+)
 from dist_attn.wire.specs import MODEL_POOLING
 
 BATCH_TOKENS = 1 << 14
@@ -54,8 +63,24 @@ class SequenceExecutor:
         self._requests: dict[int, _Reading] = {}
         self._ahead: dict[int, RowPieces] = {}  # of requests that were read before their turn
         self._watch = Watch(finite)
+        self.fatal = fatal_on(self._device)
+        self._refused: set[int] = set()
         packs = self._warm_up()
         self._packs = packs and finite is None
+
+    @property
+    def exchanges(self) -> int:
+        """None: a sequence is read by one rank."""
+        return 0
+
+    def shares(self, op: OpenOp | PrefillOp | SaveOp) -> bool:
+        """Never."""
+        return False
+
+    def refuse(self, request: int) -> None:
+        """Pass over what follows of a request, until it is closed."""
+        self.close(request)
+        self._refused.add(request)
 
     def open(self, op: OpenOp, state: bytes = b"") -> None:
         """Begin an encoding, or go on with one; there is no state but the place in the text.
@@ -66,8 +91,10 @@ class SequenceExecutor:
             raise EngineError(f"request {op.request} wants text from {self.loaded.name!r}, which makes vectors only")
         self._requests[op.request] = _Reading(op.rows, op.restore.position if op.restore else 0)
 
-    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes]:
-        """The place in the text."""
+    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
+        """The place in the text; None for a refused request."""
+        if request in self._refused:
+            return None
         return SavedState(request, self._known(request).position, 0, 0), b""
 
     @torch.inference_mode()
@@ -98,6 +125,8 @@ class SequenceExecutor:
 
         Raises: EngineError for a block that does not follow the one before, or a slice that begins inside a sequence.
         """
+        if op.request in self._refused:
+            return None
         request = self._known(op.request)
         if op.start != request.position:
             raise EngineError(f"a block of request {op.request} starts at {op.start}; due is {request.position}")
@@ -123,6 +152,7 @@ class SequenceExecutor:
         """Forget the request; an unknown one is ignored."""
         self._requests.pop(request, None)
         self._ahead.pop(request, None)
+        self._refused.discard(request)
 
     def finish_step(self) -> None:
         """Nothing to wait for: these ranks exchange nothing."""
@@ -242,6 +272,12 @@ def _vectors(model: TextEncoder, h_BLD: torch.Tensor, spec: RowSpec) -> torch.Te
     if spec.granularity != "token":
         return model.pool(h_BLD)
     return h_BLD[:, len(model.config.prefix) : h_BLD.shape[1] - len(model.config.suffix)].flatten(0, 1)
+
+
+def fatal_on(device: torch.device) -> tuple[type[Exception], ...]:
+    """Errors behind which a process cannot go on: of exchanges, of memory, of a check that asks for it, of a device."""
+    of_device = () if device.type == "cpu" else (RuntimeError,)
+    return (CommError, MemoryError, NotFiniteError, *of_device)
 
 
 def take_counts(watch: Watch) -> GuardCounts:

@@ -5,9 +5,11 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import getpid
-from typing import Protocol, final
+from typing import Protocol, TypeVar, final
 
 import msgspec
 import zmq
@@ -16,13 +18,15 @@ from dist_attn.errors import InputError, WireError
 from dist_attn.rank_link.heartbeat import HeartbeatThread, Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.curve import ClientKeys
-from dist_attn.wire.messages import PROTOCOL_VERSION
+from dist_attn.wire.messages import PROTOCOL_VERSION, AnyMessage
 from dist_attn.wire.rank_messages import (
     STATE_PART_BYTES,
     CloseOp,
     DecodeOp,
     Drawn,
     Draws,
+    Faulted,
+    GoOn,
     GuardCounts,
     LoadedModel,
     OpenOp,
@@ -46,13 +50,31 @@ SEND_S = 30.0
 ERROR_CHARACTERS = 2000
 
 Send = Callable[[StatePart | Draws], object]
+Agree = Callable[[RequestFault, int], None]
+"""Returns once all ranks have met a fault of this request after as many exchanges."""
+
+Result = TypeVar("Result")
 
 
 class Executor(Protocol):
-    """The model on this rank's device; called by one thread, in the order of the steps."""
+    """The model on this rank's device; called by one thread, in the order of the steps.
+
+    `fatal` errors are those behind which this process cannot go on; `exchanges` counts those with other ranks, and
+    `shares` tells whether all ranks take part in an operation. What follows of a request is passed over after `refuse`.
+    """
 
     @property
     def loaded(self) -> LoadedModel: ...
+
+    @property
+    def fatal(self) -> tuple[type[Exception], ...]: ...
+
+    @property
+    def exchanges(self) -> int: ...
+
+    def shares(self, op: OpenOp | PrefillOp | SaveOp) -> bool: ...
+
+    def refuse(self, request: int) -> None: ...
 
     def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None: ...
 
@@ -93,11 +115,14 @@ class Decoding:
         self._results: list[Drawn | RequestFault] = []
         self.seconds = 0.0
         """Spent on decoding so far."""
+        self.under_way = False
+        """Whether a round has begun and not ended: what it raises comes out of the block that it interrupts."""
 
     def draw(self, op: DecodeOp) -> None:
         """One round; what it gives goes out at once if anything of the step is still to be read."""
-        began = time.monotonic()
+        began, self.under_way = time.monotonic(), True
         results = self._executor.decode(op) if op.entries else []
+        self.under_way = False
         self.seconds += time.monotonic() - began
         if not self._left:
             self._results += results
@@ -132,6 +157,50 @@ class Decoding:
 
 def _sorted(results: list[Drawn | RequestFault]) -> tuple[list[Drawn], list[RequestFault]]:
     return [r for r in results if isinstance(r, Drawn)], [r for r in results if isinstance(r, RequestFault)]
+
+
+@final
+class FaultNet:
+    """Makes of what an operation for one request raises a fault of that request alone.
+
+    No number makes an operation raise, so what does is a length, a shape or a position. Those are the same on all ranks
+    that share the operation: each of them raises between the same exchanges, none waits for another, and all take the
+    same decision. `agree` makes sure of that; where they differ this rank waits in it, and the group is lost.
+    """
+
+    def __init__(self, executor: Executor, decoding: Decoding, agree: Agree) -> None:
+        self._executor, self._decoding, self._agree = executor, decoding, agree
+        self.faults: list[RequestFault] = []
+
+    def perform(self, op: OpenOp | PrefillOp | SaveOp, work: Callable[[], Result]) -> Result | None:
+        """What `work` for this operation gives; None where it failed.
+
+        Raises: what is fatal, and what a round of decoding in between raised, which is that of many requests.
+        """
+        executor = self._executor
+        before = executor.exchanges
+        try:
+            return work()
+        except Exception as error:
+            if isinstance(error, executor.fatal) or self._decoding.under_way:
+                raise
+            traceback.print_exc(file=sys.stderr)
+            text = f"the model cannot go on with this request: {type(error).__name__}: {error}"
+            fault = RequestFault(op.request, text[:ERROR_CHARACTERS])
+            if executor.shares(op):
+                self._agree(fault, executor.exchanges - before)
+            if not isinstance(op, SaveOp):  # of which other ranks may know nothing, and go on
+                executor.refuse(op.request)
+            self.faults.append(fault)
+            return None
+
+    def read_ahead(self, ops: Sequence[PrefillOp]) -> None:
+        """Read several texts together where that goes well; what fails is read, and found, in its turn."""
+        try:
+            self._executor.read_ahead(ops)
+        except Exception as error:
+            if isinstance(error, self._executor.fatal):
+                raise
 
 
 def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Pulse], Executor]) -> int:
@@ -174,9 +243,18 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
     # How far the text has come that a state is of is known only once it is there.
     largest = settings.state_bytes if model.token_bytes else model.state_bytes or 0
     states = ReceivedStates(largest_snapshot(largest, model.vocab_size))
+    early: deque[AnyMessage] = deque()  # came while this rank waited for the others to meet a fault
+
+    def agree(fault: RequestFault, exchanges: int) -> None:
+        pulse.phase = "fault"
+        dealer.send(Faulted(settings.epoch, pulse.step_done + 1, settings.rank, fault, exchanges), SEND_S)
+        go_on = GoOn(settings.epoch, pulse.step_done + 1, fault.request)
+        while (message := dealer.receive(WAIT_S)) != go_on:
+            early.extend([] if message is None else [message])
+
     while True:
         # The heartbeat thread ends this process when the controller is gone, so waiting for it needs no other end.
-        message = dealer.receive(WAIT_S)
+        message = early.popleft() if early else dealer.receive(WAIT_S)
         if message is None:
             continue
         if isinstance(message, Shutdown) and message.epoch == settings.epoch:
@@ -185,7 +263,7 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             states.add(message)
             continue
         step = _due(message, settings.epoch, pulse.step_done + 1)
-        done = perform(step, settings.rank, executor, pulse, states, lambda part: dealer.send(part, SEND_S))
+        done = perform(step, settings.rank, executor, pulse, states, lambda part: dealer.send(part, SEND_S), agree)
         dealer.send(done, SEND_S)
         pulse.step_done = step.k
         pulse.phase = "idle"
@@ -246,7 +324,20 @@ def _send_state(op: SaveOp, step: Step, rank: int, executor: Executor, send: Sen
     return [msgspec.structs.replace(saved, ordinal=op.ordinal)]
 
 
-def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: ReceivedStates, send: Send) -> StepDone:
+def _unmet(fault: RequestFault, exchanges: int) -> None:
+    """Of a rank that shares nothing."""
+    raise WireError(f"request {fault.request} failed where ranks work together: {fault.error}")
+
+
+def perform(
+    step: Step,
+    rank: int,
+    executor: Executor,
+    pulse: Pulse,
+    states: ReceivedStates,
+    send: Send,
+    agree: Agree = _unmet,
+) -> StepDone:
     """Perform the operations of a step in order, its further rounds of decoding between the layers of its blocks.
 
     What is drawn before the step's blocks are read goes out through `send`, and so do parts of states.
@@ -256,17 +347,17 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
     pieces: list[RowPieces] = []
     decoding = Decoding(step, rank, executor, send)
     blocks = [op for op in step.ops if isinstance(op, PrefillOp)]
-    faults: list[RequestFault] = []
+    net = FaultNet(executor, decoding, agree)
     for op in step.ops:
         match op:
             case OpenOp():
-                fault = executor.open(op, states.take(op))
-                faults += [] if fault is None else [fault]
+                fault = net.perform(op, partial(executor.open, op, states.take(op)))
+                net.faults += [] if fault is None else [fault]
             case PrefillOp():
                 pulse.phase = "prefill"
                 if op is blocks[0]:
-                    executor.read_ahead(blocks)
-                result = executor.prefill(op, decoding.pause)
+                    net.read_ahead(blocks)
+                result = net.perform(op, partial(executor.prefill, op, decoding.pause))
                 decoding.end_block(op)
                 if result is not None:
                     pieces.append(result)
@@ -274,7 +365,7 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
                 pulse.phase = "decode"
                 decoding.draw(op)
             case SaveOp():
-                saved += _send_state(op, step, rank, executor, send)
+                saved += net.perform(op, partial(_send_state, op, step, rank, executor, send)) or []
             case CloseOp():
                 executor.close(op.request)
         pulse.advance()
@@ -283,5 +374,5 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
     seconds = time.monotonic() - began
     guards = executor.take_guards()
     return StepDone(
-        step.epoch, step.k, rank, seconds, pieces, drawn, faults + more_faults, guards, saved, decoding.seconds
+        step.epoch, step.k, rank, seconds, pieces, drawn, net.faults + more_faults, guards, saved, decoding.seconds
     )

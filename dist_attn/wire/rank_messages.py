@@ -1,7 +1,7 @@
 """What the controller says to the ranks, and what they say to it: numbered steps of operations, and what came of them.
 
-controller -> rank : StatePart / Step / Shutdown / Ping
-rank -> controller : RankHello / StatePart / Draws / StepDone / Heartbeat / RankFailed
+controller -> rank : StatePart / Step / GoOn / Shutdown / Ping
+rank -> controller : RankHello / StatePart / Draws / Faulted / StepDone / Heartbeat / RankFailed
 """
 
 from itertools import zip_longest
@@ -130,6 +130,14 @@ class Step(Message, frozen=True):
     rounds: list[DecodeOp] = msgspec.field(default_factory=list)
 
 
+class GoOn(Message, frozen=True):
+    """All ranks have met the same fault of a request in step `k`: each passes over what follows of it."""
+
+    epoch: Count
+    k: Count
+    request: Count
+
+
 class Shutdown(Message, frozen=True):
     """The rank finishes and exits with code 0."""
 
@@ -166,6 +174,7 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank has loaded.
 
     `text_tokens` is how much of a text the model reads at once, as a sequence that stands alone; None: any length.
+    `positions` is how many tokens a text may have with what is drawn after it, where it learned a vector for each.
     `grain`: what is read ends at a multiple of so many tokens, or with the text. `writes`: more than vectors.
     `pauses` is how often work on a block can be interrupted for a round of decoding; 0: not at all.
     """
@@ -174,7 +183,6 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hidden_size: Count
     vocab_size: Count
     end_tokens: Annotated[tuple[Count, ...], Meta(max_length=MOST_END_TOKENS)] = ()  # each of them ends a text
-    `positions` is how many tokens a text may have with what is drawn after it, where it learned a vector for each.
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
     # Bytes of a request's state before any token; None where it is not saved.
     state_bytes: Count | None = None
@@ -187,6 +195,7 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = ""
     grain: Annotated[int, Meta(ge=1)] = 1
     writes: bool = True
+    positions: Annotated[int, Meta(ge=1)] | None = None
 
     def state_bytes_at(self, position: int) -> int:
         """Bytes of a state after so many tokens at most."""
@@ -195,7 +204,6 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class RankHello(Message, frozen=True):
     """First message of a rank: who it is and what it has loaded."""
-    positions: Annotated[int, Meta(ge=1)] | None = None
 
     protocol_version: int
     epoch: Count
@@ -247,6 +255,19 @@ class Draws(Message, frozen=True):
     faults: list[RequestFault] = msgspec.field(default_factory=list)
 
 
+class Faulted(Message, frozen=True):
+    """In step `k` an operation of all ranks raised an exception on this one, after so many `exchanges` of its own.
+
+    The rank exchanges nothing more before a `GoOn` says that all of them stand there.
+    """
+
+    epoch: Count
+    k: Count
+    rank: Count
+    fault: RequestFault
+    exchanges: Count
+
+
 class StepDone(Message, frozen=True):
     """The rank finished step `k`; its rows travel here, and drawn tokens that no `Draws` has brought.
 
@@ -286,5 +307,5 @@ class RankFailed(Message, frozen=True):
     error: str
 
 
-ToRank = StatePart | Step | Shutdown | Ping
-FromRank = RankHello | StatePart | Draws | StepDone | Heartbeat | RankFailed
+ToRank = StatePart | Step | GoOn | Shutdown | Ping
+FromRank = RankHello | StatePart | Draws | Faulted | StepDone | Heartbeat | RankFailed

@@ -58,6 +58,35 @@ def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(rank):
         assert not set(before) & set(rank_processes(mark))
 
 
+def test_a_request_that_every_rank_fails_at_ends_alone():
+    """The ranks agree on it and go on as they are; others beside it get all of their rows."""
+    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, mark):
+        pids = rank_processes(mark)
+        bad = np.zeros(4 * BLOCK, dtype=np.int64)
+        bad[::BLOCK] = fake_rank.FAULT
+        for n in range(3):
+            client.open_encoding(f"bad{n}")
+            client.feed(f"bad{n}", bad)
+            client.open_encoding(f"good{n}", RowSpec("window", 300))
+            client.feed(f"good{n}", np.arange(3000) % 900)
+        for n in range(3):
+            client.wait_until(lambda n=n: client.requests[f"bad{n}"].ended, what="the failure")
+            assert "asked to fail at a request" in client.requests[f"bad{n}"].failed.message
+            assert client.finish(f"good{n}").done.rows == 10
+        assert client.status().lost_groups == 0 and rank_processes(mark) == pids
+
+
+def test_a_request_that_one_rank_fails_at_is_lost_with_the_group_once():
+    """The other rank may wait for it in an exchange: the group is lost, and the request does not lose the next one."""
+    with running_engine(ranks=2, block_tokens=BLOCK, losses_to_fail=5) as (_, client, _):
+        client.open_encoding("good", RowSpec("window", 300))
+        failed = fails_by(client, "bad", fake_rank.FAULT, 1)
+        assert failed.code == "engine_failed" and "asked to fail at a request" in failed.message
+        client.feed("good", np.arange(3000) % 900)
+        assert client.finish("good").done.rows == 10
+        assert client.status().lost_groups == 1
+
+
 @pytest.mark.slow
 def test_open_requests_survive_killed_ranks():
     """Rows and tokens are those of an undisturbed run, each once, though ranks are killed while they are made."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from dist_attn.generation import generate
 from dist_attn.wire.messages import RowSpec, SamplingSpec
+from tests.support import faulty_rank
 from tests.support.closeness import assert_close
 from tests.support.controller_client import ControllerClient
 from tests.support.engines import running_engine
@@ -107,6 +109,51 @@ def test_two_ranks_share_the_work_and_recover_from_a_kill(folder, backend):
             assert f"rank 1 (pid {victim}) died" in request.failed.message
         client.wait_for_status(lambda status: status.ready and status.epoch == 2, 90)
         work_is_right(client, "b")
+
+
+def failure_of(client, name):
+    """How a request has failed."""
+    request = client.requests[name]
+    client.wait_until(lambda: request.ended, 120, f"the end of {name}")
+    return request.failed
+
+
+def test_what_a_text_raises_on_every_rank_ends_its_request_alone(folder):
+    """In the middle of a block over two ranks: the same ranks go on, and others' rows and tokens keep their bits."""
+    faulty = {**REAL, "rank_command": (sys.executable, "-m", "tests.support.faulty_rank")}
+    with running_engine(model=str(folder), ranks=2, **faulty, wait=False) as (_, client, _):
+        pids = [rank.pid for rank in client.wait_ready(90).ranks]
+        wanted = client.encode("before", TOKENS[:5000], RowSpec("window", 300), timeout_s=60).rows
+        client.open_completion("drawn", SamplingSpec(150, temperature=0.8, seed=4, logit_bias={256: -100.0}))
+        client.feed("drawn", TOKENS[:1300], timeout_s=60)
+        for n in range(3):
+            client.open_encoding(f"bad{n}")
+            client.feed(f"bad{n}", TOKENS[: faulty_rank.EVERYWHERE])
+            client.open_encoding(f"good{n}", RowSpec("window", 300))
+            client.feed(f"good{n}", TOKENS[:5000], timeout_s=60)
+        for n in range(3):
+            failed = failure_of(client, f"bad{n}")
+            assert failed.code == "engine_failed" and "ValueError: a text of 777 tokens was met" in failed.message
+            assert np.array_equal(client.finish(f"good{n}", 60).rows, wanted)
+        assert len(client.finish("drawn", 60).tokens) == 150
+        status = client.status()
+        assert (status.lost_groups, [rank.pid for rank in status.ranks]) == (0, pids)
+
+
+def test_what_a_text_raises_on_one_rank_alone_mixes_nothing_up(folder):
+    """The other rank stands in an exchange: the group is lost once, with this request, and others keep their bits."""
+    faulty = {**REAL, "rank_command": (sys.executable, "-m", "tests.support.faulty_rank")}
+    fields = {"exchange_deadline_s": 2.0, "losses_to_fail": 3}
+    with running_engine(model=str(folder), ranks=2, **faulty, **fields, wait=False) as (_, client, _):
+        client.wait_ready(90)
+        wanted = client.encode("before", TOKENS[:5000], RowSpec("window", 300), timeout_s=60).rows
+        client.open_encoding("bad")
+        client.feed("bad", TOKENS[: faulty_rank.ON_ONE])
+        client.open_encoding("good", RowSpec("window", 300))
+        client.feed("good", TOKENS[:5000], timeout_s=90)
+        assert "a text of 779 tokens was met" in failure_of(client, "bad").message
+        assert np.array_equal(client.finish("good", 120).rows, wanted)
+        assert client.status().lost_groups == 1
 
 
 def test_a_folder_that_is_no_model_is_reported(tmp_path):

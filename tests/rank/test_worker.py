@@ -23,12 +23,13 @@ from dist_attn.wire.rank_messages import (
     PrefillOp,
     RankFailed,
     RankHello,
+    SaveOp,
     Shutdown,
     Step,
     StepDone,
 )
 from dist_attn.wire.sockets import Router, beat_identity, rank_identity
-from tests.support.fake_rank import RAISE, fake_hidden, fake_next
+from tests.support.fake_rank import FAULT, RAISE, fake_hidden, fake_next
 
 EPOCH = 3
 RANK, BEAT = rank_identity(EPOCH, 0, "e1"), beat_identity(EPOCH, 0, "e1")
@@ -105,6 +106,22 @@ def test_a_rank_says_hello_takes_steps_and_ends_when_told(stage):
     assert stage.next(StepDone).k == 4
     stage.send(Shutdown(EPOCH))
     assert stage.process.wait(60) == 0
+
+
+def test_what_a_request_raises_ends_it_alone(stage):
+    """The step is answered with a fault in words, what follows of the request is passed over, and others go on."""
+    stage.next(RankHello)
+    bad, good = (np.array([token, 5], dtype="<i4").tobytes() for token in (FAULT, 4))
+    ops = [OpenOp(n, RowSpec()) for n in (1, 2)]
+    stage.send(Step(EPOCH, 1, [*ops, PrefillOp(1, 0, [2], bad), PrefillOp(2, 0, [2], good)]))
+    done = stage.next(StepDone)
+    assert [fault.request for fault in done.faults] == [1] and "asked to fail at a request" in done.faults[0].error
+    assert [pieces.request for pieces in done.pieces] == [2]
+    stage.send(Step(EPOCH, 2, [PrefillOp(1, 2, [2], good), SaveOp(1, 1), PrefillOp(2, 2, [2], good), CloseOp(1)]))
+    done = stage.next(StepDone)
+    assert (done.faults, done.saved, [pieces.request for pieces in done.pieces]) == ([], [], [2])
+    stage.send(Step(EPOCH, 3, [OpenOp(1, RowSpec()), PrefillOp(1, 0, [2], good)]))
+    assert [pieces.request for pieces in stage.next(StepDone).pieces] == [1]
 
 
 @pytest.mark.parametrize(

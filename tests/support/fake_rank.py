@@ -33,8 +33,8 @@ from dist_attn.wire.snapshot import pack_snapshot, read_snapshot
 from tests.support.snapshots import manifest
 
 VOCAB, DIM, END = 1000, 4, 7
-RAISE, HANG, DIE, STOP, SLOW = 991, 992, 993, 994, 995
-"""Tokens that make the rank that gets them raise, hang, be killed, be stopped, or take 20 ms."""
+FAULT, RAISE, HANG, DIE, STOP, SLOW = 990, 991, 992, 993, 994, 995
+"""Tokens that make the rank that gets them fail at the request, raise, hang, be killed, be stopped, or take 20 ms."""
 
 
 def fake_hidden(tokens, start):
@@ -72,8 +72,11 @@ def fake_snapshot(position, last, described=None):
 class FakeExecutor:
     """Remembers which tokens each request should be given next, and refuses a gap."""
 
+    fatal = (RuntimeError, AssertionError)
+
     def __init__(self, settings: RankSettings, pulse: Pulse) -> None:
-        self.rank = settings.rank
+        self.rank, self.ranks = settings.rank, settings.ranks
+        self.exchanges = 0
         self.rows: dict[int, RowSpec | None] = {}
         self.position: dict[int, int] = {}
         self.last: dict[int, int] = {}
@@ -111,6 +114,13 @@ class FakeExecutor:
             position, last, draws = np.frombuffer(state, dtype="<i8").tolist()
             assert (position, draws) == (op.restore.position, op.restore.draws)
             self.position[op.request], self.last[op.request], self.draws[op.request] = position, last, draws
+
+    def shares(self, op: object) -> bool:
+        return isinstance(op, PrefillOp) and self.ranks > 1
+
+    def refuse(self, request: int) -> None:
+        self.close(request)
+        self.refused.add(request)
 
     def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
         if request in self.refused:
@@ -215,6 +225,8 @@ class FakeExecutor:
         pass
 
     def _misbehave(self, tokens: set[int]) -> None:
+        if FAULT in tokens:
+            raise ValueError("the fake rank was asked to fail at a request")
         if RAISE in tokens:
             raise RuntimeError("the fake rank was asked to fail")
         if HANG in tokens:

@@ -60,6 +60,8 @@ class _Died(Exception):
 class _Mortal(FakeExecutor):
     """A fake rank that dies of a token as a process would."""
 
+    fatal = (*FakeExecutor.fatal, _Died)
+
     def _misbehave(self, tokens):
         if DIE in tokens:
             raise _Died

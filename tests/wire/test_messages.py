@@ -78,6 +78,8 @@ EXAMPLES = [
     ranks.Shutdown(1),
     ranks.Ping(),
     ranks.RankHello(1, 1, 0, 2, 77, "host", ranks.LoadedModel("m", 4, 9, (3, 8))),
+    ranks.Faulted(1, 2, 0, ranks.RequestFault(7, "a length that no layer takes"), 5),
+    ranks.GoOn(1, 2, 7),
     ranks.Draws(1, 2, 0, [ranks.Drawn(2, 5)], [ranks.RequestFault(3, "NaN")]),
     ranks.StepDone(
         1,
