@@ -123,7 +123,8 @@ def _check_row(logits_V: torch.Tensor, row: int) -> None:
     if broken:
         raise EngineError(
             f"the model gave NaN or +inf for {broken} of the {len(logits_V)} logits of sequence {row} in the batch; "
-            "nothing can be drawn from them. Its weights or its state are damaged: load the model again"
+            "nothing can be drawn from them. Its weights or the state are damaged: load the model again, or begin with "
+            "another state"
         )
     if bool(logits_V.isneginf().all()):
         raise EngineError(f"all {len(logits_V)} logits of sequence {row} in the batch are -inf, so no token is left")

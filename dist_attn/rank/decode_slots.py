@@ -30,6 +30,7 @@ from dist_attn.ops.state import steps_in_place
 from dist_attn.rank.layers_apart import FAULT, LayersApart
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
+from dist_attn_api.errors import Code
 
 SLOTS = 8
 """Sequences per batch, empty slots included: matmuls over fewer rows give other bits."""
@@ -271,7 +272,9 @@ def _draw(request: int, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | Re
     try:
         (token,) = sample(logits_V[None], [drawing.spec], [drawing.generator], [drawing.counts], [barred])
     except EngineError as error:
-        return RequestFault(request, str(error))
+        # What is drawn from kept logits began with a stored state, which its caller may have put.
+        stored = drawing.logits_V is not None
+        return RequestFault(request, str(error), Code.INVALID_STATE if stored else Code.ENGINE_FAILED)
     drawing.draws += 1
     return Drawn(request, token, token_logprobs(logits_V, token, drawing.spec.logprobs))
 
