@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecisi
     """
     check_precision(weights)
     folder = resolve_model_folder(path_or_name)
-    model = build_model(read_config(folder))
+    with _making(folder):
+        model = build_model(read_config(folder))
     load_weights(model, folder / "model.safetensors")
     check_manifest(folder)
     hold_weights_as(model.eval(), weights)
@@ -99,10 +101,20 @@ def load_causal_model(
 def load_any_model(path_or_name: str | Path | None = None) -> Model:
     """`load_model` for a model of any kind: classifiers, auto-encoders and encoder-decoders too."""
     folder = resolve_model_folder(path_or_name)
-    model = build_model(read_any_config(folder))
+    with _making(folder):
+        model = build_model(read_any_config(folder))
     load_weights(model, folder / "model.safetensors")
     check_manifest(folder)
     return model.eval()
+
+
+@contextmanager
+def _making(folder: Path) -> Iterator[None]:
+    """Raises: ModelFolderError in place of what a model of impossible sizes raises while it is made."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ModelFolderError(f"the model that {folder}/config.json describes cannot be made: {error}") from None
 
 
 def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:

@@ -127,7 +127,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor
     """A tensor, with where its bytes end in the file; the header, which ends at `start`, counts from there."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        if type(dtype) is not str or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise ModelFolderError(f"{path}: its header does not say what {name!r} is; fetch it again") from None

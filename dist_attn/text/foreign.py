@@ -28,6 +28,15 @@ NOT_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that are no UTF-8, where these were decoded with `surrogateescape`."""
 
 
+MOST_TOKENS = 1 << 24  # of a vocabulary; the largest have some hundred thousand
+
+
+def _check_size(size: int) -> None:
+    """Raises: ValueError for a vocabulary that no model has, before a table of it is made."""
+    if size > MOST_TOKENS:
+        raise ValueError(f"a vocabulary of {size} tokens is spoken of; it may have {MOST_TOKENS}")
+
+
 class ForeignTokeniser(Tokeniser):
     """The tokens of a foreign tokenizer.json; its special tokens, the end token among them, stand for no bytes.
 
@@ -52,7 +61,9 @@ class ForeignTokeniser(Tokeniser):
             self._tokenizer = Tokenizer.from_str(json.dumps(contents | bare))
             self._about = {"eos_token": end_text} if about is None else dict(about)
             self._whole = WholeText(contents, self._about)
-            table, size = self._table(contents), 1 + max(self._whole.library.get_vocab().values())
+            size = 1 + max(self._whole.library.get_vocab().values())
+            _check_size(max([size, *(1 + int(token["id"]) for token in contents.get("added_tokens") or ())]))
+            table = self._table(contents)
             self.vocabulary = Vocabulary((*table, *[b""] * (size - len(table))), ends=False)
         except Exception as error:  # the library raises no narrower type
             detail = f"no {error}" if isinstance(error, KeyError) else str(error)
@@ -130,6 +141,10 @@ class ForeignTokeniser(Tokeniser):
                 f"{FILE_NAME} has {self.vocab_size} tokens and config.json says vocab_size {vocab_size}; needed are "
                 "at least as many as tokens"
             )
+        try:
+            _check_size(vocab_size)
+        except ValueError as error:
+            raise ModelFolderError(f"config.json: {error}") from None
         unused = [b""] * (vocab_size - self.vocab_size)
         wider = copy(self)
         wider.vocabulary = Vocabulary((*self.vocabulary.pieces, *unused), ends=False)

@@ -61,3 +61,14 @@ def test_other_kinds_are_refused(change: dict[str, object], message: str) -> Non
     contents = json.loads(foreign_contents()) | change
     with pytest.raises(ModelFolderError, match=message):
         ByteLevelTokeniser(contents, None)
+
+
+@pytest.mark.parametrize("number", [1 << 25, (1 << 31) - 1, (1 << 32) - 1])
+def test_a_vocabulary_of_impossible_size_is_refused_before_a_table_of_it_is_made(number: int) -> None:
+    """Whether a token has such an id, or a model's configuration speaks of so many."""
+    contents = json.loads(foreign_contents())
+    contents["added_tokens"][0]["id"] = number
+    with pytest.raises(ModelFolderError, match=f"a vocabulary of {number + 1} tokens"):
+        ByteLevelTokeniser(contents, "<|endoftext|>")
+    with pytest.raises(ModelFolderError, match=f"a vocabulary of {number} tokens"):
+        foreign_bpe().padded(number)
