@@ -80,6 +80,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
     ),
     "unsupported_parameter": (
         "dimensions=",
+        "the model's chat template does not look at tools",
         "best_of",
     ),
     "unsupported_media_type": (
@@ -111,8 +112,8 @@ def _as_bytes(_: schemathesis.SerializationContext, value: Any) -> Any:
 class _Examiner:
     """One service and the schema that it gives of itself."""
 
-    def __init__(self, url: str, outcome: Outcome) -> None:
-        self.url, self.outcome = url, outcome
+    def __init__(self, url: str, outcome: Outcome, seconds: float) -> None:
+        self.url, self.outcome, self.seconds = url, outcome, seconds
         self.schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         self.http = requests.Session()
         self._turn = 0
@@ -123,7 +124,7 @@ class _Examiner:
         if case.path_parameters and self._turn % 2:
             case.path_parameters = {name: self._existing(name) for name in case.path_parameters}
         label, mode = case.operation.label, case.meta.generation.mode.value
-        options: dict[str, Any] = {"base_url": self.url, "session": self.http, "timeout": SECONDS}
+        options: dict[str, Any] = {"base_url": self.url, "session": self.http, "timeout": self.seconds}
         response = case.call(**options)
         self.outcome.requests += 1
         self.outcome.answers[label, mode, response.status_code] += 1
@@ -192,10 +193,13 @@ def served(folder: Path) -> Iterator[RunningService]:
         yield service
 
 
-def examine(url: str, *, examples: int, share: int = 1, seed: int = 0) -> Outcome:
-    """Send every `share`-th of the cases at the edges, and `examples` random ones of each kind, to every operation."""
+def examine(url: str, *, examples: int, share: int = 1, seed: int = 0, seconds: float = SECONDS) -> Outcome:
+    """Send every `share`-th of the cases at the edges, and `examples` random ones of each kind, to every operation.
+
+    A request that takes longer than `seconds` is an error.
+    """
     outcome = Outcome()
-    examiner = _Examiner(url, outcome)
+    examiner = _Examiner(url, outcome, seconds)
     for found in examiner.schema.get_all_operations():
         operation = found.ok()
         for number, case in enumerate(_edges(examiner, operation)):

@@ -18,6 +18,7 @@ from dist_attn.rank.executor import ModelExecutor
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, RequestFault, SavedState
+from tests.fuzz import wild_states
 from tests.support.models import small_config, small_model
 from tests.support.ranks import run_ranks
 from tests.support.snapshots import manifest
@@ -240,3 +241,12 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path):
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == wanted
+
+
+def test_wild_states_are_refused_in_words_or_gone_on_from():
+    """With sound digests: no number, shape, type or position ends a rank.
+
+    `python -m tests.fuzz.wild_states` draws as many as are asked for, of models of every kind.
+    """
+    outcomes = wild_states.run(300, 0, ("gated", "memory of the whole past", "hybrid, with exact attention"))
+    assert outcomes["read"] > 50 and outcomes["refused before a rank"] > 50 and len(outcomes) > 8
