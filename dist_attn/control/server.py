@@ -21,6 +21,7 @@ from dist_attn.control.state_files import StateFiles
 from dist_attn.errors import ConfigError, WireError
 from dist_attn.log_lines import say
 from dist_attn.rank_link.tether import parent_is_gone
+from dist_attn.settings import DataFolder
 from dist_attn.wire.curve import ServerKeys, admit_listed
 from dist_attn.wire.sockets import Router, agent_identity
 
@@ -62,7 +63,7 @@ def _listen(settings: ControlSettings, rank_address: str) -> int:
             Router(context, settings.api_address, api_keys) as api,
             Router(context, rank_address, agent_keys) as engine,
         ):
-            states = StateFiles(Path(settings.data_dir) / "states")
+            states = StateFiles(Path(settings.data_dir) / DataFolder.STATES)
             try:
                 server = _Server(settings, rank_address, api, engine, states)
                 say(f"dist-attn controller (pid {os.getpid()}) listens on {settings.api_address}")

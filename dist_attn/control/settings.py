@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.log_lines import LogFormat
 from dist_attn.model_config.figures import GRAIN
-from dist_attn.settings import EngineSettings, FlagSettings, Settings, read_settings
+from dist_attn.settings import DataFolder, EngineSettings, FlagSettings, Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.choices import LogLevel
 from dist_attn.wire.curve import check_exposure
@@ -110,7 +110,7 @@ class ControlSettings(FlagSettings, EngineSettings):
         """
         own = tree.encoder
         here: dict[str, Any] = {"agents": 1, "local_agent": True, "rank_address": "", "weights_over_ranks": False}
-        here["data_dir"] = str(tree.data_dir / "encoder")
+        here["data_dir"] = str(tree.data_dir / DataFolder.ENCODER)
         model = str(resolve_model_folder(own.model))
         ranks = tree.engine.ranks if own.ranks is None else own.ranks
         return cls.of(tree, model=model, ranks=ranks, weights=own.weights, api_address=own.api_address, **here)

@@ -1,5 +1,6 @@
 """Every value an operator may set: the tree of them all, how it is read, and parts of it as flags."""
 
+from dist_attn.settings.data_folder import DataFolder
 from dist_attn.settings.reading import FlagSettings, Resolved, read_settings
 from dist_attn.settings.tree import (
     EncoderSettings,
@@ -21,6 +22,7 @@ from dist_attn.settings.tree import (
 )
 
 __all__ = [
+    "DataFolder",
     "EncoderSettings",
     "EngineSettings",
     "FileSettings",

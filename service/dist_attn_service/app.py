@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from dist_attn import __version__
 from dist_attn.errors import DistAttnError, ModelFolderError
+from dist_attn.settings import DataFolder
 from dist_attn.store import StateStore
 from dist_attn.store.private import make_private
 from dist_attn.text import fitted, load_tokeniser
@@ -228,7 +229,7 @@ def _services(
     """Put the parts together."""
     writer = contexts[0]
     settings = writer.settings
-    folder = settings.data_dir / "spool"
+    folder = settings.data_dir / DataFolder.SPOOL
     make_private(folder)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)

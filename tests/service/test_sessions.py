@@ -185,7 +185,7 @@ def test_folders_that_others_can_read_are_tightened(tmp_path: Path) -> None:
     """At the start, with a line of log for each: the data folder, and states, jobs and files in it."""
     data = tmp_path / "data"
     open_to_others = [data, data / "states", data / "jobs", data / "files"]
-    for folder in open_to_others:
+    for folder in [*open_to_others, data / "spool", data / "encoder"]:
         folder.mkdir(parents=True)
         folder.chmod(0o755)
     with running_service(tmp_path, store=StoreSettings()) as service:

@@ -1,15 +1,19 @@
 """`dist-attn serve --encoder` with two real models: they work side by side, and the loss of one is its own."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from dist_attn.settings import DataFolder
 from tests.support.models import write_small_folder
+from tests.support.programs import free_port, running_program
 from tests.support.served import Served, served
 from tests.support.waiting import eventually
 
@@ -110,3 +114,16 @@ def test_a_lost_encoder_leaves_the_writer_alone(whole: Served) -> None:
     body = {"prompt": "It was", "max_tokens": min(len(text.encode()), 65_536), "temperature": 0}
     again = httpx.post(f"{whole.url}/v1/completions", json=body, timeout=SECONDS).json()["choices"][0]["text"]
     assert again.startswith(text[:-4])  # what was cut off may end in the middle of a character
+
+
+def test_the_data_folder_of_the_models_that_ship_is_closed_to_others(tmp_path: Path) -> None:
+    """A folder of mode 755 is its owner's alone once `serve` has begun, and all that is in it is known by name."""
+    data = tmp_path / "data"
+    data.mkdir(mode=0o755)
+    command = [sys.executable, "-m", "dist_attn", "serve", f"--port={free_port()}", f"--data-dir={data}"]
+    with running_program(command, tmp_path / "serve.log") as program:
+        program.wait_for("ready after", SECONDS)
+        assert {path.name for path in data.iterdir()} <= set(DataFolder)
+        assert data.stat().st_mode & 0o777 == 0o700
+        assert program.output.count("open to other users") == 1  # a line that it was
+        program.stop()

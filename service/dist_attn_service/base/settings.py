@@ -8,6 +8,7 @@ from pydantic import Field
 from dist_attn.errors import ConfigError
 from dist_attn.log_lines import LogFormat
 from dist_attn.settings import (
+    DataFolder,
     EncoderSettings,
     FileSettings,
     HttpSettings,
@@ -76,7 +77,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     @property
     def store_address(self) -> str:
         """Where states of sessions are kept."""
-        return self.store.address or str(self.data_dir / "states")
+        return self.store.address or str(self.data_dir / DataFolder.STATES)
 
     @property
     def store_limits(self) -> StoreLimits:
@@ -87,4 +88,4 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     @property
     def files_folder(self) -> Path:
         """Where the bytes of files lie."""
-        return Path(self.files.folder) if self.files.folder else self.data_dir / "files"
+        return Path(self.files.folder) if self.files.folder else self.data_dir / DataFolder.FILES

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 import msgspec
 import numpy as np
 
+from dist_attn.settings import DataFolder
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import Job, JobProgress
@@ -41,7 +42,7 @@ class JobServices:
         contexts = {context.model.identity: context for context, _ in workers}
         first = workers[0][0]
         settings = first.settings
-        files, states = JobFiles(settings.data_dir / "jobs" / "files"), JobStates(first.store, first.log)
+        files, states = JobFiles(settings.data_dir / DataFolder.JOBS / "files"), JobStates(first.store, first.log)
         works: dict[tuple[str, str], Work] = {}
         for context, completions in workers:
             works[context.model.identity, "encoding"] = EncodingWork(context, files, states)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar, final
 import msgspec
 
 from dist_attn.errors import ConfigError, StorageError
+from dist_attn.settings import DataFolder
 from dist_attn.store.disk import CATALOGUE, has_records
 from dist_attn.store.ledger import Ledger, Record, change, changed, has_died, moment, name_in, this_process
 from dist_attn.store.open import is_redis, lost_catalogue, open_records
@@ -248,7 +249,7 @@ class JobCatalogue:
         """The catalogue that the settings name, as long as the block runs. Raises: as `open`."""
         jobs = settings.jobs
         limits = JobLimits(jobs.disk_bytes, jobs.per_caller, jobs.lease_s)
-        catalogue = await JobCatalogue.open(jobs.address, settings.data_dir / "jobs", limits)
+        catalogue = await JobCatalogue.open(jobs.address, settings.data_dir / DataFolder.JOBS, limits)
         try:
             yield catalogue
         finally:

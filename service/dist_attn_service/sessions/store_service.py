@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import final
 
 from dist_attn.errors import StorageError
+from dist_attn.settings import DataFolder
 from dist_attn.store import StateStore, Usage, open_store
 from dist_attn.store.disk import CATALOGUE, SNAPSHOTS
 from dist_attn.store.open import folder_of
@@ -18,11 +19,10 @@ from dist_attn_service.base.tasks import beside, stop_tasks
 
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
 FRESH_SECONDS = 1.0
-FOLDERS = ("states", "jobs", "files", "spool")  # in the data folder
 STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, "aside-2*T*", "dist-attn-states-*")
 JOBS = (f"{CATALOGUE}*", "files")
 FILES = ("files.sqlite*", "bytes")
-OURS = (*FOLDERS, *STATES, *JOBS, *FILES)
+OURS = (*DataFolder, *STATES, *JOBS, *FILES)
 STATUS_TIMEOUT_SECONDS = 1.0  # a request for the status does not wait longer for a store that is away
 
 
@@ -105,7 +105,7 @@ def _close_to_others(settings: Settings, log: Log) -> None:
     for folder, inside in (
         (settings.data_dir, ()),
         *((folder_of(address), STATES) for address in dict.fromkeys(places)),
-        (settings.data_dir / "jobs", JOBS),
+        (settings.data_dir / DataFolder.JOBS, JOBS),
         (settings.files_folder, FILES),
     ):
         closed = None if folder is None else tighten(folder, OURS, inside)

@@ -1,0 +1,14 @@
+"""What a service keeps in its data folder, by name."""
+
+from enum import StrEnum
+
+
+class DataFolder(StrEnum):
+    """Everything that lies in `data_dir`: a folder with anything else in it is not a service's alone."""
+
+    STATES = "states"
+    JOBS = "jobs"
+    FILES = "files"
+    SPOOL = "spool"
+    ENCODER = "encoder"
+    LOCK = "serve.lock"
