@@ -25,6 +25,7 @@ from dist_attn.wire.rank_messages import Heartbeat, LoadedModel, RankFailed, Ran
 PROBE_S = 0.5  # how often it is seen whether the agents can still be reached; gone twice means dead
 EVIDENCE_S = 0.3  # after the first sign of a failure: who died shows a moment after who noticed it
 CLEAR_DEADLINE_S = 10.0
+START_SILENCE = 1 / 4  # of start_deadline_s: ranks beat while they load, but loading libraries may hold that up
 
 log = structlog.get_logger("dist_attn.control")
 
@@ -107,6 +108,7 @@ class RankGroup:
         self._gone = ""
         self._start_at = 0.0
         self._deadline = 0.0
+        self._heard_at: dict[int, float] = {}  # of each rank of a group that starts, loaded or not
         self._ready_at = 0.0
         self._suspected_at: float | None = None
         self._crashes: deque[float] = deque(maxlen=settings.crashes_to_open)  # of groups that were of no use
@@ -186,6 +188,7 @@ class RankGroup:
             self._lose(f"rank {hello.rank} has loaded another model than rank {first.hello.rank}", now)
             return
         self.ranks[hello.rank] = RankVitals(hello, now)
+        self._heard_at[hello.rank] = now
         if len(self.ranks) == self._settings.ranks:
             self.phase = Phase.RUNNING
             self._ready_at = now
@@ -200,6 +203,8 @@ class RankGroup:
         """A rank of the current epoch is alive."""
         if beat.rank in self.ranks:
             self.ranks[beat.rank].heartbeat(beat, now)
+        if beat.rank in self._heard_at:
+            self._heard_at[beat.rank] = now
 
     def rank_failed(self, failed: RankFailed, now: float) -> None:
         """A rank of the current epoch met an exception; it may be the victim of another one."""
@@ -255,10 +260,7 @@ class RankGroup:
                     self._start(now)
             case Phase.STARTING:
                 self._look_after_agents(now)
-                if now >= self._deadline:
-                    missing = sorted(set(range(self._settings.ranks)) - self.ranks.keys())
-                    limit = self._settings.start_deadline_s
-                    self._lose(f"rank {', '.join(map(str, missing))} did not load within {limit:g} s", now)
+                self._check_start(now)
             case Phase.RUNNING:
                 self._look_after_agents(now)
                 self._check_ranks(now, step_sent_at, step)
@@ -269,6 +271,7 @@ class RankGroup:
     def forgive_silence(self, now: float) -> None:
         """The controller itself was held up: what it did not hear meanwhile says nothing about the others."""
         self.agents.forgive_silence(now)
+        self._heard_at = dict.fromkeys(self._heard_at, now)
         for vitals in self.ranks.values():
             vitals.heard_at = vitals.progress_at = now
 
@@ -285,6 +288,7 @@ class RankGroup:
         self._suspected_at = None
         self._of_use = False
         self._deadline = now + settings.start_deadline_s
+        self._heard_at = dict.fromkeys(range(settings.ranks), now)
         hosts = [agent.hello.name for agent in agents]
         log.info("epoch starts", epoch=self.epoch, ranks=settings.ranks, agents=hosts)
         self._placement.begin(self.epoch, agents)
@@ -297,6 +301,18 @@ class RankGroup:
         before, self._gone = self._gone, self._placement.name_gone()
         if before and self._gone:
             self._lose(self._gone, now)
+
+    def _check_start(self, now: float) -> None:
+        """Give up a group of which a rank is late, or silent: one that is stopped would keep the others waiting."""
+        limit = self._settings.start_deadline_s
+        if now >= self._deadline:
+            missing = sorted(set(range(self._settings.ranks)) - self.ranks.keys())
+            self._lose(f"rank {', '.join(map(str, missing))} did not load within {limit:g} s", now)
+            return
+        rank, heard_at = min(self._heard_at.items(), key=lambda item: item[1])
+        if now - heard_at > limit * START_SILENCE:
+            also = self._placement.name_silent(rank, heard_at)
+            self._lose(f"rank {rank} has been silent for {now - heard_at:.1f} s while the ranks started{also}", now)
 
     def _check_ranks(self, now: float, step_sent_at: float | None, step: int) -> None:
         settings = self._settings

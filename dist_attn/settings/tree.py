@@ -210,7 +210,10 @@ class RankTerms(Section):
         description="of states in a rank at once, where they grow with the text (softmax); what takes more is refused",
     )
     chunk_tokens: Number = Field(default=512, description="every text is cut into blocks of so many, always the same")
-    start_deadline_s: Seconds = Field(default=180.0, description="for all ranks to start and load the model")
+    start_deadline_s: Seconds = Field(
+        default=180.0,
+        description="for all ranks to start and load the model; one that is silent for a quarter of it is lost",
+    )
     heartbeat_s: Seconds = Field(default=0.5, description="between two signs of life of a rank")
     exchange_deadline_s: Seconds = Field(default=30.0, description="of every exchange between ranks")
     silence_deadline_s: Seconds = Field(

@@ -140,6 +140,21 @@ def test_a_stopped_rank_is_named_and_replaced():
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_starts_is_replaced(monkeypatch):
+    """SIGSTOP before the group is ready: its silence ends the start, not the deadline of the whole start."""
+    monkeypatch.setenv("FAKE_RANK_STARTS_S", "1")
+    with running_engine(ranks=2, wait=False, start_deadline_s=80.0) as (_, client, mark):
+        eventually(lambda: len(rank_processes(mark)) == 2, "the ranks to be started")
+        victim = rank_processes(mark)[1]
+        os.kill(victim, signal.SIGSTOP)
+        assert not client.status().ready
+        status = client.wait_for_status(lambda status: "last failure" in status.reason, RECOVERY_S)
+        assert "has been silent for" in status.reason and "while the ranks started" in status.reason
+        client.wait_for_status(lambda status: status.ready and status.epoch >= 2, 2 * RECOVERY_S)
+        assert victim not in rank_processes(mark)
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_replaced():
     """Heartbeats go on but nothing moves: the stall limit ends the epoch, and the stuck rank is named."""
     with running_engine(ranks=2, block_tokens=BLOCK, **ALERT) as (_, client, _):

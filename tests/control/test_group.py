@@ -195,8 +195,40 @@ def test_ranks_that_do_not_load_in_time_are_named():
     scene = Scene()
     scene.wait(1, beats=())
     scene.hello(0)
-    scene.wait(61, beats=())
+    scene.wait(58)
+    assert not scene.outlet.lost
+    scene.wait(2)
     assert "rank 1 did not load within 60 s" in scene.outlet.lost[0]
+
+
+@pytest.mark.parametrize("loaded", [(), (0,), (1,)], ids=["none", "another", "itself"])
+@pytest.mark.parametrize("beaten", [False, True], ids=["from the start", "later"])
+def test_a_rank_that_falls_silent_in_a_start_is_named(loaded, beaten):
+    """It is not waited for until the deadline of the start, though the others beat, and the next epoch follows."""
+    scene = Scene()
+    scene.wait(1, beats=())
+    for _ in range(3 if beaten else 0):
+        scene.wait(14, beats=(0,))
+        scene.group.heartbeat(Heartbeat(1, 1, 0, "loading", 0.0), scene.now)
+    for rank in loaded:
+        scene.hello(rank)
+    scene.wait(14, beats=(0,))
+    assert scene.group.phase is Phase.STARTING
+    scene.wait(2, beats=(0,))
+    assert scene.outlet.lost == ["rank 1 has been silent for 15.5 s while the ranks started"]
+    scene.group.group_exited(b"agent", GroupExited(1, -9, ""), scene.now)
+    scene.run()
+    assert scene.group.epoch == 2
+
+
+def test_a_held_up_controller_blames_nobody_in_a_start():
+    """After the controller itself stood still, the silence of ranks that load is counted anew."""
+    scene = Scene()
+    scene.wait(1, beats=())
+    scene.now += 30
+    scene.group.forgive_silence(scene.now)
+    scene.wait(14, beats=())
+    assert scene.group.phase is Phase.STARTING
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ QUICK = {
     "heartbeat_deadline_s": 20.0,
     "silence_deadline_s": 20.0,
     "stall_limit_s": 20.0,
-    "start_deadline_s": 60.0,
+    "start_deadline_s": 180.0,
     "backoff_s": 0.1,
     "losses_to_fail": 1,
 }
