@@ -1,4 +1,4 @@
-"""The processes of this machine: finds and kills those of a rank group, and gives each a folder that goes with it.
+"""The processes of this machine: finds and kills those of a rank group, and gives each what goes with it.
 
 A rank may be the child of this host's agent, of one that died, or of mpiexec, which may run on another host. Every
 process of a group therefore carries a mark in its environment, which children inherit.
@@ -11,13 +11,16 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
+from dist_attn.errors import ConfigError
+
 GROUP_MARK = "DIST_ATTN_GROUP"
 POLL_S = 0.01
+HOLDER_BYTES = 500
 PREFIX = "dattn-run-"  # short: sockets lie in it, and their paths may have 107 bytes
 
 
@@ -95,20 +98,57 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def held(path: Path, holder: str, refusal: str, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold a file, in which `holder` then stands, while the block runs; the kernel lets go when this process ends.
+
+    It stays, as a file that others may wait for must not be removed. The lock is one of flock, which holds between
+    containers too, and between hosts on NFS; on a file system without locks nothing is held.
+
+    Units: patience_s in seconds, for another process to let go.
+    Raises: ConfigError, `refusal` with the other's words for `{}`, where another process has the file; OSError where it
+        cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline = time.monotonic() + patience_s
+        while not _is_ours(descriptor):
+            if time.monotonic() >= deadline:
+                words = os.pread(descriptor, HOLDER_BYTES, 0).decode(errors="replace").strip()
+                raise ConfigError(refusal.replace("{}", words or "another process"))
+            time.sleep(POLL_S)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{holder}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether no other process has the lock of a file that is open; this one has it then."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
 @final
 class PrivateFolder:
     """A new folder of mode 0700, and a lock on it that the kernel lets go when this process ends.
 
     The lock tells the folders of living processes from those of killed ones, across containers that share the
-    temporary folder too, where a process id says nothing.
+    folder `above` too, where a process id says nothing. Without one it lies among the temporary files.
 
-    Raises: OSError where no temporary files can be made.
+    Raises: OSError where no folder can be made.
     """
 
-    def __init__(self) -> None:
-        remove_left_over()
+    def __init__(self, above: Path | None = None, prefix: str = PREFIX) -> None:
+        remove_left_over(above, prefix)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=above))
             try:
                 self._lock = _lock(self.path)
             except (BlockingIOError, FileNotFoundError):
@@ -128,9 +168,9 @@ class PrivateFolder:
             self._lock = -1
 
 
-def remove_left_over() -> None:
+def remove_left_over(above: Path | None = None, prefix: str = PREFIX) -> None:
     """Remove this user's folders whose processes have died without removing them."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in (above or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.getuid():
                 lock = _lock(path)

@@ -1,5 +1,6 @@
 """The controller's process: its two sockets, its clock, its signals, and the agent of this machine."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -14,7 +15,7 @@ import structlog
 import zmq
 
 from dist_attn.control.controller import Controller
-from dist_attn.control.processes import PrivateFolder, remove_left_over
+from dist_attn.control.processes import PrivateFolder, held, remove_left_over
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
@@ -31,6 +32,7 @@ AGENT_START_S = 60.0  # until its first hello
 AGENT_STUCK_S = 10.0  # it says hello every second, but starting and killing ranks on a busy machine take a while
 MESSAGES_PER_TURN = 256  # so that a flood on one socket cannot keep the other one waiting
 AGENT_RESTART_S = 1.0
+MARGIN_S = 1.0  # for a controller whose parent was killed to see that
 
 log = structlog.get_logger("dist_attn.control")
 
@@ -53,6 +55,26 @@ def run_controller(settings: ControlSettings) -> int:
 
 
 def _listen(settings: ControlSettings, rank_address: str) -> int:
+    with contextlib.ExitStack() as until_closed:
+        for address in (settings.api_address, rank_address):
+            _hold(until_closed, address, settings.stop_deadline_s + MARGIN_S)
+        return _serve(settings, rank_address)
+
+
+def _hold(until_closed: contextlib.ExitStack, address: str, patience_s: float) -> None:
+    """Let no other controller bind the socket's file, as ZeroMQ would let it; one that is about to end is waited for.
+
+    Raises: ConfigError where another one listens there.
+    """
+    scheme, _, place = address.partition("://")
+    if scheme == "ipc" and not place.startswith("@"):  # that is no file, and cannot be bound twice
+        refusal = f"cannot listen on {address}: {{}} does; end it, or choose another address"
+        lock = held(Path(f"{place}.lock"), f"the controller with process id {os.getpid()}", refusal, patience_s)
+        with contextlib.suppress(OSError):  # of which the socket will tell
+            until_closed.enter_context(lock)
+
+
+def _serve(settings: ControlSettings, rank_address: str) -> int:
     api_keys = ServerKeys.find(settings.keys_dir, "api", settings.api_address)
     agent_keys = ServerKeys.find(settings.keys_dir, "agent", rank_address)
     listed = settings.keys_dir if api_keys or agent_keys else ""

@@ -1,16 +1,14 @@
 """The last saved state of every open request, in files of this controller; they end with it."""
 
-import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
 import structlog
 
-from dist_attn.control.processes import is_alive
+from dist_attn.control.processes import PrivateFolder
 from dist_attn.store.private import make_private
 from dist_attn.wire.rank_messages import STATE_PART_BYTES
 
@@ -28,8 +26,8 @@ class StateFiles:
 
     def __init__(self, folder: Path) -> None:
         make_private(folder)
-        _remove_left_over(folder)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder))
+        self._own = PrivateFolder(folder, PREFIX)  # of each controller, and gone with it
+        self.folder = self._own.path
 
     def append(self, request: int, ordinal: int, start: int, data: bytes) -> None:
         """Write bytes [start, start + n) of a new state; bytes that do not follow are dropped, and `finish` fails."""
@@ -140,7 +138,7 @@ class StateFiles:
 
     def close(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._own.remove()
 
     def _next(self, request: int, ordinal: int) -> Path:
         return self.folder / f"{request}.{ordinal}.next"
@@ -156,11 +154,3 @@ class StateFiles:
 
     def _last(self, request: int) -> Path:
         return self.folder / f"{request}.state"
-
-
-def _remove_left_over(folder: Path) -> None:
-    """Remove what controllers that were killed have left."""
-    for path in folder.glob(f"{PREFIX}*"):
-        with contextlib.suppress(ValueError):
-            if not is_alive(int(path.name.removeprefix(PREFIX).partition("-")[0])):
-                shutil.rmtree(path, ignore_errors=True)

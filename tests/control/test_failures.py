@@ -209,6 +209,23 @@ def test_no_process_survives_a_killed_controller():
         wait_until_none_left(mark)
 
 
+@pytest.mark.parametrize("shared", ["api_address", "rank_address"])
+def test_an_address_has_one_controller(shared, tmp_path, capfd):
+    """A second one is refused, names the first, and takes nothing from it; after kill -9 the next may have it."""
+    address = f"ipc://{tmp_path}/socket"
+    with running_engine(ranks=1, **{shared: address}) as (handle, client, _):
+        other = {"api_address": f"ipc://{tmp_path}/other", **QUICK, shared: address, "stop_deadline_s": 0.1}
+        with pytest.raises(EngineError, match="exit code 2 before it listened"):
+            start_engine(**other)
+        words = f"cannot listen on {address}: the controller with process id {handle.process.pid} does"
+        assert words in capfd.readouterr().err
+        assert client.encode("a", np.arange(900)).done.rows == 2
+        os.kill(handle.process.pid, signal.SIGKILL)
+        handle.process.wait(60)
+        handle.restart()
+        client.wait_ready()
+
+
 @pytest.mark.slow
 def test_no_process_survives_a_stopped_controller_for_long():
     """Ranks that hear nothing end by themselves; when the controller goes on, so does its work."""
