@@ -37,7 +37,7 @@ from dist_attn.commands.options import (
     sampling_spec,
     taking,
 )
-from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
+from dist_attn.errors import CommError, DistAttnError, InputError, MissingExtraError, StorageError
 from dist_attn.launchers import ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.wire.specs import SamplingSpec
 
@@ -104,7 +104,7 @@ def main() -> None:
         code = 130
     except UsageErrors as error:
         code = _complain(_usage(error), 2)
-    except (InputError, StorageError) as error:
+    except (InputError, StorageError, MissingExtraError) as error:
         code = _complain(str(error), 2)
     except CommError as error:
         _wait_for_rank_0_error()

@@ -17,13 +17,16 @@ from dist_attn.control.ranks import child_environment
 from dist_attn.costs import model_kind, read_model_costs
 from dist_attn.errors import ConfigError, EngineError, MissingExtraError, ModelFolderError, extra_hint
 from dist_attn.launchers import lacks_for_mpi
-from dist_attn.settings import EngineSettings
+from dist_attn.settings import EngineSettings, Settings, read_keys
 from dist_attn.shipped import check_manifest, origin, refuse_foreign
 from dist_attn.shipped.downloaded import LoadedSizes, read_downloaded
+from dist_attn.store.open import check_place
 from dist_attn.store.private import make_private
 from dist_attn.text import fitted, load_tokeniser, read_foreign
 from dist_attn.wire.choices import WeightPrecision
+from dist_attn.wire.curve import ClientKeys, ServerKeys
 
+SPANS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")  # of two distributions
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # NVIDIA's, on Linux and in WSL
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 CHECK_S = 300.0  # a model of thousands of experts has a hundred thousand tensors
@@ -45,6 +48,34 @@ def check_before_start(
         raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another with --host and --port")
     _check_data_dir(data_dir)
     check_engine(folder, engine)
+
+
+def check_api(settings: Settings) -> None:
+    """Look for what the API needs by its settings: files of keys, and packages.
+
+    Raises: ConfigError for a file that is missing or holds no keys, MissingExtraError for a package that is not
+        installed, StorageError for an address that Redis does not understand.
+    """
+    for file in (settings.http.api_keys_file, settings.http.admin_keys_file):
+        if file is not None:
+            read_keys(file)
+    engine = settings.engine
+    for address in (engine.api_address, settings.encoder.api_address):
+        ServerKeys.find(engine.keys_dir, "api", address)
+        ClientKeys.find(engine.keys_dir, "api", address)
+    ServerKeys.find(engine.keys_dir, "agent", engine.rank_address)
+    for place in (settings.store.address, settings.store.blobs, settings.jobs.address, settings.files.catalogue):
+        if place:
+            check_place(place)
+    if settings.tracing.endpoint and not all(map(_is_installed, SPANS)):
+        raise MissingExtraError(f"tracing.endpoint is set, and OpenTelemetry is not installed: {extra_hint('otel')}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what it is a part of is missing
+        return False
 
 
 def check_engine(folder: Path, engine: EngineSettings, section: str = "engine") -> None:

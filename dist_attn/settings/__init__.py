@@ -1,7 +1,7 @@
 """Every value an operator may set: the tree of them all, how it is read, and parts of it as flags."""
 
 from dist_attn.settings.data_folder import DataFolder
-from dist_attn.settings.reading import FlagSettings, Resolved, read_settings
+from dist_attn.settings.reading import KEY, FlagSettings, Resolved, read_keys, read_settings
 from dist_attn.settings.tree import (
     EncoderSettings,
     EngineSettings,
@@ -27,6 +27,7 @@ __all__ = [
     "EngineSettings",
     "FileSettings",
     "FlagSettings",
+    "KEY",
     "HttpSettings",
     "JobSettings",
     "LimitSettings",
@@ -38,6 +39,7 @@ __all__ = [
     "TracingSettings",
     "WaitSettings",
     "WorkSettings",
+    "read_keys",
     "read_settings",
     "settings_keys",
     "settings_words",

@@ -74,6 +74,7 @@ def _words(error: ValidationError) -> str:
 
 
 PREFIX = "DIST_ATTN_"
+KEY = r"[\x21-\x7e]{1,512}"  # a client's key, as a header can carry it
 CONFIG_VARIABLE = "DIST_ATTN_CONFIG"
 CLIENT_VARIABLES = {"DIST_ATTN_API_KEY"}  # what commands with --url send; no setting of a service
 # Kubernetes puts such names into every container beside a Service that is called dist-attn-something.
@@ -166,7 +167,7 @@ def _known(key: str, where: str) -> str:
         return key
     by_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
     near = by_name or difflib.get_close_matches(key, keys, n=1)
-    hint = f"did you mean {near[0]}" if near else "`dist-attn config show` lists all"
+    hint = f"did you mean {near[0]}?" if near else "`dist-attn config show` lists all"
     raise ConfigError(f"{where} is no setting; {hint}")
 
 
@@ -190,3 +191,26 @@ def _plain(key: str, value: Any) -> Any:
     if key in ("store.address", "store.blobs", "jobs.address", "files.catalogue"):
         return re.sub(r"//[^/]*@", "//…@", value)
     return str(value) if isinstance(value, Path) else value
+
+
+def read_keys(file: Path) -> list[str]:
+    """The keys in a file of clients' keys: one per line, but for empty ones and those that begin with #.
+
+    Raises: ConfigError for a file that cannot be read, that holds no key, or one that cannot be sent.
+    """
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="ascii").splitlines()]
+    except OSError as error:
+        raise ConfigError(f"the file of keys {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the file of keys {file} holds more than ASCII, which no header can carry") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"the file of keys {file} holds no key; write one per line, or leave the setting out")
+    for number, key in enumerate(keys, start=1):
+        if not re.fullmatch(KEY, key):
+            raise ConfigError(
+                f"key {number} in {file} holds a space or a control character, or more than 512 characters: no "
+                "client could send it; write one key per line"
+            )
+    return keys

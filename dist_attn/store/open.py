@@ -43,6 +43,16 @@ def kind_of(address: str) -> Literal["folder", "redis", "memory"]:
     return "folder"
 
 
+def check_place(address: str) -> None:
+    """Refuse an address that could not be opened anyhow; nothing is opened.
+
+    Raises: ConfigError for one of no known kind, MissingExtraError without redis-py where it is needed, StorageError
+        for one that redis-py does not understand.
+    """
+    if kind_of(address) == "redis":
+        connect(address)
+
+
 def folder_of(address: str) -> Path | None:
     """The folder that an address names; None where it names none. Raises: ConfigError, as `kind_of`."""
     return Path(address) if kind_of(address) == "folder" else None

@@ -3,15 +3,17 @@
 import json
 import re
 import socket
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from dist_attn.control import preflight
-from dist_attn.control.preflight import check_before_start
+from dist_attn.control.preflight import check_api, check_before_start
 from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError
-from dist_attn.settings import EngineSettings
+from dist_attn.settings import EngineSettings, Settings
+from dist_attn.wire.curve import make_keys
 from tests.support.models import write_small_folder
 
 
@@ -66,6 +68,65 @@ def test_a_data_folder_that_cannot_be_written_to(fields, tmp_path, place):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot hold data: .*; choose a folder"):
         check_before_start(**{**fields, "data_dir": tmp_path / place})
+
+
+@pytest.mark.parametrize("setting", ["api_keys_file", "admin_keys_file"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("# none yet", "holds no key; write one"),
+        ("two words", "key 1 in .* holds a space"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used(tmp_path, setting, text, words):
+    """The file is named before anything is started; one that can be used is no obstacle."""
+    file = tmp_path / "keys"
+    settings = Settings(http={setting: file})
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        check_api(settings)
+    file.write_text("one\n# a comment\ntwo\n")
+    check_api(settings)
+
+
+@pytest.mark.parametrize("role", ["api", "agent"])
+def test_keys_between_processes_that_are_not_there(tmp_path, role):
+    """The file that the controller's socket needs is named before the controller is started."""
+    address = {"api": "api_address", "agent": "rank_address"}[role]
+    settings = Settings(engine={"keys_dir": str(tmp_path), address: "tcp://127.0.0.1:9"})
+    with pytest.raises(ConfigError, match=rf"has no {role}\*.public, so nobody could connect"):
+        check_api(settings)
+    make_keys(tmp_path)
+    check_api(settings)
+
+
+@pytest.mark.parametrize("place", ["store.address", "store.blobs", "jobs.address", "files.catalogue"])
+def test_a_package_for_redis_that_is_not_installed(place, monkeypatch):
+    """The extra that brings it is named before anything is started; with it, no server is asked."""
+    section, name = place.split(".")
+    settings = Settings(**{section: {name: "redis://user:secret@127.0.0.1:9/0"}})
+    check_api(settings)
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    with pytest.raises(MissingExtraError, match=r"needs redis-py: .*\[redis\]") as refused:
+        check_api(settings)
+    assert "secret" not in str(refused.value)
+
+
+def test_packages_for_spans_that_are_not_installed(monkeypatch):
+    """The extra that brings them is named before anything is started."""
+    settings = Settings(tracing={"endpoint": "http://127.0.0.1:9/v1/traces"})
+    check_api(settings)
+    monkeypatch.setattr(preflight, "SPANS", ("opentelemetry.sdk", "opentelemetry.no.such.part"))
+    with pytest.raises(MissingExtraError, match=r"tracing\.endpoint is set.*\[otel\]"):
+        check_api(settings)
+
+
+def test_a_place_that_no_store_can_be_at():
+    """An address of no known kind is named."""
+    with pytest.raises(ConfigError, match="'ftp://here' was given to keep data at"):
+        check_api(Settings(store={"address": "ftp://here"}))
 
 
 def _spoil_config(folder: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from dist_attn.errors import ConfigError
+from dist_attn.settings import KEY, read_keys
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.http.pages import PAGE_FILES
@@ -27,8 +27,7 @@ OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz", *PAGE_FILES})
 """Exact paths that answer without a key: the health checks, and the files of the page."""
 ADMIN_ROUTES = frozenset({"/metrics", "/v1/status"})
 """Routes that ask for an admin key once there is one; until then any key opens them."""
-_KEY = r"[\x21-\x7e]{1,512}"
-_BEARER = re.compile(f"bearer +({_KEY})", re.IGNORECASE)
+_BEARER = re.compile(f"bearer +({KEY})", re.IGNORECASE)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/?#]+)(:[0-9]*)?")
 _LABEL = re.compile(r"[a-z0-9_-]+")
 _CHALLENGE = {"www-authenticate": 'Bearer realm="dist-attn"'}
@@ -147,20 +146,5 @@ def _holds(digests: Iterable[bytes], presented: bytes) -> bool:
 def _digests(hashes: tuple[str, ...], file: Path | None) -> frozenset[bytes]:
     digests = {bytes.fromhex(text) for text in hashes}
     if file is not None:
-        try:
-            lines = [line.strip() for line in file.read_text(encoding="ascii").splitlines()]
-        except OSError as error:
-            raise ConfigError(f"the file of keys {file} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"the file of keys {file} holds more than ASCII, which no header can carry") from None
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ConfigError(f"the file of keys {file} holds no key; write one per line, or leave the setting out")
-        for number, key in enumerate(keys, start=1):
-            if not re.fullmatch(_KEY, key):
-                raise ConfigError(
-                    f"key {number} in {file} holds a space or a control character, or more than 512 characters: no "
-                    "client could send it; write one key per line"
-                )
-        digests |= {hashlib.sha256(key.encode()).digest() for key in keys}
+        digests |= {hashlib.sha256(key.encode()).digest() for key in read_keys(file)}
     return frozenset(digests)
