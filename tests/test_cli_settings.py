@@ -49,12 +49,15 @@ def test_config_show_explains_every_setting_and_names_its_source(tmp_path: Path)
 
 
 def test_a_setting_that_does_not_fit_ends_serve_with_one_line(tmp_path: Path) -> None:
-    """An unknown key in file or environment is exit code 2 and a line that says where it stands."""
+    """An unknown key, a missing file of keys and a missing package are exit code 2 and a line that names them."""
     file = tmp_path / "serve.toml"
     file.write_text("[engine]\nrank = 2\n")
+    (tmp_path / "redis.py").write_text("raise ImportError")
     for refused, word in (
-        (run("serve", "--config", str(file)), "did you mean engine.ranks"),
+        (run("serve", "--config", str(file)), "did you mean engine.ranks?"),
         (run("serve", DIST_ATTN_HTTP__PROT="1"), "DIST_ATTN_HTTP__PROT"),
+        (run("serve", DIST_ATTN_HTTP__API_KEYS_FILE=str(tmp_path / "none")), f"{tmp_path}/none cannot be read"),
+        (run("serve", DIST_ATTN_STORE__ADDRESS="redis://127.0.0.1:9", PYTHONPATH=str(tmp_path)), "'.[redis]'"),
     ):
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
         assert word in refused.stderr

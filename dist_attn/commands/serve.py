@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -9,14 +10,15 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, final
 
 from dist_attn.control.launch import EngineHandle, start_engines
-from dist_attn.control.preflight import check_before_start, check_engine
+from dist_attn.control.preflight import check_api, check_before_start, check_engine
+from dist_attn.control.processes import held
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings, threads_for
 from dist_attn.log_lines import say
-from dist_attn.settings import Resolved, Settings, read_settings
+from dist_attn.settings import DataFolder, Resolved, Settings, read_settings
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 
 __all__ = ["api_stop_deadline_s", "serve"]
@@ -24,18 +26,22 @@ __all__ = ["api_stop_deadline_s", "serve"]
 POLL_S = 0.2
 CONTROLLERS = ("controller", "encoder's controller")  # as they are called on stderr
 DEATHS_TO_END, DEATHS_WITHIN_S = 4, 60.0
+RESTART_S = 1.0  # before the second restart within that time; then as much more before each
+REFUSED = 2  # the exit code of a part that has said what it cannot be started over
 API_FAREWELL_S = 5.0  # the API's last words to what did not finish, and its exit
 
 
 def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
-    """Run until SIGTERM or Ctrl-C, or until a part ends by itself; the exit code.
+    """Run until SIGTERM or Ctrl-C, or until a part ends again and again; the exit code.
 
     `flags` are values of dist_attn.settings by key, None for those that were not given.
     Raises: ModelFolderError for an unknown or damaged model, ConfigError for settings that do not fit, a port that is
-        taken and a data folder that cannot be written to, EngineError when the controller does not come up.
+        taken, a data folder that cannot be written to or is another service's, and what `check_api` finds missing;
+        EngineError when the controller does not come up.
     """
     settings = beside_default(read_settings(config, environment=os.environ, flags=flags))
     folder = resolve_model_folder(settings.model)
+    check_api(settings)
     check_before_start(
         folder=folder,
         host=settings.http.host,
@@ -50,6 +56,20 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         # Both groups compute at the same time: together they take the threads that one would take by itself.
         here = settings.engine.ranks // settings.engine.agents + controllers[1].ranks
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(here)))
+    with (
+        _listen(settings.http.host, settings.http.port) as listener,
+        held(settings.data_dir / DataFolder.LOCK, _whereabouts(listener), _taken(settings.data_dir)),
+    ):
+        code, last_words = _run(controllers, listener, config, settings)
+    if last_words:
+        say(f"dist-attn: {last_words}", sys.stderr)
+    return code
+
+
+def _run(
+    controllers: Sequence[ControlSettings], listener: socket.socket, config: Path | None, settings: Settings
+) -> tuple[int, str]:
+    """Start all parts, watch them, and end them in order; the exit code and the last words."""
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -58,11 +78,27 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
             say(f"{name} listens on {engine.api_address} for the API")
             if engine.settings.rank_address:
                 say(f"{name} listens on {engine.settings.rank_address} for agent and ranks")
-        api = _start_api(engines, config, settings)
+        api = _Api(_api_command(engines, config, settings, listener), listener)
         try:
-            return _watch(engines, api, stopped)
+            return _watch({"API": api, **dict(zip(CONTROLLERS, engines, strict=False))}, stopped)
         finally:
-            _stop_api(api, api_stop_deadline_s(settings))
+            api.stop(api_stop_deadline_s(settings))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket of the API; those who come while it is started again wait in its queue."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+
+
+def _whereabouts(listener: socket.socket) -> str:
+    """This service, for another one that comes upon its folder."""
+    host, port = listener.getsockname()[:2]
+    place = f"[{host}]" if ":" in host else host
+    return f"process {os.getpid()} on {socket.gethostname()} at http://{place}:{port}"
+
+
+def _taken(data_dir: Path) -> str:
+    return f"{data_dir} is the data folder of {{}}; stop that one, or choose another folder with --data-dir"
 
 
 def beside_default(read: Resolved) -> Settings:
@@ -74,12 +110,15 @@ def beside_default(read: Resolved) -> Settings:
     return settings.model_copy(update={"encoder": encoder})
 
 
-def _start_api(engines: Sequence[EngineHandle], config: Path | None, settings: Settings) -> subprocess.Popen[bytes]:
+def _api_command(
+    engines: Sequence[EngineHandle], config: Path | None, settings: Settings, listener: socket.socket
+) -> list[str]:
     # File and environment are read again by the API itself, so that nothing secret stands in a command line.
     flags = [f"--config={config}"] if config is not None else []
     writer, *others = engines
-    flags += [f"--host={settings.http.host}", f"--port={settings.http.port}", f"--api-address={writer.api_address}"]
+    flags += [f"--host={settings.http.host}", f"--port={listener.getsockname()[1]}", f"--listener={listener.fileno()}"]
     flags += [
+        f"--api-address={writer.api_address}",
         f"--model={writer.settings.model}",
         f"--data-dir={settings.data_dir}",
         f"--log-level={settings.log_level}",
@@ -89,34 +128,76 @@ def _start_api(engines: Sequence[EngineHandle], config: Path | None, settings: S
     if not others:
         flags.append("--encoder=")  # also where the file names one that a flag has taken away
     tied = [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid())]
-    command = [*tied, sys.executable, "-m", "dist_attn_service", *flags]
-    # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends all parts in order.
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True)
+    return [*tied, sys.executable, "-m", "dist_attn_service", *flags]
 
 
-def _watch(engines: Sequence[EngineHandle], api: subprocess.Popen[bytes], stopped: threading.Event) -> int:
-    """Wait for the end: 0 when asked to stop, else the code of the part that ended.
+class Part(Protocol):
+    """A process that is started again when it ends."""
 
-    A controller that dies is started again: the API keeps its connections and uploads, and its requests wait for the
-    new ranks. One that dies again and again ends the service.
+    def exit_code(self) -> int | None: ...
+
+    def restart(self) -> None: ...
+
+
+@final
+class _Api:
+    """The running API process."""
+
+    def __init__(self, command: list[str], listener: socket.socket) -> None:
+        self._command, self._listener = command, listener
+        self.restart()
+
+    def exit_code(self) -> int | None:
+        """How it ended, None while it runs."""
+        return self._process.poll()
+
+    def restart(self) -> None:
+        """Start it, at the socket that stays."""
+        # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends all parts in order.
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            env=child_environment(),
+            pass_fds=[self._listener.fileno()],
+            start_new_session=True,
+        )
+
+    def stop(self, deadline_s: float) -> None:
+        """End it in order, or after the deadline at once; nobody is taken in by this process meanwhile."""
+        self._listener.close()
+        self._process.terminate()
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _watch(parts: Mapping[str, Part], stopped: threading.Event) -> tuple[int, str]:
+    """Wait for the end: 0 when asked to stop, else the code of a part that ended, and words on it.
+
+    A part that dies is started again. What a controller had open goes on with the next one, over the same connections;
+    an API loses its connections and nothing that it has acknowledged. One that dies again and again, or is refused
+    what it is started with, ends the service.
     """
-    deaths: list[deque[float]] = [deque(maxlen=DEATHS_TO_END) for _ in engines]
+    deaths: dict[str, deque[float]] = {name: deque(maxlen=DEATHS_TO_END) for name in parts}
     while not stopped.wait(POLL_S):
-        code = api.poll()
-        if code is not None:
-            say(f"dist-attn: the API ended with exit code {_shell_code(code)}; the service ends with it", sys.stderr)
-            return _shell_code(code)
-        for engine, died, name in zip(engines, deaths, CONTROLLERS, strict=False):
-            code = engine.exit_code()
+        for name, part in parts.items():
+            code = part.exit_code()
             if code is None:
                 continue
-            died.append(time.monotonic())
-            say(f"dist-attn: the {name} ended with exit code {code}; see above", sys.stderr)
-            if len(died) == DEATHS_TO_END and died[-1] - died[0] < DEATHS_WITHIN_S:
-                return code or 1
-            engine.restart()
-            say(f"dist-attn: the {name} is started again", sys.stderr)
-    return 0
+            now, died = time.monotonic(), deaths[name]
+            died.append(now)
+            lately = sum(now - moment < DEATHS_WITHIN_S for moment in died)
+            words = f"the {name} ended with exit code {_shell_code(code)}"
+            if code == REFUSED or lately == DEATHS_TO_END:
+                often = "; the reason stands above" if code == REFUSED else f", the {lately}th time in a minute"
+                return _shell_code(code) or 1, f"{words}{often}; the service ends with it"
+            say(f"dist-attn: {words} and is started again", sys.stderr)
+            if stopped.wait(RESTART_S * (lately - 1)):
+                return 0, ""
+            part.restart()
+    return 0, ""
 
 
 def _shell_code(code: int) -> int:
@@ -127,12 +208,3 @@ def _shell_code(code: int) -> int:
 def api_stop_deadline_s(settings: Settings) -> float:
     """How long the API may take to end by itself: it lets open streams finish first."""
     return settings.waits.shutdown_seconds + API_FAREWELL_S
-
-
-def _stop_api(api: subprocess.Popen[bytes], deadline_s: float) -> None:
-    api.terminate()
-    try:
-        api.wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        api.kill()
-        api.wait()

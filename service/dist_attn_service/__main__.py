@@ -103,8 +103,10 @@ def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
     )
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, descriptor: int | None = None) -> int:
     """Run until SIGTERM or Ctrl-C; returns the exit code.
+
+    `descriptor` is of a socket that listens already, in the place of one at the settings' host and port.
 
     Raises: InputError for a model folder or a controller address that cannot be used.
     """
@@ -113,8 +115,11 @@ def serve(settings: Settings) -> int:
         check_address(of_model.api_address)
         check_exposure(of_model.api_address, settings.keys_dir, insecure=settings.insecure_network)
     try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+        if descriptor is not None:
+            listener = socket.socket(fileno=descriptor)
+        else:
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except (OSError, UnicodeError) as error:
         # UnicodeError: a host that is no name, such as one with a part of more than 63 characters
         print(
@@ -170,10 +175,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="TOML file with settings; `dist-attn config show` lists them")
     for flag, (key, words) in FLAGS.items():
         parser.add_argument(f"--{flag}", dest=key, help=words)
+    parser.add_argument("--listener", type=int, help="descriptor of a socket that listens at host and port already")
     flags = vars(parser.parse_args(arguments))
+    listener = flags.pop("listener")
     try:
         tree = read_settings(flags.pop("config"), environment=os.environ, flags=flags).settings
-        return serve(Settings.of(tree))
+        return serve(Settings.of(tree), listener)
     except InputError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR

@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from dist_attn.control.launch import start_engine
 from tests.support.files import begin, patch
 from tests.support.jobs import point_of
 from tests.support.models import write_small_folder
+from tests.support.programs import free_port, running_program
 from tests.support.raw_http import lines_of
+from tests.support.served import served
 from tests.support.service_process import running_process
 from tests.support.sessions import SessionClient
 from tests.support.waiting import eventually
@@ -90,6 +94,47 @@ def test_an_upload_goes_on_from_its_byte_and_its_state(tmp_path: Path, engine: t
         other = client.make()
         client.append(other, DATA)
         assert client.state(session).content == client.state(other).content
+
+
+def test_serve_starts_an_api_again_that_was_killed(tmp_path: Path) -> None:
+    """At the same address, where whoever comes meanwhile waits; what was acknowledged is there, and a job ends."""
+    with served(tmp_path) as whole:
+        client = SessionClient(whole.url, seconds=SECONDS)
+        session = client.make()
+        said = client.append(session, "Kept on disk. ", key="append")
+        upload = begin(whole.url, 20)
+        assert patch(upload, 0, b"of two parts").status_code == 204
+        job = httpx.post(f"{whole.url}/v1/jobs?window=128", content=DATA, timeout=SECONDS).json()["id"]
+        for kill in range(2):
+            before = whole.parts()["api"]
+            before.kill()
+            before.wait(60)
+            assert httpx.get(f"{whole.url}/livez", timeout=SECONDS).status_code == 200
+            assert whole.parts()["api"].pid != before.pid, kill
+        ready(whole.url)
+        assert client.get(f"/v1/sessions/{session}").json()["position"] == said.position
+        assert client.append(session, "Kept on disk. ", key="append").position == said.position
+        assert httpx.head(upload, timeout=60).headers["upload-offset"] == "12"
+        place = f"{whole.url}/v1/jobs/{job}"
+        eventually(lambda: httpx.get(place, timeout=60).json()["status"] == "succeeded", "the job to end", SECONDS)
+        assert whole.program.output.count("the API ended with exit code 137 and is started again") == 2
+        assert whole.program.stop() == 0
+
+
+def test_a_second_serve_on_one_data_folder_is_refused(tmp_path: Path) -> None:
+    """It names the first one's process and address; after kill -9 of that the next one takes the folder over."""
+    with served(tmp_path) as whole:
+        flags = [f"--model={tmp_path}/tiny", f"--data-dir={whole.data}", f"--port={free_port()}"]
+        command = [sys.executable, "-m", "dist_attn", "serve", *flags]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        holder = f"{whole.data} is the data folder of process {whole.program.process.pid} on "
+        assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+        assert holder in second.stderr and f"at {whole.url};" in second.stderr
+        assert httpx.get(f"{whole.url}/readyz", timeout=60).status_code == 200
+        whole.program.process.kill()
+        whole.program.process.wait(60)
+        with running_program(command, tmp_path / "next.log") as program:
+            program.wait_for("ready after", SECONDS)
 
 
 def checkpoint(address: str) -> int:
