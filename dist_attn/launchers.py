@@ -36,6 +36,10 @@ _DIALECTS = (
 )
 
 
+# Where ranks meet that `--ranks` of a command has started, as the URL of a file.
+MEETING_VARIABLE = "DIST_ATTN_MEETING"
+
+
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """How this process was started; None when no launcher left a word.
 

@@ -23,11 +23,13 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.comm.mpi import MpiCommunicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.errors import CommError, ConfigError
-from dist_attn.launchers import place_on_host, read_launch
+from dist_attn.launchers import MEETING_VARIABLE, place_on_host, read_launch
 from dist_attn.wire.choices import BACKENDS
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 CPU = torch.device("cpu")
+# For ranks of one command to load what they need; whoever started them ends all when one is lost meanwhile.
+MEETING_S = 300.0
 TORCHRUN_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -110,12 +112,14 @@ def open_communicator(
         return LocalCommunicator()
     if backend == "mpi" or (backend is None and launch is not None and launch.launcher == "mpiexec"):
         return MpiCommunicator.connect(timeout_s=timeout_s)
+    if rendezvous is None and MEETING_VARIABLE in os.environ:
+        rendezvous = Rendezvous(os.environ[MEETING_VARIABLE], MEETING_S)
     needed = TORCHRUN_VARIABLES if rendezvous is None else RANK_VARIABLES
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ConfigError(
             f"back end {backend or 'gloo'} needs {', '.join(missing)} in the environment: start the ranks with "
-            "`torchrun --nproc-per-node N -m dist_attn …`"
+            "`dist-attn … --ranks N`, or by torchrun"
         )
     return _join(backend, timeout_s, torch.device(device) if device is not None else None, rendezvous)
 

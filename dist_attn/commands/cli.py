@@ -30,6 +30,7 @@ from dist_attn.commands.options import (
     GenerateOptions,
     LogitsOptions,
     Model,
+    Ranks,
     ServeOptions,
     Weights,
     chosen_compute,
@@ -38,7 +39,7 @@ from dist_attn.commands.options import (
     taking,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, MissingExtraError, StorageError
-from dist_attn.launchers import ended_in_order, is_first_rank, place_on_host, read_launch
+from dist_attn.launchers import MEETING_VARIABLE, ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.wire.specs import SamplingSpec
 
 __all__ = ["app", "main"]
@@ -107,7 +108,6 @@ def main() -> None:
     except (InputError, StorageError, MissingExtraError) as error:
         code = _complain(str(error), 2)
     except CommError as error:
-        _wait_for_rank_0_error()
         code = _complain(str(error), 1, instead_of_rank_0=True)
     except DistAttnError as error:
         code = _complain(str(error), 1)
@@ -164,6 +164,13 @@ def _wait_for_rank_0_error() -> None:
 
 
 def _complain(message: str, code: int, *, instead_of_rank_0: bool = False) -> int:
+    if MEETING_VARIABLE in os.environ:
+        from dist_attn.commands.local_ranks import leave_words
+
+        leave_words(message, code, of_others=instead_of_rank_0)
+        return code
+    if instead_of_rank_0:
+        _wait_for_rank_0_error()
     # One rank of a host speaks for all: under torchrun or mpiexec every rank meets the same bad input, but hosts may
     # have other files and devices.
     place = place_on_host(os.environ)
@@ -172,16 +179,30 @@ def _complain(message: str, code: int, *, instead_of_rank_0: bool = False) -> in
     return code
 
 
+def _over_ranks(ranks: int) -> None:
+    """Let so many ranks of this machine do it where there are several and this is none of them; it exits then."""
+    if ranks == 1 or MEETING_VARIABLE in os.environ:
+        return
+    from dist_attn.commands.local_ranks import run_over_ranks
+
+    words = run_over_ranks(ranks, sys.argv[1:])
+    raise typer.Exit(_complain(words.message, words.code) if words.message else words.code)
+
+
 @app.command()
 @taking(EncodeOptions)
 def encode(options: EncodeOptions) -> None:
-    """Turn a text into vectors, one for each passage; here, over the processes of torchrun or mpiexec, or by a service.
+    """Turn a text into vectors, one for each passage; here, over several ranks, or by a service.
 
     Example: dist-attn encode book.txt --out book.npy
+
+    Example: dist-attn encode book.txt --out book.npy --ranks 4
 
     Example: dist-attn encode book.txt --out book.npy --url http://127.0.0.1:8000
     """
     _require_plain_text(options.file)
+    if options.url is None:
+        _over_ranks(options.ranks)
     try:
         with ended_in_order():
             if options.url is None:
@@ -190,6 +211,7 @@ def encode(options: EncodeOptions) -> None:
                 report = encode_here(options)
             else:
                 chosen = {"deterministic": options.deterministic, "exchange": options.exchange != "auto"}
+                chosen["ranks"] = options.ranks != 1
                 leave_to_service(**chosen, **chosen_compute(options))
                 from dist_attn.commands.remote import encode_remotely
 
@@ -203,10 +225,11 @@ def encode(options: EncodeOptions) -> None:
 @app.command()
 @taking(LogitsOptions)
 def logits(options: LogitsOptions) -> None:
-    """Score every token that could follow each token of a text; here, or over the processes of torchrun or mpiexec.
+    """Score every token that could follow each token of a text, alone or over several ranks.
 
-    Example: dist-attn logits --model FOLDER --tokens tokens.npy --out logits.npy
+    Example: dist-attn logits --model FOLDER --tokens tokens.npy --out logits.npy --ranks 2
     """
+    _over_ranks(options.ranks)
     from dist_attn.commands.logits import logits_here
 
     with ended_in_order():
@@ -270,23 +293,27 @@ def evaluate(
         int | None,
         typer.Option(help="Read in windows of so many tokens, half overlapping; without it the state is carried on."),
     ] = None,
+    ranks: Ranks = 1,
     model: Model = None,
     weights: Weights = "float32",
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Bits per byte of a text under a model, read as one stream or in windows.
+    """Bits per byte of a text under a model, read as one stream or in windows, alone or over several ranks.
 
-    Example: dist-attn evaluate book.txt
+    Example: dist-attn evaluate book.txt --ranks 2
     """
-    if not is_first_rank(os.environ):
-        return
+    _over_ranks(ranks)
+    from dist_attn.comm import open_communicator
     from dist_attn.devices import choose_compute
     from dist_attn.training.evaluation import evaluate_file
 
-    compute = choose_compute(device, dtype)
-    score = evaluate_file(file, _read(file), model, context, weights=weights, compute=compute, tell=_tell)
-    print(json.dumps(score))
+    data, compute = _read(file), choose_compute(device, dtype)
+    with open_communicator(device=compute.device) as comm:
+        tell = _tell if comm.rank == 0 else None
+        score = evaluate_file(file, data, model, context, weights=weights, compute=compute, tell=tell, comm=comm)
+    if comm.rank == 0:
+        print(json.dumps(score))
 
 
 @app.command()
@@ -296,13 +323,17 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: run.steps=100")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the run folder.")] = False,
+    ranks: Ranks = 1,
     device: EngineDevice = None,
     dtype: EngineDtype = None,
 ) -> None:
-    """Train a model, alone or over all ranks of torchrun or mpiexec; the run folder gets checkpoints, metrics and it.
+    """Train a model, alone or over several ranks; the run folder gets checkpoints, metrics and it.
 
     Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
+
+    Example: dist-attn train examples/train-books.toml --ranks 4 --set run.sequence_ranks=2
     """
+    _over_ranks(ranks)
     from dist_attn.commands.train import train_here
     from dist_attn.training.config import read_config
 

@@ -18,7 +18,7 @@ from dist_attn.wire.specs import SamplingSpec
 
 Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
 Model = Annotated[str | None, typer.Option(help="A model folder, or a name that `dist-attn models` lists.")]
-Ranks = Annotated[int, typer.Option(help="Processes that share each document.", min=1, max=1024)]
+Ranks = Annotated[int, typer.Option(help="Processes of this machine that share the work.", min=1, max=1024)]
 StateExchange = Annotated[
     choices.StateExchange,
     typer.Option(
@@ -76,6 +76,7 @@ class EncodeOptions:
         bool, typer.Option("--deterministic", help="The same bytes by any number of processes; slower.")
     ] = False
     exchange: StateExchange = "auto"
+    ranks: Ranks = 1
     device: Device = "auto"
     dtype: Dtype = "auto"
     model: Model = None
@@ -89,6 +90,7 @@ class LogitsOptions:
     tokens: Annotated[Path, typer.Option(help="A NumPy file (.npy) with the ids of one text, integers [tokens].")]
     out: Annotated[Path, typer.Option(help="Where they go: a NumPy file (.npy), float32 [tokens, vocabulary].")]
     block: Annotated[int | None, typer.Option(help="Tokens that are read at a time (default: 8,192).", min=1)] = None
+    ranks: Ranks = 1
     model: Model = None
     weights: Weights = "float32"
     weights_over_ranks: Annotated[bool, typer.Option("--weights-over-ranks", help=OVER_RANKS)] = False

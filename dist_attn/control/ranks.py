@@ -69,7 +69,7 @@ def _mpiexec(start: StartGroup, mark: GroupMark) -> list[str]:
     return command
 
 
-def _rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
+def rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
     """What mpiexec and the ranks are told by their environment, where it does not say otherwise already."""
     environment = {**child_environment(), GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(threads_for(start.local_ranks)))
@@ -122,7 +122,7 @@ class RankProcesses:
 
     def _start(self, start: StartGroup, command: list[str], output: int, listener: socket.socket | None) -> None:
         """Start mpiexec, or each rank of this host; rank 0 is handed the socket at which all of them meet."""
-        environment = _rank_environment(start, self._mark)
+        environment = rank_environment(start, self._mark)
         direct = start.launcher == "direct"
         for local in range(start.local_ranks if direct else 1):
             words, descriptors = command, []

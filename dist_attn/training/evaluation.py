@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
+from dist_attn.comm import Communicator
 from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
 from dist_attn.models import CausalModel, weight_precision_of
@@ -152,13 +153,15 @@ def evaluate_file(
     *,
     weights: WeightPrecision = "float32",
     compute: Compute = ON_CPU,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] | None = None,
+    comm: Communicator | None = None,
 ) -> dict[str, float | int | str | None]:
     """Bits per byte of a file's bytes under a model folder or shipped model, as plain values; `context` as given.
 
     `guarded_share` is the share of kernel attention's denominators that a guard changed before division, None if none.
 
-    `weights` is how the model's lie in memory, `compute` where it works, which `tell` gets in words.
+    `weights` is how the model's lie in memory, `compute` where it works, which `tell` gets in words. The ranks of
+    `comm` read every block together; all of them call this and get the same.
 
     Raises: InputError for an empty file or a context below 2, ModelFolderError for an unusable model.
     """
@@ -168,17 +171,18 @@ def evaluate_file(
     _check_context(context)
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
-    tell(compute.sentence(weights=weights))
-    watch = Watch()
+    if tell is not None:
+        tell(compute.sentence(comm, weights))
+    watch, share = Watch(), Share(compute.device, comm)
     with compute.autocast(), watching(watch):
-        share = Share(compute.device)
         score = score_tokens(model.to(compute.device), tokeniser.encode(data), len(data), context, share)
+    guarded, divided = share.sum(torch.tensor([sum(map(sum, watch.guarded)), watch.denominators])).tolist()
     return {
         "bits_per_byte": round(score.bits_per_byte, 5),
         "tokens": score.num_tokens,
         "bytes": score.num_bytes,
         "context": context,
-        "guarded_share": watch.guarded_share,
+        "guarded_share": guarded / divided if divided else None,
         "seconds": round(time.perf_counter() - started, 3),
         "model": folder.name,
         "weights": weight_precision_of(model),
