@@ -125,10 +125,17 @@ class _Rank:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
-    def words(self, ranks: int) -> LastWords:
-        """Its own, or what there is to say of how it ended."""
+    @property
+    def own_words(self) -> LastWords | None:
+        """What it has left."""
         with suppress(OSError, msgspec.MsgspecError):
             return msgspec.json.decode(self._words.read_bytes(), type=LastWords)
+        return None
+
+    def words(self, ranks: int) -> LastWords:
+        """Its own, or what there is to say of how it ended."""
+        if (own := self.own_words) is not None:
+            return own
         code = self.process.returncode
         if code >= 0:  # rank 0's stderr has been seen
             message = f"rank {self.rank} of {ranks} ended with exit code {code}" if self.rank else ""
@@ -204,9 +211,9 @@ class _Ranks:
         if late:
             self._end(late)
         if self._signal is not None and (failed or late):
-            own = [words for one in sorted(failed, key=_number) if (words := one.words(len(self._ranks))).message]
-            said = next((words for words in own if words.code == 128 + self._signal), None)
-            return said or LastWords("", 128 + self._signal)
+            code = 128 + self._signal
+            own = (one.own_words for one in sorted(failed, key=_number))
+            return next((words for words in own if words is not None and words.code == code), LastWords("", code))
         if failed:
             return _reason([one.words(len(self._ranks)) for one in sorted(failed, key=_number)])
         if late:
