@@ -36,6 +36,10 @@ _DIALECTS = (
 )
 
 
+# What tells gloo, NCCL, and MPICH's UCX and libfabric the interface on which they listen.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
 # Where ranks meet that `--ranks` of a command has started, as the URL of a file.
 MEETING_VARIABLE = "DIST_ATTN_MEETING"
 

@@ -7,6 +7,7 @@ several.
 import os
 import socket
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -23,7 +24,7 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.comm.mpi import MpiCommunicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.errors import CommError, ConfigError
-from dist_attn.launchers import MEETING_VARIABLE, place_on_host, read_launch
+from dist_attn.launchers import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, MEETING_VARIABLE, place_on_host, read_launch
 from dist_attn.wire.choices import BACKENDS
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE")
@@ -145,11 +146,42 @@ def _join(
 
 
 def _torchrun_store(rank: int, size: int, timeout_s: float) -> Store:
+    timeout, listener = timedelta(seconds=timeout_s), None
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # all ranks are on this host
+        for variable in INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        listener = _listen_as_master(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     try:
-        store: Store = next(torchrun_rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
+        if listener is not None:
+            host, port = listener.getsockname()
+            return TCPStore(
+                host,
+                port,
+                size,
+                is_master=True,
+                timeout=timeout,
+                multi_tenant=True,
+                master_listen_fd=listener.detach(),
+                use_libuv=False,
+            )
+        store: Store = next(torchrun_rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError) as error:
         raise _not_met(rank, size, timeout_s, "where torchrun says", error) from error
     return store
+
+
+def _listen_as_master(host: str, port: str) -> socket.socket | None:
+    """The socket of the store that rank 0 serves, on that address alone, where torch would listen on all of them.
+
+    None where the address is not this host's own, or a name that only this host takes for loopback, as in Debian's
+    /etc/hosts: torch then does as it does, and says what is wrong.
+    """
+    with suppress(OSError, ValueError, OverflowError):
+        address = socket.gethostbyname(host)
+        if not address.startswith("127.") or host in (address, "localhost"):
+            return socket.create_server((address, int(port)))
+    return None
 
 
 def _places_of_ranks(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> list[str]:

@@ -16,7 +16,7 @@ import dist_attn
 from dist_attn.control.processes import GROUP_MARK, GroupMark, PrivateFolder, kill_processes
 from dist_attn.control.settings import ControlSettings, threads_for
 from dist_attn.errors import ConfigError
-from dist_attn.launchers import find_mpiexec
+from dist_attn.launchers import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, find_mpiexec
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.settings import RankTerms
 from dist_attn.wire.agent_messages import StartGroup
@@ -26,12 +26,8 @@ KEPT_BYTES = 1 << 18  # of output that is not read yet
 STDERR = 2
 READS_PER_TURN = 16  # of 64 KiB each: ranks that print without end do not keep the agent from its other work
 KILL_TIMEOUT_S = 5.0
-# What tells gloo, NCCL, and MPICH's UCX and libfabric the interface on which they listen. The last two are MPI's to
-# choose where it starts ranks on several hosts, whose interfaces may have other names.
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def child_environment() -> dict[str, str]:
@@ -74,7 +70,8 @@ def rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
     environment = {**child_environment(), GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(threads_for(start.local_ranks)))
     # Ranks do not check who connects, so on one host they listen on loopback alone. On several they would by default
-    # listen at the address of the host's name, which may be a loopback address.
+    # listen at the address of the host's name, which may be a loopback address. There MPI chooses by itself: interfaces
+    # of other hosts may have other names.
     several = len(start.hosts) > 1
     interface = interface_of(start.hosts[start.node].address) if several else LOOPBACK_INTERFACE
     for variable in INTERFACE_VARIABLES[: 2 if several else None] if interface else ():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dist_attn.comm import Rendezvous, open_communicator
-from dist_attn.control.ranks import LOOPBACK_INTERFACE
 from dist_attn.errors import CommError, ConfigError, MissingExtraError
+from dist_attn.launchers import LOOPBACK_INTERFACE
 
 VARIABLES = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK",
@@ -91,16 +91,18 @@ print("listens on", *listening)
 @pytest.mark.parametrize("place", ["torchrun", "file", "tcp", "tcp with its socket"])
 def test_ranks_join_over_gloo(place: str, tmp_path: Path) -> None:
     """Processes with torchrun's environment, or told where to meet, find each other, and a group they opened is gone
-    after close; those with a store of their own listen on its address alone.
+    after close; they listen on the address where they meet alone.
     """
     listener = socket.create_server(("127.0.0.1", 0 if "socket" in place else free_port()))
     port = str(listener.getsockname()[1])
     if "socket" not in place:
         listener.close()
     url = {"torchrun": "", "file": (tmp_path / "sto re").as_uri()}.get(place, f"tcp://127.0.0.1:{port}")
-    shared = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    shared = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     if place == "torchrun":
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    else:
+        shared |= {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
     given = [listener.fileno()] if "socket" in place else []
     ranks = [
         subprocess.Popen(
@@ -120,8 +122,7 @@ def test_ranks_join_over_gloo(place: str, tmp_path: Path) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert all(output.startswith("gloo 2 3\n") for output in outputs)
-    if place != "torchrun":
-        assert all(output.endswith("listens on 127.0.0.1\n") for output in outputs), outputs
+    assert all(output.endswith("listens on 127.0.0.1\n") for output in outputs), outputs
 
 
 def test_ranks_that_never_come_are_a_comm_error(monkeypatch: pytest.MonkeyPatch) -> None:
