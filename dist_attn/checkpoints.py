@@ -31,6 +31,7 @@ from dist_attn.models import (
     weight_precision_of,
 )
 from dist_attn.shipped import check_manifest, default_model_folder, origin, resolve_model_folder, sha256
+from dist_attn.shipped.stored_tensors import check_safetensors
 from dist_attn.text import Tokeniser, fitted, load_tokeniser
 from dist_attn.wire.choices import WeightPrecision
 
@@ -178,6 +179,7 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
     Raises: ModelFolderError naming the first difference.
     """
     try:
+        check_safetensors(path)
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ModelFolderError(f"{path} cannot be read as safetensors: {error}") from None

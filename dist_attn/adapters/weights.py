@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from dist_attn.adapters.passes import current_pass
 from dist_attn.errors import ModelFolderError
 from dist_attn.mixers.narrow_layers import Int8Linear
+from dist_attn.shipped.folder_files import open_file
 from dist_attn.shipped.stored_tensors import StoredTensor
 
 ONE_THREAD: Final = "HF_DEACTIVATE_ASYNC_LOAD"  # of transformers
@@ -53,7 +54,7 @@ class MappedFiles:
         """
         if stored.file not in self._maps:
             try:
-                with (self._folder / stored.file).open("rb") as file:
+                with open_file(self._folder / stored.file) as file:
                     self._maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 raise ModelFolderError(f"{self._folder / stored.file} cannot be read: {error.strerror}") from None

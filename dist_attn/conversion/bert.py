@@ -6,7 +6,6 @@ BERT has learned positions, token types, a norm behind every sublayer and biases
 Reference: Devlin et al. 2019 (BERT); Reimers and Gurevych 2019 (sentence-transformers).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from dist_attn.conversion.source import ACTIVATIONS, SourceConfig, SourceWeights
 from dist_attn.errors import ModelFolderError
-from dist_attn.shipped.stored_tensors import find_json_object
+from dist_attn.shipped.folder_files import find_json_object, read_json
 
 # Heads for other tasks, and what is computed from the configuration.
 NOT_OF_THE_ENCODER = (
@@ -142,9 +141,9 @@ def _modules(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        parts = json.loads(path.read_bytes())
+        parts = read_json(path)
         named = [(str(part["type"]).rpartition(".")[2], str(part["path"])) for part in parts]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (TypeError, KeyError):
         raise ModelFolderError(f"{path} is not a list of modules with a type and a path each") from None
     names = [name for name, _ in named]
     if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.mixers import RotaryConfig
-from dist_attn.shipped.stored_tensors import find_json_object
+from dist_attn.shipped.folder_files import find_json_object, read_json_object
+from dist_attn.shipped.stored_tensors import check_safetensors
 
 __all__ = ["ACTIVATIONS", "SourceConfig", "SourceWeights", "read_source_config", "read_source_weights"]
 
@@ -155,8 +156,8 @@ def read_source_weights(folder: Path) -> SourceWeights:
     names = {WEIGHTS}
     if index.is_file() and not (folder / WEIGHTS).is_file():
         try:
-            names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            names = {str(name) for name in read_json_object(index)["weight_map"].values()}
+        except (KeyError, AttributeError):
             raise ModelFolderError(f"{index} is not an index of safetensors: it needs a 'weight_map'") from None
     for name in sorted(names):
         path = folder / name
@@ -165,6 +166,7 @@ def read_source_weights(folder: Path) -> SourceWeights:
             reason = "; .bin and .pt files are not read, since they can run code: save the model as safetensors"
             raise ModelFolderError(f"{folder} has no {name!r}{reason if pickled else ', which holds the weights'}")
         try:
+            check_safetensors(path)
             tensors |= load_file(path)
         except (OSError, SafetensorError) as error:
             raise ModelFolderError(f"{path} cannot be read as safetensors: {error}") from None

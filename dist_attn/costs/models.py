@@ -27,6 +27,7 @@ from dist_attn.model_config.folder import read_any_config, read_config
 from dist_attn.model_config.language_model import LanguageModelConfig, LearnedPositions, pattern_of
 from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.model_config.refusal import refusal
+from dist_attn.shipped.folder_files import read_file
 from dist_attn.wire.choices import WeightPrecision
 
 
@@ -329,8 +330,8 @@ class _Kind(msgspec.Struct, frozen=True):
 
 def model_kind(folder: Path) -> str:
     """What kind of model a folder holds; "" where it does not say so, which `read_model_costs` says more of."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Kind).kind
+    with contextlib.suppress(ModelFolderError, msgspec.MsgspecError, RecursionError):
+        return msgspec.json.decode(read_file(folder / "config.json"), type=_Kind).kind
     return ""
 
 

@@ -19,6 +19,7 @@ from dist_attn.model_config.language_model import LanguageModelConfig
 from dist_attn.model_config.million import MillionConfig
 from dist_attn.model_config.refusal import refusal
 from dist_attn.shipped import refuse_downloaded
+from dist_attn.shipped.folder_files import read_file
 
 ModelConfig = Annotated[
     LanguageModelConfig
@@ -50,7 +51,7 @@ def kind_of_model(folder: Path) -> str:
 
     Raises: ModelFolderError when it cannot be read.
     """
-    values = _values(_contents(folder / "config.json"))
+    values = _values(read_file(folder / "config.json"))
     return str(values.get("kind", "")) if isinstance(values, dict) else ""
 
 
@@ -72,20 +73,13 @@ def read_any_config(folder: Path) -> ModelConfig:
 
 def _read(folder: Path, kind: TypeAdapter[Config]) -> Config:
     path = folder / "config.json"
-    contents = _contents(path)
+    contents = read_file(path)
     refuse_downloaded(folder)
     try:
         return kind.validate_json(contents)
     except ValidationError as error:
         where, words = refusal(error, _values(contents))
         raise ModelFolderError(f"{path}: {where or 'the whole file'}: {words}") from None
-
-
-def _contents(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _values(contents: bytes) -> Any:

@@ -1,14 +1,13 @@
 """Models that ship, how a folder is found by path or name, and whether its files are whole; never imports torch."""
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped.downloaded import SUPPORTED
-from dist_attn.shipped.stored_tensors import find_json_object
+from dist_attn.shipped.folder_files import find_json_object, open_file, read_file, read_json_object
 
 OUR_MODEL_TYPE: Final = "dist_attn"
 CONVERTIBLE: Final = ("bert", "gpt2", "gpt_neox", "llama")
@@ -94,9 +93,9 @@ def check_manifest(folder: Path) -> None:
     if not path.is_file():
         return
     try:
-        digests = json.loads(path.read_bytes())["sha256"]
+        digests = read_json_object(path)["sha256"]
         pairs = [(str(name), str(digest)) for name, digest in digests.items()]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (KeyError, AttributeError):
         raise ModelFolderError(f"{path} is not a manifest: it needs an object 'sha256' of file names") from None
     for name, digest in pairs:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts
@@ -114,8 +113,11 @@ def check_manifest(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file, in hex."""
-    with path.open("rb") as file:
+    """The digest of a file, in hex.
+
+    Raises: ModelFolderError as `open_file`.
+    """
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -150,8 +152,8 @@ def added_models() -> list[Path]:
 def purpose(folder: Path) -> str:
     """What a model is for: the first paragraph of its README.md; "" without one."""
     try:
-        paragraphs = (folder / "README.md").read_text(encoding="utf-8").split("\n\n")
-    except (OSError, UnicodeDecodeError):
+        paragraphs = read_file(folder / "README.md").decode().split("\n\n")
+    except (ModelFolderError, UnicodeDecodeError):
         return ""
     return next(
         (" ".join(part.split()) for part in paragraphs if part.strip() and not part.startswith(("#", "---"))), ""

@@ -11,8 +11,9 @@ from typing import Any, Final
 import msgspec
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped.folder_files import read_json_object
 from dist_attn.shipped.generation_config import GenerationDefaults, read_generation_defaults
-from dist_attn.shipped.stored_tensors import StoredTensor, read_json_object, read_stored_tensors
+from dist_attn.shipped.stored_tensors import StoredTensor, read_stored_tensors
 
 __all__ = ["SUPPORTED", "DownloadedModel", "LoadedSizes", "read_downloaded"]
 

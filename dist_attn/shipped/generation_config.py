@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.shipped.stored_tensors import find_json_object
+from dist_attn.shipped.folder_files import find_json_object
 from dist_attn.wire.specs import MOST_END_TOKENS
 
 __all__ = ["GENERATION_FILE", "GenerationDefaults", "read_generation_defaults"]

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped.folder_files import open_file, read_json_object
 
-__all__ = ["StoredTensor", "find_json_object", "read_json_object", "read_stored_tensors"]
+__all__ = ["StoredTensor", "check_safetensors", "read_stored_tensors"]
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 UNPICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
-MAX_HEADER_BYTES: Final = 100_000_000  # of the safetensors library itself
+MAX_HEADER_BYTES: Final = 1 << 25
+MAX_TENSORS: Final = 1 << 18
+"""Of a folder; a model of 60 layers with 384 experts in each has 70,000."""
+MAX_DIMENSIONS: Final = 16
 LENGTH_BYTES: Final = 8
 NUMBER_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
 """Kinds of numbers that weights, and the tables that old folders keep beside them, come in; fewer bits are refused."""
@@ -66,6 +70,7 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
             name = min(twice)
             raise ModelFolderError(f"{index.parent}: {name!r} is in {tensors[name].file} and in {file}; fetch it again")
         tensors |= shard
+        _require_few(index.parent, len(tensors))
     for name, file in places.items():
         if name not in tensors or tensors[name].file != file:
             raise ModelFolderError(f"{index} says that {name!r} is in {file}, and that file does not hold it")
@@ -79,25 +84,28 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_header(path: Path, which: str = "") -> dict[str, StoredTensor]:
-    """The tensors of one file, whose length must be what its header says."""
-    if path.is_symlink() and not path.exists():
-        raise ModelFolderError(f"{path} is a link to {os.readlink(path)}, and nothing is there{which}; fetch it again")
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "is not there"
-        raise ModelFolderError(f"{path} {what}{which}; needed is a safetensors file")
-    try:
-        with path.open("rb") as file:
+def check_safetensors(path: Path) -> None:
+    """Nothing happens where the safetensors library may read a file, which it does without bounds.
+
+    Raises: ModelFolderError for a file that cannot be read, is of another kind, or holds too many tensors.
+    """
+    _header(path)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """What the header of a file says of its tensors, where it ends, and the bytes of the file."""
+    with open_file(path) as file:
+        try:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
                 raise ModelFolderError(
-                    f"{path} has {size:,} bytes and its header would have {length:,}: it is cut short, or no "
-                    "safetensors file; fetch it again"
+                    f"{path} has {size:,} bytes and its header would have {length:,}; needed are at most "
+                    f"{MAX_HEADER_BYTES:,}: it is cut short, or no safetensors file; fetch it again"
                 )
             text = file.read(length)
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+        except OSError as error:
+            raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
     try:
         header = json.loads(text)
         if not isinstance(header, dict):
@@ -105,19 +113,35 @@ def _read_header(path: Path, which: str = "") -> dict[str, StoredTensor]:
     except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} has a header that is not JSON ({error}); fetch it again") from None
     header.pop("__metadata__", None)
+    _require_few(path, len(header))
+    return header, LENGTH_BYTES + length, size
+
+
+def _require_few(path: Path, tensors: int) -> None:
+    if tensors > MAX_TENSORS:
+        raise ModelFolderError(f"{path} has {tensors:,} tensors or more; needed are at most {MAX_TENSORS:,}")
+
+
+def _read_header(path: Path, which: str = "") -> dict[str, StoredTensor]:
+    """The tensors of one file, whose length must be what its header says."""
+    if path.is_symlink() and not path.exists():
+        raise ModelFolderError(f"{path} is a link to {os.readlink(path)}, and nothing is there{which}; fetch it again")
+    if not path.exists():
+        raise ModelFolderError(f"{path} is not there{which}; needed is a safetensors file")
+    header, start, size = _header(path)
     tensors, ends = {}, [0]
     for name, entry in header.items():
-        tensors[name], end = _tensor(path, name, entry, LENGTH_BYTES + length)
-        ends.append(end - LENGTH_BYTES - length)
+        tensors[name], end = _tensor(path, name, entry, start)
+        ends.append(end - start)
         if end - tensors[name].begin != tensors[name].nbytes:
             shape = list(tensors[name].shape)
             raise ModelFolderError(
                 f"{path}: {name!r} has {end - tensors[name].begin:,} bytes, and {shape} of {tensors[name].dtype} take "
                 f"{tensors[name].nbytes:,}; fetch it again"
             )
-    if max(ends) != size - LENGTH_BYTES - length or sum(tensor.nbytes for tensor in tensors.values()) != max(ends):
+    if max(ends) != size - start or sum(tensor.nbytes for tensor in tensors.values()) != max(ends):
         raise ModelFolderError(
-            f"{path} has {size:,} bytes, and its header speaks of {LENGTH_BYTES + length + max(ends):,}: it is cut "
+            f"{path} has {size:,} bytes, and its header speaks of {start + max(ends):,}: it is cut "
             "short or damaged; fetch it again"
         )
     return tensors
@@ -127,34 +151,12 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor
     """A tensor, with where its bytes end in the file; the header, which ends at `start`, counts from there."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if type(dtype) is not str or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        if type(dtype) is not str or len(shape) > MAX_DIMENSIONS:
+            raise ValueError
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise ModelFolderError(f"{path}: its header does not say what {name!r} is; fetch it again") from None
     if dtype not in NUMBER_BYTES:
         raise ModelFolderError(f"{path}: {name!r} holds {dtype!r}; needed is one of {', '.join(NUMBER_BYTES)}")
     return StoredTensor(path.name, dtype, tuple(shape), start + begin), start + end
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises: ModelFolderError for a file that cannot be read or holds anything but a JSON object."""
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelFolderError(f"{path} holds no JSON object; needed is one")
-    return values
-
-
-def find_json_object(path: Path) -> dict[str, Any] | None:
-    """As `read_json_object`; None where there is no file."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError:  # of a folder that may not be searched: reading says so
-        pass
-    return read_json_object(path)

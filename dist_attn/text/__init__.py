@@ -5,8 +5,8 @@ from typing import Any
 
 from dist_attn.errors import ModelFolderError, TokenError
 from dist_attn.shipped import origin
+from dist_attn.shipped.folder_files import find_json_object
 from dist_attn.shipped.generation_config import read_generation_defaults
-from dist_attn.shipped.stored_tensors import find_json_object
 from dist_attn.text.base import TAIL_BYTES, WORD_TAIL_BYTES, IncrementalDecoder, Tokeniser, Vocabulary
 from dist_attn.text.bpe import BYTE_PIECES, BpeTokeniser, ByteTokeniser, train_bpe
 from dist_attn.text.byte_level import ByteLevelTokeniser

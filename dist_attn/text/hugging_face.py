@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.shipped.stored_tensors import find_json_object
+from dist_attn.shipped.folder_files import find_json_object
 from dist_attn.text.base import Vocabulary
 
 __all__ = [

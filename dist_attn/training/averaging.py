@@ -12,6 +12,7 @@ from dist_attn.checkpoints import load_weights, save_model
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.model_config.folder import read_any_config
 from dist_attn.models import Model, ModelConfig, build_model
+from dist_attn.shipped.folder_files import read_json_object
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.checkpointing import load_checkpoint_weights
 from dist_attn.training.config import TrainingConfig
@@ -115,7 +116,7 @@ def _read(folder: Path) -> _Origin:
 
 def _read_model_folder(folder: Path) -> _Origin:
     manifest = folder / "manifest.json"
-    facts = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
+    facts = read_json_object(manifest) if manifest.is_file() else {}
     places = [place if (place / "tokenizer.json").is_file() else None for place in (folder, folder / "source")]
     tokeniser, source = (None if place is None else load_tokeniser(place) for place in places)
     kept = {name: facts[name] for name in FACTS_KEPT if name in facts}

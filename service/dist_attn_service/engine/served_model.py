@@ -12,8 +12,8 @@ import msgspec
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped import origin
 from dist_attn.shipped.downloaded import read_downloaded
+from dist_attn.shipped.folder_files import read_file, read_json_object
 from dist_attn.shipped.generation_config import read_generation_defaults
-from dist_attn.shipped.stored_tensors import read_json_object
 from dist_attn.wire.specs import SequenceReading
 
 __all__ = ["ServedModel"]
@@ -107,7 +107,7 @@ class ServedModel:
         """
         path = folder / "config.json"
         try:
-            data, created = path.read_bytes(), int(path.stat().st_mtime)
+            data, created = read_file(path), int(path.stat().st_mtime)
             values = read_json_object(path)  # as the ranks do: Python's Infinity is no JSON, and is in folders
             kind = msgspec.convert(values, _Kind).kind
             if kind in UNSERVED:
@@ -115,7 +115,7 @@ class ServedModel:
             tokeniser = folder / "tokenizer.json"
             if not tokeniser.is_file():
                 raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
-            digest = hashlib.sha256(hashlib.sha256(data).digest() + tokeniser.read_bytes()).hexdigest()[:16]
+            digest = hashlib.sha256(hashlib.sha256(data).digest() + read_file(tokeniser)).hexdigest()[:16]
             made = partial(cls, folder.resolve().name, created=created, digest=digest, names=names)
             if origin(folder) == "downloaded":
                 model = read_downloaded(folder)
