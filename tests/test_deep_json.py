@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dist_attn_service.completions.chat import ChatTemplate
 from dist_attn_service.engine.served_model import ServedModel
 
 from dist_attn.checkpoints import load_model_and_tokeniser
@@ -15,6 +14,7 @@ from dist_attn.costs import calibration_file, model_kind, read_calibration, read
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.shipped import check_manifest
 from dist_attn.text import load_tokeniser, read_foreign
+from tests.support import chat_templates
 from tests.support.models import write_small_folder
 
 DEEP = b"[" * 200_000
@@ -35,7 +35,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "manifest": ("manifest.json", check_manifest),
     "costs": ("config.json", read_model_costs),
     "what is served": ("config.json", ServedModel.read),
-    "chat template": ("tokenizer_config.json", lambda folder: ChatTemplate.read(folder, {})),
+    "chat template": ("tokenizer_config.json", chat_templates.read),
     "config to convert": ("config.json", read_source_config),
     "weights to convert": ("model.safetensors.index.json", read_source_weights),
 }

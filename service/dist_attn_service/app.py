@@ -21,7 +21,6 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
 from dist_attn_service.base.tracing import Tracing
 from dist_attn_service.completions.chat import ChatService
-from dist_attn_service.completions.chat_template import ChatTemplate
 from dist_attn_service.completions.prefixes import PrefixCache
 from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.dependencies import ModelServices, Services, SessionServices
@@ -94,10 +93,11 @@ def create_app(
             try:
                 stores = await _open_stores(parts, settings, log)
                 contexts = _contexts(settings, ports, stores.states.store, metrics, threads, log)
+                chats = [await parts.enter_async_context(ChatService.opened(context)) for context in contexts]
             except (DistAttnError, ServiceError) as error:
                 application.state.cannot_start = str(error)
                 raise
-            services = _services(contexts, stores, disk, open_requests)
+            services = _services(contexts, chats, stores, disk, open_requests)
             metrics.watch(services.gauges, version=__version__)
             await asyncio.gather(*(port.start() for port in ports))
             services.jobs.runner.start()
@@ -224,7 +224,11 @@ def _contexts(
 
 
 def _services(
-    contexts: Sequence[ServiceContext], stores: Stores, disk: Executor, open_requests: OpenRequests
+    contexts: Sequence[ServiceContext],
+    chats: Sequence[ChatService],
+    stores: Stores,
+    disk: Executor,
+    open_requests: OpenRequests,
 ) -> Services:
     """Put the parts together."""
     writer = contexts[0]
@@ -233,7 +237,7 @@ def _services(
     make_private(folder)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
-    models = tuple(_model_services(context, spools) for context in contexts)
+    models = tuple(_model_services(context, chat, spools) for context, chat in zip(contexts, chats, strict=True))
     kept_jobs = JobServices(stores.jobs, [(served, served.completions) for served in models])
     return Services(
         models=models,
@@ -252,14 +256,14 @@ def _services(
     )
 
 
-def _model_services(context: ServiceContext, spools: SpoolFactory) -> ModelServices:
+def _model_services(context: ServiceContext, chat: ChatService, spools: SpoolFactory) -> ModelServices:
     """What is done with one model."""
     prefixes = PrefixCache(context)
     return ModelServices(
         **vars(context),
         completions=CompletionService(context, prefixes),
         prefixes=prefixes,
-        chat=ChatService(context, ChatTemplate.read(context.settings.model, context.tokeniser.special_tokens)),
+        chat=chat,
         documents=DocumentService(context, spools),
         embeddings=EmbeddingService(context),
         estimates=EstimateService(context),

@@ -8,11 +8,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
+from dist_attn_service.completions.chat_template import TemplateRefusal
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped import DEFAULT_MODEL, SHIPPED
 from dist_attn.wire.messages import Tokens
+from tests.support.chat_templates import prompt, read
 from tests.support.fake_engine import FakeEngine, say
 from tests.support.service_server import RunningService, model_folder, running_service
 from tests.support.waiting import eventually
@@ -206,16 +207,15 @@ def test_a_client_that_leaves_cancels_the_chat(tmp_path: Path) -> None:
         eventually(lambda: len(engine.cancelled) == 1 and engine.open_count == 0, "the cancel")
 
 
-def foreign(folder: Path, template: Any) -> ChatTemplate | None:
-    """The template of a folder in Hugging Face's manner."""
+def foreign(folder: Path, template: Any, content: str | None = "a", role: str = "user") -> list[str | int] | None:
+    """What a template of a folder in Hugging Face's manner makes of one message; None where there is none."""
     added = [("<|im_start|>", True), ("<|im_end|>", True), ("<think>", False), ("§", True)]
     ids = {text: 5 + n for n, (text, special) in enumerate(added) if special}
     about = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    return ChatTemplate.read(folder, ids)
+    return read(folder) and prompt(folder, ids, [{"role": role, "content": content}])
 
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'a' * 999 }}{% endfor %}{% endfor %}"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% generation %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endgeneration %}{% endfor %}"
@@ -230,35 +230,24 @@ CHATML = (
 )
 def test_templates_of_hugging_face(tmp_path: Path, template: Any) -> None:
     """Special tokens of the template are ids; in a message they are text, and other added ones are left to be found."""
-    made = foreign(tmp_path, template)
-    assert made is not None
-    parts = made.render([{"role": "user", "content": "a<|im_end|>§<think>"}])
+    parts = foreign(tmp_path, template, "a<|im_end|>§<think>")
     assert parts == [5, "user\na<|im_end|>§<think>", 6, "\n", 5, "assistant\n"]
 
 
 def test_what_templates_may_do(tmp_path: Path) -> None:
     """JSON is plain, loops may break, the end token has its name; nothing outside is reached, no message changed."""
     source = "{{ messages[0] | tojson }}{% for m in messages %}{% break %}{% endfor %}{{ eos_token }}{{ bos_token }}"
-    made = foreign(tmp_path, source)
-    assert made is not None
-    assert made.render([{"role": "user", "content": "<é>"}]) == ['{"role": "user", "content": "<é>"}', 6]
+    assert foreign(tmp_path, source, "<é>") == ['{"role": "user", "content": "<é>"}', 6]
     for bad in (
-        "{{ 'a' * 99999999 }}",
-        "{{ 9 ** 99999999 }}",
-        ENDLESS,
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ raise_exception('no') }}",
         "{{ 1 / 0 }}",
     ):
-        refusing = foreign(tmp_path, bad)
-        assert refusing is not None
         with pytest.raises(TemplateRefusal):
-            refusing.render([{"role": "user", "content": "a"}])
-    adding = foreign(tmp_path, "{{ messages[0].content + 'a' }}")
-    assert adding is not None
+            foreign(tmp_path, bad)
     with pytest.raises(TemplateRefusal, match=r"fails on them \(TypeError\); send a text as the content of every"):
-        adding.render([{"role": "assistant", "content": None}])
+        foreign(tmp_path, "{{ messages[0].content + 'a' }}", None, "assistant")
     with pytest.raises(ModelFolderError, match="cannot be read"):
         foreign(tmp_path, "{% if %}")
     assert foreign(tmp_path, None) is None

@@ -1,17 +1,23 @@
 """Chat templates of downloaded folders: the prompt and its tokens are those of transformers."""
 
+import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.completions import chat_template
-from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
+from dist_attn_service.completions.chat_template import TemplateRefusal
 from transformers import AutoTokenizer
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import read_foreign
+from tests.support.chat_templates import prompt, read, warm
 from tests.support.tokenisers import downloaded_contents
+from tests.support.waiting import eventually
 
 CHATML = """\
 {%- for message in messages %}
@@ -95,12 +101,12 @@ def test_a_template_for_tools_that_cannot_be_read_is_left_out(tmp_path: Path) ->
     """The default is taken; a default that cannot be read is refused."""
     templates = [{"name": "tool_use", "template": "{% if"}, {"name": "default", "template": CHATML}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    made = ChatTemplate.read(tmp_path, {})
-    assert made is not None and made.tool_use is None
+    found = read(tmp_path)
+    assert found is not None and found[True] == found[False]
     templates[1]["template"] = "{% if"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     with pytest.raises(ModelFolderError, match="cannot be read"):
-        ChatTemplate.read(tmp_path, {})
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -131,34 +137,82 @@ def test_prompts_are_those_of_transformers(
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **named}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), read_foreign(tmp_path)
-    made = ChatTemplate.read(tmp_path, ours.special_tokens)
-    assert made is not None
     told = {"add_generation_prompt": True, **more}
     wanted = theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **told)
-    made = made.of(tools="tools" in told)
-    assert ours.encode_parts(made.render(chat, **told)).tolist() == wanted
+    assert ours.encode_parts(prompt(tmp_path, ours.special_tokens, chat, **told)).tolist() == wanted
+
+
+ROLES = """\
+{%- macro turn(role, text) %}{{ '<|' + role + '|>' }}{{ text }}{{ '<|end|>' }}{% endmacro %}
+{%- set opened %}<|im_start|>{% endset %}
+{%- for message in messages %}{{ opened ~ turn(message.role, message['content']) }}{% endfor %}
+{%- for part in ['#<|im_start|>', '<|end|>b'] %}{{ part.split('#')[-1] | trim }}{{ ('x' ~ part)[1:] }}{% endfor %}
+{{- ['<|end|>', '<|end|>'] | join(', ') }}{{ '<|end|>' * 2 }}{{ '<|e*d|>' | replace('*', 'n') }}"""
+
+
+def test_special_tokens_that_a_template_puts_together(tmp_path: Path) -> None:
+    """A token whose text stands in the template is one, whichever way it gets into the prompt; a role is no text."""
+    (tmp_path / "chat_template.jinja").write_text(ROLES)
+    special = {"<|user|>": 1, "<|end|>": 2, "<|im_start|>": 3}
+    parts = prompt(tmp_path, special, [{"role": "user", "content": "<|user|>"}])
+    wanted = [3, 1, "<|user|>", 2, 3, "#", 3, 2, "b", 2, "b", 2, ", ", 2, 2, 2, 2]
+    assert parts == wanted
+
+
+CLIENTS_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a message": ("{{ messages[0].content }}", {}),
+    "two side by side": ("{% for m in messages %}{{ m.content[:5] }}{{ m.content[5:] }}{% endfor %}", {}),
+    "messages side by side": ("{{ messages[1].content }}{{ messages[2].content }}", {}),
+    "messages joined": ("{{ messages[1:] | map(attribute='content') | join }}", {}),
+    "messages added": ("{{ messages[1].content + messages[2].content }}", {}),
+    "messages in one": ("{{ messages[1].content ~ messages[2].content }}", {}),
+    "a set": ("{% set x %}{{ messages[1].content }}{{ messages[2].content }}{% endset %}{{ x }}", {}),
+    "with the template's text": ("{{ '<|' + messages[3].content + '|>' }}<|{{ messages[3].content }}|>", {}),
+    "replaced": ("{{ 'X' | replace('X', messages[0].content) }}{{ messages[4].content.replace('-', '') }}", {}),
+    "replaced in the template's": ("{{ '<|X|>' | replace('X', messages[3].content) }}", {}),
+    "formatted": ("{{ '<|%s|>' % messages[3].content }}{{ '<|{}|>'.format(messages[3].content) }}", {}),
+    "turned around": ("{{ messages[5].content | reverse }}", {}),
+    "letter by letter": ("{% for letter in messages[0].content %}{{ letter }}{% endfor %}", {}),
+    "as JSON": ("{{ tools | tojson }}{{ tools }}", {"tools": [{"<|end|>": "<|end|>"}]}),
+    "keys": ("{% for key in tools[0] %}<{{ key }}>{{ key }}{% endfor %}", {"tools": [{"<|end|>": 1, "|end|": 1}]}),
+    "a document": ("{{ documents[0].text }}", {"documents": [{"text": "<|end|>"}]}),
+    "in the place of a name": ("{{ eos_token }}", {"eos_token": "<|end|>"}),
+    "a value": ("{{ x }}{{ x | upper | lower }}{{ x | indent }}{{ x * 2 }}{{ x | safe }}", {"x": "<|end|>"}),
+    "a role's name": ("{{ messages[0].name }}", {}),
+}
+
+
+@pytest.mark.parametrize("case", CLIENTS_TEXTS)
+def test_what_a_client_sends_never_becomes_a_special_token(case: str, tmp_path: Path) -> None:
+    """Neither whole nor in pieces, as a key, by a filter, or with what stands around it in the template."""
+    template, more = CLIENTS_TEXTS[case]
+    (tmp_path / "chat_template.jinja").write_text(template + "<|end|>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    said = ["<|end|>", "<|en", "d|>", "end", "<-|end|->", ">|dne|<"]
+    messages = [{"role": "user", "content": text, "name": "<|end|>"} for text in said]
+    parts = prompt(tmp_path, {"<|end|>": 7}, messages, **more)
+    assert len(parts) == 2 and parts[1] == 7 and "<|end|>" in parts[0].replace("<<", "<")  # type: ignore[union-attr]
 
 
 GROWING = "{%- set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
+NESTED = "{% set a = [0] * 1000 %}{% set b = [a] * 1000 %}{% set c = [b] * 1000 %}{% set d = [c] * 1000 %}"
+AGAIN = "{% set e = [0] * 1000 %}{% set f = [e] * 1000 %}{% set g = [f] * 1000 %}{% set h = [g] * 1000 %}"
 
 
 @pytest.mark.parametrize(
     "template",
     [
         GROWING.replace("START", "'a'").replace("STEP", "ns.x + ns.x"),
-        GROWING.replace("START", "'a'").replace("STEP", "ns.x ~ ns.x"),
         GROWING.replace("START", "[1]").replace("STEP", "ns.x + ns.x"),
-        GROWING.replace("START", "3").replace("STEP", "ns.x * ns.x"),
         "{{ 'a'.ljust(2000000000) }}",
         "{{ '%2000000000d' % 3 }}",
-        "{{ '{:>2000000000}'.format(3) }}",
-        "{{ ('a\n' * 1000000) | indent(10000) }}",
         "{{ range(90000) | join('a' * 100000) }}",
-        "{{ ('a' * 10000000).join('b' * 10000000) }}",
-        "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
-        "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
-        "{{ [[1]] | tojson(indent=2000000000) }}",
-        "{{ ('ab' * 30000000) | list | length }}",
+        NESTED + "{{ d }}",
+        NESTED + "{{ d | tojson }}",
+        NESTED + AGAIN + "{{ d == h }}",
+        "{{ ([[0] * (1000000 * messages | length)] * 1000) | sum(start=[]) | length }}",
+        "{{ (('f' * 60000000) | int(0, 16)) // (('f' * 30000000) | int(0, 16)) }}",
+        "{{ 1.0 | round(10000000, 'floor') }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     ],
@@ -166,10 +220,95 @@ GROWING = "{%- set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x
 def test_a_template_that_makes_too_much_is_refused(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loops without an end in sight and values without bounds are refused before they take the memory or the time."""
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    """Whatever it does, its process ends at a bound of memory or time, and the next chat has another one."""
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 4)
+    (tmp_path / "chat_template.jinja").write_text("{% if messages | length > 1 %}" + template + "{% endif %}a")
+
+    async def work() -> None:
+        async with warm(tmp_path) as made:
+            with pytest.raises(TemplateRefusal, match=r"^it (takes|fails|is not done)|^its process ended"):
+                await made.render(CHAT)
+            assert await made.render(CHAT[:1]) == ["a"]
+
+    asyncio.run(work())
+
+
+DEEP = "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}"
+
+
+@pytest.mark.parametrize("template", [DEEP, "{% if a %}" * 5000, "{{ " + "-" * 50_000 + "1 }}", "{{ 9 ** (9 ** 9) }}"])
+def test_a_template_that_cannot_be_compiled_is_refused_in_words(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However deep, and however long what it makes of its own constants: an error of the folder."""
+    monkeypatch.setattr(chat_template, "START_SECONDS", 5)
     (tmp_path / "chat_template.jinja").write_text(template)
-    made = ChatTemplate.read(tmp_path, {})
-    assert made is not None
-    with pytest.raises(TemplateRefusal, match=r"^it (makes|asks|indents|is not done)"):
-        made.render(CHAT)
+    with pytest.raises(ModelFolderError, match="cannot be read: "):
+        read(tmp_path)
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LONG = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}a"
+
+
+def test_one_slow_chat_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """While one is rendered for long, others are answered; when its client leaves, its process ends."""
+    (tmp_path / "chat_template.jinja").write_text(LONG)
+
+    async def work() -> None:
+        async with warm(tmp_path) as made:
+            slow = asyncio.create_task(made.render(CHAT))
+            for _ in range(20):
+                assert await made.render(CHAT[:1]) == ["a"] and not slow.done()
+            slow.cancel()
+            await asyncio.wait({slow})
+            assert slow.cancelled() and await made.render(CHAT[:1]) == ["a"]
+
+    asyncio.run(work())
+
+
+def test_a_chat_that_finds_no_place_is_told_to_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chat waits longer for others than for its own prompt."""
+    monkeypatch.setattr(chat_template, "PROCESSES", 1)
+    (tmp_path / "chat_template.jinja").write_text(LONG)
+
+    async def work() -> None:
+        async with warm(tmp_path) as made:
+            slow = asyncio.create_task(made.render(CHAT))
+            await asyncio.sleep(0)
+            monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.01)
+            with pytest.raises(ServiceError) as refused:
+                await made.render(CHAT[:1])
+            assert refused.value.code == Code.OVERLOADED and "retry-after" in refused.value.headers
+            slow.cancel()
+            await asyncio.wait({slow})
+
+    asyncio.run(work())
+
+
+SERVING = """
+import asyncio, sys
+from pathlib import Path
+from dist_attn_service.completions.chat_template import ChatTemplate
+
+async def work():
+    made = await ChatTemplate.started(Path(sys.argv[1]), {})
+    (process,) = made._running
+    print(process.pid, flush=True)
+    await made.render([{"role": "user", "content": text} for text in "ab"])
+
+asyncio.run(work())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the time of the processor ends it")
+def test_a_killed_service_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Not one that is rendering, either."""
+    (tmp_path / "chat_template.jinja").write_text(LONG)
+    with subprocess.Popen([sys.executable, "-c", SERVING, str(tmp_path)], stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        pid = int(service.stdout.readline())
+        state = Path(f"/proc/{pid}/stat")
+        eventually(lambda: state.read_text().rpartition(")")[2].split()[0] == "R", "the chat to be rendered")
+        service.kill()
+    eventually(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX", "its end")

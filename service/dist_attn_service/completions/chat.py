@@ -1,8 +1,9 @@
 """Chats as completions: the messages become the prompt that the model's template makes of them."""
 
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,20 @@ class ChatService:
         self._context = context
         self._settings = context.settings
         self._template = template
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, context: ServiceContext) -> AsyncIterator["ChatService"]:
+        """With the template of the model's folder, whose processes end with the block.
+
+        Raises: ModelFolderError for a template that is none.
+        """
+        template = await ChatTemplate.started(context.settings.model, context.tokeniser.special_tokens)
+        try:
+            yield cls(context, template)
+        finally:
+            if template is not None:
+                await template.close()
 
     @property
     def offered(self) -> bool:
@@ -76,17 +91,15 @@ class ChatService:
                 param="messages",
             )
         more = _told_besides(request, template)
-        plain = [_plain(message) for message in request.messages]
         try:
-            render = template.of(tools="tools" in more).render
-            parts = await self._context.beside(partial(render, plain, **more))
+            parts = await template.render([_plain(message) for message in request.messages], **more)
+        except UnicodeEncodeError as error:
+            utf8(error.object, "a text of the chat", "messages")
+            raise
         except TemplateRefusal as error:
             raise BadRequest(
-                f"the model's chat template does not take these messages: {str(error)[:500]}", param="messages"
+                f"the model's chat template does not take these messages: {error}", param="messages"
             ) from None
-        for part in parts:
-            if isinstance(part, str):
-                utf8(part, "the prompt", "messages")
         tokens = await self._context.tokeniser.parts(parts)
         if not len(tokens):
             raise BadRequest(
@@ -111,7 +124,7 @@ def _told_besides(request: ChatRequest, template: ChatTemplate) -> dict[str, Any
     tells_tools = bool(request.tools) and request.tool_choice != "none"
     for name in ("tools", "documents"):
         value = getattr(request, name)
-        if value and name not in template.of(tools=tells_tools or name == "tools").asks_for:
+        if value and name not in template.asks_for(tools=tells_tools or name == "tools"):
             raise BadRequest(
                 f"the model's chat template does not look at {name}, so the model would not hear of them; leave them "
                 "out, or write them into a message",

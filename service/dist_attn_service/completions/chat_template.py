@@ -1,343 +1,229 @@
-"""The chat template of a model folder: messages in, the prompt out, in a sandbox and within bounds."""
+"""The chat template of a model folder: messages in, the prompt out, made by a process that little can happen to."""
 
-import json
-import re
-import time
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from datetime import datetime
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, final
 
-from jinja2 import Template, TemplateError, meta, nodes, pass_context, pass_eval_context
-from jinja2.ext import Extension
-from jinja2.filters import do_indent, do_join
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+import msgspec
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.shipped.folder_files import find_json_object, read_file
 from dist_attn.text.hugging_face import CONFIG_NAME, SPECIAL_NAME
 from dist_attn.text.whole_text import content_of
+from dist_attn_service.base.errors import Code, ServiceError, retry_after
+from dist_attn_service.completions.template_program import LENGTH_BYTES, MOST_CHARACTERS, MOST_SECONDS
 
 __all__ = ["ChatTemplate", "TemplateRefusal"]
 
 TEMPLATE_NAME = "chat_template.jinja"
-MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # no characters, and never will be: texts do not hold all of them
-MOST_CHARACTERS = 1 << 26  # of a prompt; what is sent is bounded elsewhere, but a template may repeat it
-MOST_MADE = 1 << 30  # of all values that are made on the way
-MOST_INDENT = 16
-MOST_BITS = 1 << 12  # of a number
-MOST_SECONDS = 10.0  # for a prompt
+TOOLS_NAME = "tool_use"
+"""The template that takes the place of the default one where there are tools."""
+MOST_SOURCE_BYTES = 1 << 20
+MOST_ANSWER_BYTES = 8 * MOST_CHARACTERS
+EXIT_SECONDS = 1.0
+"""For a process that ends by itself."""
+START_SECONDS = 60.0
+"""Of a busy machine; usually it is a tenth of one."""
+READ_BYTES = 1 << 20  # at a time
+PROCESSES = 2
+"""At most, of one template: one, and another while that one is at work, so that a long chat keeps nobody waiting."""
 
 
 class TemplateRefusal(Exception):
     """The template does not take these messages; the text says why."""
 
 
-class _GenerationBlocks(Extension):
-    """`{% generation %}` marks what a trainer learns; where text is written it changes nothing."""
+class _Answer(msgspec.Struct, frozen=True):
+    """What the program answers: one of the first three, and whether it ends with that."""
 
-    tags = {"generation"}  # noqa: RUF012 - the library declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes of the block itself."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    asks_for: dict[str, frozenset[str]] = {}
+    parts: list[str | int] = []
+    refusal: str = ""
+    ends: bool = False
 
 
-class _Budget:
-    """What one prompt may still cost."""
-
-    def __init__(self) -> None:
-        self._until = time.monotonic() + MOST_SECONDS
-        self._characters = MOST_MADE
-
-    def spend(self, size: int = 0) -> None:
-        """Count a value of so many characters that is about to be made.
-
-        Raises: TemplateRefusal where it is too large, or all of them are, or the time is over.
-        """
-        self._characters -= size
-        if size > MOST_CHARACTERS or self._characters < 0:
-            raise TemplateRefusal(f"it makes a value of more than {MOST_CHARACTERS} characters, or too many large ones")
-        if time.monotonic() > self._until:
-            raise TemplateRefusal(f"it is not done in {MOST_SECONDS:g} seconds")
-
-
-_budget: ContextVar[_Budget] = ContextVar("the budget of the prompt that is being written")
-
-
-class _Counted(NodeTransformer):
-    """Has loops and macros look at the clock, and `~` at the size of what it makes."""
-
-    def _look(self, node: Any) -> nodes.Node:
-        node.body.insert(0, nodes.ExprStmt(nodes.Filter(nodes.Const(""), "_looked", [], [], None, None)))
-        self.generic_visit(node)
-        return cast(nodes.Node, node)
-
-    visit_For = visit_Macro = visit_CallBlock = _look
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """The texts of a `~`, put together by a function that counts them."""
-        self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "_joined", [], [], None, None)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which time and the size of every text and list are bounded too."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return cast(nodes.Template, _Counted().visit(super()._parse(source, name, filename)))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """The sum, product, power or formatted text of two values.
-
-        Raises: TemplateRefusal for one that is too large.
-        """
-        if max(_bits(left), _bits(right)) > MOST_BITS or (operator == "**" and _bits(left) * _count(right) > MOST_BITS):
-            raise TemplateRefusal(f"it makes a number of more than {MOST_BITS} bits")
-        if operator == "%" and isinstance(left, str) and _WIDE_PERCENT.search(left):
-            raise TemplateRefusal("it asks for a text of a given width")
-        size = _length(left) * _count(right) + _length(right) * _count(left) if operator == "*" else 0
-        _budget.get().spend(size or _length(left) + _length(right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, function: Any, *args: Any, **named: Any) -> Any:
-        """What a function of the template gives; of methods of texts, no more than is bounded."""
-        text = getattr(function, "__self__", None)
-        if isinstance(text, str | bytes):
-            if function.__name__ in _UNBOUNDED:
-                raise TemplateRefusal(f"it asks for {function.__name__} of a text, which is not offered")
-            if function.__name__ == "replace" and len(args) > 1:
-                _budget.get().spend(len(text) + text.count(args[0]) * len(args[1]))
-            elif function.__name__ == "join" and args:
-                args = (_counted(args[0], len(text)), *args[1:])
-            else:
-                _budget.get().spend(len(text))
-        return super().call(context, function, *args, **named)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        """`format` of a text, but for widths of many digits."""
-        found = super().wrap_str_format(value)
-        if found is not None and _WIDE_BRACES.search(value.__self__):
-            return lambda *args, **named: _refuse("it asks for a text of a given width")
-        return found
-
-
-_UNBOUNDED = frozenset({"center", "encode", "expandtabs", "ljust", "rjust", "translate", "zfill"})
-_NOT_OFFERED = ("batch", "center", "filesizeformat", "format", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
-_WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")
-_WIDE_BRACES = re.compile(r":[^{}]*(\d{4}|\{)")
-
-
-def _length(value: Any) -> int:
-    if isinstance(value, list | tuple):
-        return 8 * len(value)  # bytes of a place
-    return len(value) if isinstance(value, str) else 0
-
-
-def _count(value: Any) -> int:
-    return abs(value) if isinstance(value, int) else 0
-
-
-def _bits(value: Any) -> int:
-    return value.bit_length() if isinstance(value, int) else 0
-
-
-def _counted(values: Any, between: int = 0) -> list[Any]:
-    """The values as a list, which is about to become a text with so many characters between them."""
-    if isinstance(values, str):
-        _budget.get().spend((8 + between) * len(values))
-        return list(values)
-    items = list(values)
-    _budget.get().spend(sum(map(_length, items)) + (8 + between) * len(items))
-    return items
-
-
-@pass_context
-def _looked(context: Any, value: str) -> str:
-    _budget.get().spend()
-    return value
-
-
-@pass_context
-def _joined(context: Any, values: list[Any]) -> str:
-    texts = list(map(str, values))
-    _budget.get().spend(sum(map(len, texts)))
-    return "".join(texts)
-
-
-@pass_eval_context
-def _join(context: Any, value: Any, d: str = "", attribute: str | int | None = None) -> str:
-    return str(do_join(context, _counted(value, len(d)), d, attribute))
-
-
-@pass_eval_context
-def _replace(context: Any, s: str, old: str, new: str, count: int | None = None) -> str:
-    text, old, new = str(s), str(old), str(new)
-    _budget.get().spend(len(text) + text.count(old) * len(new))
-    return text.replace(old, new, -1 if count is None else count)
-
-
-def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    text = str(s)
-    _budget.get().spend(len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
-    return do_indent(text, width, first, blank)
-
-
-@dataclass(frozen=True)
+@final
 class ChatTemplate:
-    """A compiled template, the texts that it may name (`bos_token`, …), and the ids of special tokens by their text.
+    """The templates of a folder, and the processes that are warm for them; of one event loop.
 
     What a client sends never becomes a special token, whatever the template does with it: those stand in the template.
     """
 
-    template: Template
-    names: Mapping[str, str] = field(default_factory=dict)
-    special: Mapping[str, int] = field(default_factory=dict)
-    asks_for: frozenset[str] = frozenset()
-    """The values that it looks at."""
-    tool_use: "ChatTemplate | None" = None
-    """The one that takes its place where there are tools."""
+    def __init__(self, source: bytes) -> None:
+        self._source = source
+        self._asks_for: dict[str, frozenset[str]] = {}
+        self._running: set[Process] = set()
+        self._idle: list[Process] = []
+        self._places = asyncio.Semaphore(PROCESSES)
 
     @classmethod
-    def read(cls, folder: Path, special: Mapping[str, int]) -> "ChatTemplate | None":
+    async def started(cls, folder: Path, special: Mapping[str, int]) -> Self | None:
         """The template of chat_template.jinja, else of tokenizer_config.json; None where there is neither.
 
+        `special` has the ids of special tokens by their text.
         Raises: ModelFolderError for a template that is none.
         """
-        about: dict[str, Any] = {}
-        for name in (SPECIAL_NAME, CONFIG_NAME):
-            about |= _read_json(folder / name) if (folder / name).is_file() else {}
-        path = folder / TEMPLATE_NAME
-        try:
-            sources = {"default": path.read_text("utf-8")} if path.is_file() else _by_name(about.get("chat_template"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFolderError(f"{path} cannot be read: {error}") from None
-        if "default" not in sources:
+        source = _read_source(folder, special)
+        if source is None:
             return None
-        named = {name: content_of(value) for name, value in about.items() if name.endswith("_token")}
-        if not about and len(special) == 1:  # a tokeniser of this project: its one special token ends a text
-            named["eos_token"] = next(iter(special))
-        names = {name: text for name, text in named.items() if text is not None}
-        environment, made = _environment(), None
-        for name in (name for name in ("tool_use", "default") if name in sources):
-            try:
-                asks_for = frozenset(meta.find_undeclared_variables(environment.parse(sources[name])))
-                made = cls(environment.from_string(sources[name]), names, special, asks_for, made)
-            except TemplateError as error:
-                if name == "default":  # without the other one tools are refused
-                    raise ModelFolderError(f"the chat template of {folder} cannot be read: {error}") from None
+        made = cls(source)
+        try:
+            made._idle.append(await made._start())
+        except (TemplateRefusal, ServiceError) as error:
+            raise ModelFolderError(f"the chat template of {folder} cannot be read: {error}") from None
         return made
 
-    def of(self, *, tools: bool) -> "ChatTemplate":
-        """The template for a chat with or without tools."""
-        return self.tool_use if tools and self.tool_use is not None else self
+    async def close(self) -> None:
+        """End its processes."""
+        for process in list(self._running):
+            await self._end(process)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[str | int]:
+    def asks_for(self, *, tools: bool) -> frozenset[str]:
+        """The values that the template for a chat with or without tools looks at."""
+        return self._asks_for[self._name(tools)]
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[str | int]:
         """The prompt up to where the assistant begins to write: texts, and the ids of special tokens between them.
 
         `more` is what the template is told besides, such as `tools` and `documents`.
 
-        Raises: TemplateRefusal where the template does not take these messages, or does not come to an end.
+        Raises: TemplateRefusal where the template does not take these messages, or not with so much time and memory;
+            UnicodeEncodeError for half of a surrogate pair; ServiceError while others keep its processes at work.
         """
-        told = {"messages": list(messages), "add_generation_prompt": True, **more}
-        texts = json.dumps(told, ensure_ascii=False)
-        mark = next((mark for mark in MARKS if mark not in texts), None)
-        if mark is None:
-            raise TemplateRefusal(f"the messages hold all {len(MARKS)} noncharacters U+FDD0 to U+FDEF; leave one out")
-        values = {"tools": None, "documents": None, **self.names, **self._guard(told, mark)}
-        pieces, size, budget = [], 0, _Budget()
-        token = _budget.set(budget)
+        told = {"messages": messages, "add_generation_prompt": True, **more}
         try:
-            for piece in self.template.generate(**values):
-                pieces.append(piece)
-                size += len(piece)
-                budget.spend()
-                if size > MOST_CHARACTERS:
-                    raise TemplateRefusal(f"its prompt is over {MOST_CHARACTERS} characters")
-        except TemplateRefusal:
-            raise
-        except TemplateError as error:
-            raise TemplateRefusal(str(error) or type(error).__name__) from None
-        except Exception as error:  # a template may fail in any way on messages that its author did not think of
-            raise TemplateRefusal(
-                f"it fails on them ({type(error).__name__}); send a text as the content of every message, or mend the "
-                "template"
-            ) from None
+            message = msgspec.json.encode({"name": self._name("tools" in more), "told": told})
+        except RecursionError:
+            raise TemplateRefusal("values lie too deep within each other") from None
+        try:
+            await asyncio.wait_for(self._places.acquire(), MOST_SECONDS)
+        except TimeoutError:
+            raise _overloaded("other chats keep the model's chat template at work; try again") from None
+        try:
+            answer = await self._ask(message)
         finally:
-            _budget.reset(token)
-        return self._cut("".join(pieces), mark)
+            self._places.release()
+        if answer.refusal:
+            raise TemplateRefusal(answer.refusal)
+        return answer.parts
 
-    def _guard(self, value: Any, mark: str) -> Any:
-        """The value with marks in what would be a special token, in every text of it."""
-        if isinstance(value, str) and self.special:
-            return _any_of(self.special).sub(lambda match: "".join(mark + letter for letter in match[0]), value)
-        if isinstance(value, dict):
-            return {name: self._guard(inner, mark) for name, inner in value.items()}
-        return [self._guard(inner, mark) for inner in value] if isinstance(value, list) else value
+    def _name(self, tools: bool) -> str:
+        return TOOLS_NAME if tools and TOOLS_NAME in self._asks_for else "default"
 
-    def _cut(self, prompt: str, mark: str) -> list[str | int]:
-        parts: list[str | int] = []
-        at = 0
-        for match in re.finditer(f"(?<!{mark})(?:{_any_of(self.special).pattern})", prompt) if self.special else ():
-            parts += [prompt[at : match.start()].replace(mark, ""), self.special[match[0]]]
-            at = match.end()
-        parts.append(prompt[at:].replace(mark, ""))
-        return [part for part in parts if part != ""]
+    async def _ask(self, message: bytes) -> _Answer:
+        while self._idle and self._idle[-1].returncode is not None:
+            await self._end(self._idle.pop())  # it was ended from outside
+        process = self._idle.pop() if self._idle else await self._start()
+        answer = await self._exchange(process, message, MOST_SECONDS)
+        if answer.ends:
+            await self._end(process, EXIT_SECONDS)
+        else:
+            self._idle.append(process)
+        return answer
+
+    async def _start(self) -> Process:
+        """A process that has read the template.
+
+        Raises: TemplateRefusal where it cannot; ServiceError where there can be no process.
+        """
+        program = [sys.executable, "-m", "dist_attn_service.completions.template_program"]
+        tied = [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid()), *program]
+        start = partial(asyncio.create_subprocess_exec, stdin=PIPE, stdout=PIPE, limit=READ_BYTES)
+        try:  # a session of its own: a Ctrl-C in the terminal is for the service alone, which lets chats end
+            process = await start(*tied, start_new_session=True)
+        except OSError as error:
+            raise _overloaded(f"there can be no process for the model's chat template: {error.strerror}") from None
+        self._running.add(process)
+        answer = await self._exchange(process, self._source, START_SECONDS)
+        if answer.refusal:
+            await self._end(process)
+            raise TemplateRefusal(answer.refusal)
+        self._asks_for = answer.asks_for
+        return process
+
+    async def _exchange(self, process: Process, message: bytes, seconds: float) -> _Answer:
+        """What the process answers; one that does not is ended.
+
+        Raises: TemplateRefusal that says why there is no answer.
+        """
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                process.stdin.writelines([len(message).to_bytes(LENGTH_BYTES, "little"), message])
+                await process.stdin.drain()
+                size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
+                data = await process.stdout.readexactly(min(size, MOST_ANSWER_BYTES))
+            return msgspec.json.decode(data, type=_Answer)
+        except TimeoutError:
+            await self._end(process)
+            raise TemplateRefusal(f"it is not done in {seconds:g} seconds") from None
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
+            await self._end(process, EXIT_SECONDS)
+            raise TemplateRefusal(f"its process ended before it was done ({_exit(process)})") from None
+        except asyncio.CancelledError:
+            await self._end(process)
+            raise
+
+    async def _end(self, process: Process, patience: float = 0) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience)
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        self._running.discard(process)
 
 
-def _environment() -> _Environment:
-    """What templates of Hugging Face rely on and nothing else: no file, no import, no change of what they get."""
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlocks]
-    )
-    for name in _NOT_OFFERED:
-        del environment.filters[name]
-    del environment.globals["lipsum"]
-    counted = {"_joined": _joined, "_looked": _looked, "indent": _indent, "join": _join, "replace": _replace}
-    counted["list"] = pass_eval_context(lambda context, value: _counted(value))
-    environment.filters |= counted | {"tojson": _to_json}
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
-    return environment
+def _exit(process: Process) -> str:
+    code = process.returncode or 0
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _refuse(message: str) -> None:
-    raise TemplateRefusal(message)
+def _overloaded(words: str) -> ServiceError:
+    return ServiceError(words, code=Code.OVERLOADED, headers=retry_after(MOST_SECONDS))
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # not the library's own, which writes `<` as HTML would need it
-    if _count(indent) > MOST_INDENT:
-        raise TemplateRefusal(f"it indents by {indent}; at most {MOST_INDENT} is offered")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _any_of(texts: Mapping[str, int]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+def _read_source(folder: Path, special: Mapping[str, int]) -> bytes | None:
+    """The first message to the program; None for a folder without a template."""
+    about: dict[str, Any] = {}
+    for name in (SPECIAL_NAME, CONFIG_NAME):
+        about |= find_json_object(folder / name) or {}
+    path = folder / TEMPLATE_NAME
+    sources = _by_name(about.get("chat_template"))
+    if os.path.lexists(path):
+        try:
+            sources = {"default": read_file(path, MOST_SOURCE_BYTES).decode()}
+        except UnicodeDecodeError as error:
+            raise ModelFolderError(f"{path} cannot be read: {error}") from None
+    if "default" not in sources:
+        return None
+    named = {name: content_of(value) for name, value in about.items() if name.endswith("_token")}
+    if not about and len(special) == 1:  # a tokeniser of this project: its one special token ends a text
+        named["eos_token"] = next(iter(special))
+    names = {name: text for name, text in named.items() if text is not None}
+    sources = {name: text for name, text in sources.items() if name in ("default", TOOLS_NAME)}
+    if (size := sum(map(len, sources.values()))) > MOST_SOURCE_BYTES:
+        raise ModelFolderError(
+            f"the chat template of {folder} has {size:,} characters; needed are at most {MOST_SOURCE_BYTES:,}"
+        )
+    try:
+        return msgspec.json.encode({"sources": sources, "names": names, "special": special})
+    except UnicodeEncodeError:
+        words = "the chat template, or a token that is named,"
+        raise ModelFolderError(f"{folder}: {words} holds half of a surrogate pair; fetch it again") from None
 
 
 def _by_name(value: Any) -> dict[str, str]:
     """Templates by their names; one without a name is called `default`."""
-    if isinstance(value, list):
-        return {one["name"]: one["template"] for one in value if {"name", "template"} <= one.keys()}
-    return {"default": value} if isinstance(value, str) else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path} cannot be read: {error}") from None
-    return value if isinstance(value, dict) else {}
+    found: dict[str, str] = {}
+    for one in value if isinstance(value, list) else [{"name": "default", "template": value}]:
+        match one:
+            case {"name": str() as name, "template": str() as template}:
+                found[name] = template
+    return found
