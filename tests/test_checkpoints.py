@@ -109,7 +109,10 @@ BROKEN = {
     "wrong type": (_config(num_layers="two"), "config.json: num_layers: "),
     "unknown mixer": (_config(mixer={"kind": "magic"}), "config.json: mixer: .*'magic'"),
     "no weights": (_remove("model.safetensors"), "model.safetensors cannot be read"),
-    "weights cut off": (_write("model.safetensors", b"\x10"), "model.safetensors cannot be read as safetensors"),
+    "weights cut off": (
+        _write("model.safetensors", b"\x10"),
+        "model.safetensors .* cut short, or no safetensors",
+    ),
     "tensor missing": (_weights(lambda t: t.pop("norm.bias")), "has no tensor 'norm.bias'"),
     "tensor too many": (_weights(lambda t: t.update(odd=torch.zeros(1))), "holds a tensor 'odd'"),
     "wrong shape": (_weights(lambda t: t.update({"norm.bias": torch.zeros(3)})), r"'norm.bias' has shape \(3,\)"),

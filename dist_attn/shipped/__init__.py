@@ -1,13 +1,14 @@
 """Models that ship, how a folder is found by path or name, and whether its files are whole; never imports torch."""
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped.downloaded import SUPPORTED
-from dist_attn.shipped.folder_files import find_json_object, open_file, read_file, read_json_object
+from dist_attn.shipped.folder_files import find_json_object, open_file, read_file
 
 OUR_MODEL_TYPE: Final = "dist_attn"
 CONVERTIBLE: Final = ("bert", "gpt2", "gpt_neox", "llama")
@@ -92,10 +93,11 @@ def check_manifest(folder: Path) -> None:
     path = folder / "manifest.json"
     if not path.is_file():
         return
+    contents = read_file(path)
     try:
-        digests = read_json_object(path)["sha256"]
+        digests = json.loads(contents)["sha256"]
         pairs = [(str(name), str(digest)) for name, digest in digests.items()]
-    except (KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ModelFolderError(f"{path} is not a manifest: it needs an object 'sha256' of file names") from None
     for name, digest in pairs:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts

@@ -25,7 +25,7 @@ __all__ = ["ChatTemplate", "TemplateRefusal"]
 TEMPLATE_NAME = "chat_template.jinja"
 TOOLS_NAME = "tool_use"
 """The template that takes the place of the default one where there are tools."""
-MOST_SOURCE_BYTES = 1 << 20
+MOST_SOURCE_BYTES = 1 << 18
 MOST_ANSWER_BYTES = 8 * MOST_CHARACTERS
 EXIT_SECONDS = 1.0
 """For a process that ends by itself."""

@@ -143,7 +143,7 @@ class _Templates:
                 self._templates[name], self.asks_for[name] = environment.from_string(parsed), asks_for
             except Exception as error:  # of a template that is nested too deep, Python's compiler raises what it likes
                 if name == "default":  # without the other one tools are refused
-                    raise _Refusal(str(error) or type(error).__name__) from None
+                    raise _Refusal(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
 
     def prompt(self, name: str, told: dict[str, Any]) -> list[str | int]:
         """Texts, which never become special tokens, and the ids of those that stand in the template.
