@@ -6,6 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,17 +25,13 @@ MAX_PIECE_BYTES = TAIL_BYTES - 8
 _BLOCK_BYTES = 1 << 16
 _CACHE_ENTRIES = 1 << 16
 
+MOST_IDS = 1 << 24
+"""Vocabularies are tables with a place for every id."""
+MOST_GROWTH = 64
+"""So many times as long as it was may a text become before it is cut into tokens."""
+
 NOT_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that are no UTF-8, where these were decoded with `surrogateescape`."""
-
-
-MOST_TOKENS = 1 << 24  # of a vocabulary; the largest have some hundred thousand
-
-
-def _check_size(size: int) -> None:
-    """Raises: ValueError for a vocabulary that no model has, before a table of it is made."""
-    if size > MOST_TOKENS:
-        raise ValueError(f"a vocabulary of {size} tokens is spoken of; it may have {MOST_TOKENS}")
 
 
 class ForeignTokeniser(Tokeniser):
@@ -56,13 +53,16 @@ class ForeignTokeniser(Tokeniser):
     ) -> None:
         try:
             self._check(contents)
+            _check_growth(contents)
             # A stream never has added tokens, so the library does not hear of any; nor does it cut, pad or frame.
             bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
             self._tokenizer = Tokenizer.from_str(json.dumps(contents | bare))
             self._about = {"eos_token": end_text} if about is None else dict(about)
             self._whole = WholeText(contents, self._about)
             size = 1 + max(self._whole.library.get_vocab().values())
-            _check_size(max([size, *(1 + int(token["id"]) for token in contents.get("added_tokens") or ())]))
+            last = max([size - 1, *(int(token["id"]) for token in contents.get("added_tokens") or ())])
+            if last >= MOST_IDS:
+                raise ValueError(f"its ids run to {last}; needed are ids below {MOST_IDS}")
             table = self._table(contents)
             self.vocabulary = Vocabulary((*table, *[b""] * (size - len(table))), ends=False)
         except Exception as error:  # the library raises no narrower type
@@ -134,17 +134,15 @@ class ForeignTokeniser(Tokeniser):
     def padded(self, vocab_size: int) -> Self:
         """With unused ids up to `vocab_size`: models are often padded to a round number of tokens.
 
-        Raises: ModelFolderError where there are more ids already.
+        Raises: ModelFolderError where there are more ids already, or would be far too many.
         """
         if vocab_size < self.vocab_size:
             raise ModelFolderError(
                 f"{FILE_NAME} has {self.vocab_size} tokens and config.json says vocab_size {vocab_size}; needed are "
                 "at least as many as tokens"
             )
-        try:
-            _check_size(vocab_size)
-        except ValueError as error:
-            raise ModelFolderError(f"config.json: {error}") from None
+        if vocab_size > MOST_IDS:
+            raise ModelFolderError(f"config.json says vocab_size {vocab_size}; needed are at most {MOST_IDS}")
         unused = [b""] * (vocab_size - self.vocab_size)
         wider = copy(self)
         wider.vocabulary = Vocabulary((*self.vocabulary.pieces, *unused), ends=False)
@@ -209,6 +207,25 @@ class PiecewiseTokeniser(ForeignTokeniser):
 
     def _tokenise(self, piece: str) -> list[int]:
         return [token.id for token in self._tokenizer.model.tokenize(piece)]
+
+
+def _check_growth(contents: dict[str, Any]) -> None:
+    """Raises: ValueError for steps that make texts, or tokens that are drawn, so long that no memory holds them."""
+    for part in ("normalizer", "decoder"):
+        growth = _growth(contents.get(part))
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its {part} makes texts {growth:,.0f} times as long; needed are at most {MOST_GROWTH}")
+
+
+def _growth(step: Any) -> float:
+    match step:
+        case {"type": "Sequence", "normalizers": list() as steps} | {"type": "Sequence", "decoders": list() as steps}:
+            return prod(map(_growth, steps))
+        case {"type": "Replace", "pattern": {"String": str() as old}, "content": str() as new} if old:
+            return max(1.0, len(new) / len(old))
+        case {"type": "Replace", "content": str() as new}:  # a pattern may match between any two characters
+            return 1.0 + len(new)
+    return 1.0
 
 
 def ids_of(contents: dict[str, Any]) -> dict[str, int]:

@@ -192,3 +192,36 @@ def test_an_added_token_without_an_id(tmp_path: Path) -> None:
     folder_of(tmp_path, "llama3", added_tokens_decoder={"350": FIRST, "a": FIRST})
     with pytest.raises(ModelFolderError, match=r"tokenizer_config\.json: added_tokens_decoder has the key 'a'"):
         read_foreign(tmp_path)
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+EVERYWHERE = {"type": "Replace", "pattern": {"Regex": "(?=)"}, "content": "x"}
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "long": (
+        {"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 4}},
+        "normalizer makes texts 100,000,000 t",
+    ),
+    "often": ({"normalizer": {"type": "Sequence", "normalizers": [EVERYWHERE] * 40}}, "needed are at most 64"),
+    "of tokens": (
+        {"decoder": {"type": "Sequence", "decoders": [REPLACE] * 4}},
+        "decoder makes texts 100,000,000 times",
+    ),
+    "an id": ({"model": {"vocab": {"zz": (1 << 32) - 1}}}, "ids run to 4294967295; needed are ids below 16777216"),
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_file_that_would_take_all_memory_is_refused(what: str, tmp_path: Path) -> None:
+    """Texts and tokens that grow without an end in sight, and a table with a place for each of four billion ids."""
+    path = folder_of(tmp_path, "llama3") / "tokenizer.json"
+    contents, (changed, words) = json.loads(path.read_text()), BOMBS[what]
+    model = contents["model"] | {"vocab": contents["model"]["vocab"] | changed.get("model", {}).get("vocab", {})}
+    path.write_text(json.dumps({**contents, **changed, "model": model}))
+    with pytest.raises(ModelFolderError, match=words):
+        read_foreign(tmp_path)
+
+
+def test_more_unused_ids_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    """A vocab_size of a million millions is no padding."""
+    with pytest.raises(ModelFolderError, match="vocab_size 1000000000000; needed are at most 16777216"):
+        read_foreign(folder_of(tmp_path, "llama3")).padded(10**12)
