@@ -7,7 +7,6 @@ is the answer. Each one after it brings what the template is told; the answer is
 """
 
 import json
-import re
 import resource
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from dist_attn_service.completions.traced_text import TracedText, cut_at, joined
+from dist_attn_service.completions.traced_text import SpecialTokens, TracedText, joined
 
 __all__ = ["LENGTH_BYTES", "MEMORY_BYTES", "MOST_CHARACTERS", "MOST_SECONDS"]
 
@@ -130,9 +129,7 @@ class _Templates:
 
     def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], special: Mapping[str, int]) -> None:
         self._names = {name: TracedText.owned(text) for name, text in names.items()}
-        self._special = special
-        longest_first = sorted(special, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = SpecialTokens(special)
         self._templates: dict[str, Template] = {}
         self.asks_for: dict[str, list[str]] = {}
         environment = _make_environment()
@@ -158,7 +155,7 @@ class _Templates:
             size += len(piece)
             if size > MOST_CHARACTERS:
                 raise _Refusal(f"its prompt is over {MOST_CHARACTERS} characters")
-        return cut_at(joined(pieces), self._special, self._pattern)
+        return self._special.cut(joined(pieces))
 
 
 def _words(error: Exception) -> str:

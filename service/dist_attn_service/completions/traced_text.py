@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Self, SupportsIndex, cast, final
 
-__all__ = ["TracedText", "cut_at", "joined"]
+__all__ = ["SpecialTokens", "TracedText", "joined"]
 
 _OWN_RUN = re.compile(rb"\x01+")
 
@@ -113,13 +113,31 @@ def joined(texts: Iterable[str]) -> TracedText:
     return cast(TracedText, TracedText().join(texts))
 
 
-def cut_at(text: TracedText, special: Mapping[str, int], names: re.Pattern[str]) -> list[str | int]:
-    """The ids of special tokens, found by `names`, whose characters are all the template's own; texts between them."""
-    parts: list[str | int] = []
-    at = 0
-    for run in _OWN_RUN.finditer(_own(text)):
-        for match in names.finditer(text, run.start(), run.end()):
-            parts += [str.__getitem__(text, slice(at, match.start())), special[match[0]]]
-            at = match.end()
-    parts.append(str.__getitem__(text, slice(at, None)))
-    return [part for part in parts if part != ""]
+@final
+class SpecialTokens:
+    """The special tokens that a template may give, with their ids by their text."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        self._sizes: dict[str, list[int]] = {}  # by the first character; the longest first
+        for size, first in sorted({(len(text), text[0]) for text in ids}, reverse=True):
+            self._sizes.setdefault(first, []).append(size)
+        self._first = re.compile(f"[{''.join(map(re.escape, self._sizes))}]" if ids else "(?!)")
+
+    def cut(self, text: TracedText) -> list[str | int]:
+        """The ids of those whose characters are all the template's own, and plain texts between them."""
+        parts: list[str | int] = []
+        plain, behind = str.__getitem__(text, slice(None)), 0
+        for run in _OWN_RUN.finditer(_own(text)):
+            at = run.start()
+            while found := self._first.search(plain, at, run.end()):
+                at = found.start()
+                sizes = (size for size in self._sizes[found[0]] if at + size <= run.end())
+                name = next((name for size in sizes if (name := plain[at : at + size]) in self._ids), None)
+                if name is None:
+                    at += 1
+                else:
+                    parts += [plain[behind:at], self._ids[name]]
+                    at = behind = at + len(name)
+        parts.append(plain[behind:])
+        return [part for part in parts if part != ""]
