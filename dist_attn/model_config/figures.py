@@ -6,6 +6,7 @@ Letters: B batch, L tokens, P ranks.
 from dataclasses import dataclass
 
 GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
+SLOTS = 8  # sequences in a batch of decoding steps, empty ones included: products of fewer rows have other bits
 FLOAT_BYTES = 4
 POSITION_BYTES = 8
 LOG_DECAY = 1  # numbers that every piece of a scanned message carries beside its sums

@@ -24,16 +24,15 @@ from dist_attn.generation import (
 )
 from dist_attn.generation.captured_step import GROWS
 from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import current_watch
 from dist_attn.ops.state import steps_in_place
+from dist_attn.ops.whole_vectors import WholeVectors
 from dist_attn.rank.layers_apart import FAULT, LayersApart
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 from dist_attn_api.errors import Code
-
-SLOTS = 8
-"""Sequences per batch, empty slots included: matmuls over fewer rows give other bits."""
 
 KEPT_STEPS = 4
 """Captured steps that are kept for batches to come: to capture one takes longer than many tokens."""
@@ -89,6 +88,7 @@ class DecodeSlots:
         self._captures = takes_captured_steps("eager" if apart is not None else steps, device)
         self._graphs = StepGraphs(device) if graphs is None else graphs
         self._free: list[CapturedStep] = []  # those of batches that are no more
+        self._whole: WholeVectors | None = WholeVectors() if device.type == "cpu" else None
 
     @property
     def how(self) -> frozenset[str]:
@@ -190,13 +190,16 @@ class DecodeSlots:
             watch.rows = len(drawings)
             if watch.finite is not None:
                 watch.finite.first_tokens = tuple(batch.state.position_B.tolist())
-        if batch.captured is not None:
-            logits_BV = batch.captured.step(token_B)
-            batch.state = batch.captured.state
-        else:
-            looked_at = watch is not None and watch.finite is not None  # also at the state before
-            with nullcontext() if looked_at else steps_in_place():
-                logits_BV, batch.state = self._model.step(token_B, batch.state)
+        looked_at = watch is not None and watch.finite is not None  # also at the state before
+        with self._whole or nullcontext():
+            if batch.captured is not None:
+                logits_BV = batch.captured.step(token_B)
+                batch.state = batch.captured.state
+            else:
+                with nullcontext() if looked_at else steps_in_place():
+                    logits_BV, batch.state = self._model.step(token_B, batch.state)
+        if self._whole is not None and not self._whole.needed:
+            self._whole = None  # it looks at every call of torch, which takes a microsecond
         if watch is not None:
             watch.rows = None
         logits_BV = logits_BV[: len(drawings)].float().cpu()

@@ -18,11 +18,12 @@ from dist_attn.devices import ON_CPU, choose_compute, present_compute
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.layout import SequenceLayout
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
-from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
+from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.rank.layers_apart import LayersApart
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces, tokens_of
 from dist_attn.rank.sequence_executor import SequenceExecutor, batches_of, fatal_on, take_counts

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.decoding_forms import Sizes, StateForm, language_model
 from dist_attn.errors import ConfigError
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import weight_bytes, weight_precision_of
-from dist_attn.rank.decode_slots import SLOTS
 from dist_attn.training.evaluation import score_tokens
 from dist_attn_research.studies import weight_precision
 from dist_attn_research.studies.weight_precision import FLOAT32, FORMS, WHOLLY, bits_of_steps, form

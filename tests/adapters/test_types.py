@@ -13,14 +13,17 @@ from tests.adapters.supported import PAGE, listed
 from tests.support.foreign_models import (
     BLOCK,
     TYPES,
+    VOCABULARY,
     WAYS,
     after_a_block,
     compared,
     distances,
     forked,
     restored_elsewhere,
+    with_heads,
     written,
 )
+from tests.support.slots import digests
 
 FURTHEST = 1e-4
 
@@ -65,6 +68,15 @@ def test_texts_of_different_lengths_decode_side_by_side(kind: str) -> None:
     alone_BV, _ = case.ours.step(token_B, ModelState.beside(states[:1], 8))
     assert torch.equal(both_BV[0], alone_BV[0])
     assert (both_BV[:2] - case.want_BLV[[0, 1], places]).abs().max().item() <= FURTHEST
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_full_batches_change_no_bit(kind: str, tmp_path: Path) -> None:
+    """Of any heads, tokens, log-probabilities and states are alone what they are beside 1, 3, 7 and 15 others."""
+    for heads in (3, 6, 7):
+        written(kind, **with_heads(kind, heads))[0].save_pretrained(tmp_path / str(heads))
+        model = load_adapted_model(tmp_path / str(heads))
+        assert len(set(digests(model, vocabulary=VOCABULARY))) == 1, f"{heads} heads"
 
 
 # A choice of experts that flips moves logits further than all rounding does, in transformers' bfloat16 as in ours:

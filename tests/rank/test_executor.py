@@ -11,8 +11,9 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.control.scheduler import split
 from dist_attn.errors import EngineError
 from dist_attn.generation import StateShapes, generate
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import ModelState
-from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
+from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.rank.executor import ModelExecutor
 from dist_attn.rank.state_bytes import read_state, write_state
 from dist_attn.rank_link.rows import SCORE_ROWS, RowAssembler, score_width

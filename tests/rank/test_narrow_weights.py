@@ -11,9 +11,10 @@ from dist_attn.checkpoints import load_model
 from dist_attn.errors import ConfigError, StateMismatchError
 from dist_attn.generation import generator_for, identity_of, pack_state, restore_state, sample
 from dist_attn.generation.decode import prefill
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import ModelState
 from dist_attn.ops.processor import flushes_denormals
-from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
+from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.rank.executor import open_executor
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings

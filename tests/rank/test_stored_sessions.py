@@ -13,7 +13,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.control.scheduler import split
 from dist_attn.generation import computation_of
-from dist_attn.rank.decode_slots import SLOTS
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.rank.executor import ModelExecutor
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec, SamplingSpec

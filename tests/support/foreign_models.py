@@ -29,8 +29,8 @@ from dist_attn.wire.snapshot import read_snapshot
 from tests.support.snapshots import manifest
 
 __all__ = [
-    "BLOCK", "TYPES", "WAYS", "Compared", "after_a_block", "compared", "distances", "forked", "restored_elsewhere",
-    "written",
+    "BLOCK", "TYPES", "VOCABULARY", "WAYS", "Compared", "after_a_block", "compared", "distances", "forked",
+    "restored_elsewhere", "with_heads", "written",
 ]  # fmt: skip
 
 LENGTH, BLOCK, VOCABULARY = 61, 37, 97
@@ -118,6 +118,21 @@ TYPES: dict[str, dict[str, Any]] = {
     "mistral": HEADS | {"num_hidden_layers": 2, "sliding_window": 16},
 }  # fmt: skip
 """By type: what is smaller than in transformers' own configuration of it, and multipliers that its folders have."""
+
+
+_HEADS = (
+    "num_attention_heads", "num_key_value_heads", "num_heads", "linear_num_heads", "linear_num_value_heads",
+    "linear_num_key_heads", "mamba_num_heads", "mamba_n_heads", "n_mamba_heads",
+)  # fmt: skip
+_ONE = ("expand", "mamba_expand", "n_groups", "mamba_n_groups", "mamba_ngroups")
+
+
+def with_heads(kind: str, heads: int) -> dict[str, Any]:
+    """What makes a model of this type have so many heads of each sort; a configuration takes of it what it knows."""
+    wide = dict.fromkeys(("hidden_size", "lru_width", "mamba_d_ssm"), 8 * heads) | {"intermediate_size": 9 * heads}
+    sizes = dict.fromkeys(_HEADS, heads) | dict.fromkeys(_ONE, 1) | wide
+    inner = TYPES[kind].get("text_config")
+    return sizes if inner is None else {"text_config": inner | sizes}
 
 
 @dataclass(frozen=True)

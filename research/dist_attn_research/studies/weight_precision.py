@@ -15,8 +15,8 @@ from benchmarks.setting import ROOT
 from benchmarks.timing import RATES, interleaved, rate_works
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.errors import ConfigError
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import CausalModel, hold_weights_as, weight_bytes
-from dist_attn.rank.decode_slots import SLOTS
 from dist_attn.text import Tokeniser
 from dist_attn.training.evaluation import score_tokens
 from dist_attn_research.papers.novels import FOLDER, TEST

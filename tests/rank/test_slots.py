@@ -1,0 +1,24 @@
+"""A request's bits do not depend on the slots that others have."""
+
+import pytest
+
+from dist_attn.model_config.mixer import registered_mixers
+from tests.support.model_cases import streaming_kinds
+from tests.support.models import small_config, small_model
+from tests.support.slots import digests
+
+GATED = {"norm": {"kind": "rms"}, "mlp": {"kind": "gated", "activation": "silu", "bias": False}}
+VOCABULARY = small_config().vocab_size
+
+
+@pytest.mark.parametrize("kind", [kind for kind in streaming_kinds() if kind != "hybrid"])
+def test_every_mixer_has_the_same_bits_in_full_batches(kind):
+    """Of any heads, tokens, log-probabilities and states are alone what they are beside 1, 3, 7 and 15 others."""
+    fields = registered_mixers()[kind].model_fields
+    for heads in (1, 3, 6, 7):
+        asked = {"num_heads": heads, "num_random": 6}
+        size = 4 * heads
+        mixer = {"kind": kind, "hidden_size": size} | {name: asked[name] for name in asked if name in fields}
+        block = GATED if heads % 2 else {"mlp": {"activation": "gelu_tanh"}}
+        model = small_model(small_config(hidden_size=size, mlp_size=size + heads, mixer=mixer, block=block))
+        assert len(set(digests(model, vocabulary=VOCABULARY))) == 1, f"{heads} heads"
