@@ -209,7 +209,7 @@ class Controller:
         """Send steps until as many are under way as may be, or there is nothing to do."""
         self._requests.now = now
         while self._group.running and len(self._steps.under_way) < self._settings.steps_in_flight:
-            chosen = plan(self._view(now))
+            chosen = plan(self._view())
             self._ring = chosen.ring
             if chosen.empty and not self._requests.any_to_close and not self._states.any_awaited:
                 return
@@ -222,19 +222,16 @@ class Controller:
         """Whether no request is open."""
         return not len(self._requests)
 
-    def _view(self, now: float) -> View:
+    def _view(self) -> View:
         model, requests = self._requests.model, self._requests
         cutting = Cutting(
             chunk=self._settings.ranks * self._settings.chunk_tokens,
-            patience_s=self._settings.patience_s,
             hidden_size=model.hidden_size if model else 0,
             text_tokens=model.text_tokens if model else None,
-            grain=model.grain if model else 1,
             stay_tokens=self._states.save_tokens if model and model.state_bytes is not None else None,
         )
         views = (
-            self._states.in_view(view_of(request, cutting, now, requests.blocked(request)), request)
-            for request in requests
+            self._states.in_view(view_of(request, cutting, requests.blocked(request)), request) for request in requests
         )
         pace, pauses = self._pace, model.pauses if model else 0
         most = TEXTS_AT_ONCE if model and not model.writes else self._limits.max_requests

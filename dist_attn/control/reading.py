@@ -90,14 +90,12 @@ class Reading:
     final: bool = False  # none will follow what was received
     credit: int = 0
     heard_at: float = 0.0
-    waiting_since: float = 0.0  # since when its oldest queued tokens wait
     dispatched: int = 0  # tokens that are in blocks of steps
     done: int = 0  # every rank has answered for the text up to here
     saved: int = 0  # how much of the text is in the last saved state
     assembler: RowAssembler | None = None
     queue: TokenQueue = field(default_factory=TokenQueue)
     _given: TokenQueue = field(default_factory=TokenQueue)  # to the ranks, since the last saved state
-    _edges: deque[int] = field(default_factory=deque)  # where the blocks since then ended
 
     @classmethod
     def from_position(cls, start: int, now: float, held_back: int = 0) -> "Reading":
@@ -127,8 +125,6 @@ class Reading:
 
     def push(self, tokens: bytes, final: bool, now: float) -> None:
         """Take the next tokens in; `final`: they are the last ones."""
-        if not len(self.queue):
-            self.waiting_since = now
         self.queue.push(tokens)
         self.received, self.final, self.heard_at = self.received + len(tokens) // TOKEN_BYTES, final, now
 
@@ -159,17 +155,9 @@ class Reading:
         self._given.push(tokens)
         return tokens
 
-    def end_block(self, tokens: int, now: float) -> None:
-        """A block of so many tokens was taken; where it ends is remembered, if it is not read for the second time."""
+    def end_block(self, tokens: int) -> None:
+        """A block of so many tokens was taken."""
         self.dispatched += tokens
-        self.waiting_since = now
-        if not self._edges or self.dispatched > self._edges[-1]:
-            self._edges.append(self.dispatched)
-
-    @property
-    def due(self) -> tuple[int, ...]:
-        """Where the next blocks ended when they were read before; nothing for those that are new."""
-        return tuple(self._edges) if self._edges and self.dispatched < self._edges[-1] else ()
 
     def reached(self, position: int) -> None:
         """Every rank has answered for the text up to here."""
@@ -179,8 +167,6 @@ class Reading:
         """A state was saved: what it holds will not be needed again."""
         position = self.tokens_in(saved)
         self._given.drop(position - self.saved)
-        while self._edges and self._edges[0] <= position:
-            self._edges.popleft()
         self.saved = position
 
     def rewind(self) -> int:

@@ -1,7 +1,6 @@
 """One open request: what is asked, and how far it is in four records, and what the scheduler sees of it."""
 
 import dataclasses
-import math
 import secrets
 from dataclasses import dataclass, field
 
@@ -231,22 +230,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Cutting:
-    """How texts are cut into blocks. Units: tokens of all ranks together, seconds.
+    """How texts are cut into blocks. Units: tokens of all ranks together.
 
-    `text_tokens` is how much the model reads at once, None any length, cut at multiples of `grain`. A text that has
-    read `stay_tokens` in its place may be put aside; None: never. After `patience_s` a block is cut from the tokens
-    that have come.
+    `text_tokens` is how much the model reads at once, None any length. A text that has read `stay_tokens` in its place
+    may be put aside; None: never.
     """
 
     chunk: int
-    patience_s: float
     hidden_size: int = 0
     text_tokens: int | None = None
-    grain: int = 1
     stay_tokens: int | None = None
 
 
-def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> RequestView:
+def view_of(request: Request, cutting: Cutting, blocked: bool) -> RequestView:
     """The request as the scheduler sees it; `blocked`: its reader is slow, or it is not its turn."""
     reading, keeping, drawing = request.reading, request.keeping, request.drawing
     view = RequestView(
@@ -254,11 +250,9 @@ def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> Re
         opened=keeping.on_ranks,
         start=reading.dispatched,
         final=reading.final,
-        overdue=now - reading.waiting_since >= cutting.patience_s,
         blocked=blocked or keeping.swapping_out,
         chunk=cutting.chunk,
         available=reading.available,
-        due=reading.due,
         priority=request.terms.priority,
         queued_at=keeping.queued_at,
         swappable=keeping.on_ranks
@@ -269,32 +263,27 @@ def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> Re
     )
     ready = reading.prefilled and drawing.may_ask
     if request.is_session:
-        # However slowly its text comes: it is always cut into the same blocks.
         waits = not request.is_restored or drawing.rewinding or keeping.ranks_done
         rests = waits or len(keeping.offers.waiting) > MOST_OFFERS
         owner = drawing.logits_rank if ready and drawing.owner is None else drawing.owner
         blocked = blocked or rests
-        return dataclasses.replace(view, overdue=False, blocked=blocked, home=request.number, ready=ready, owner=owner)
+        return dataclasses.replace(view, blocked=blocked, home=request.number, ready=ready, owner=owner)
     if request.work.rows is not None:
         return _cut_rows(view, request.work.rows, cutting)
     # A request ends with its last token: by then the scores of its prompt must have come from every rank.
     ready = ready and (request.scores is None or reading.prefill_done)
-    # As those of sessions, states that are kept for others always come of the same blocks.
-    overdue = view.overdue and not request.has_states
-    return dataclasses.replace(view, ready=ready, owner=drawing.owner, overdue=overdue)
+    return dataclasses.replace(view, ready=ready, owner=drawing.owner)
 
 
 def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView:
-    """An encoding: no block has too many rows, and none ends at a row inside a sequence."""
-    length, grid = row_length(rows), GRAIN
-    edges: int | None = None
-    if cutting.text_tokens is not None:
-        grid = sequence_length(rows, cutting.text_tokens)
-    elif length is not None:
-        edges = math.lcm(length, cutting.grain)
+    """An encoding: no block has too many rows, and none ends inside a sequence."""
+    length, of_sequences = row_length(rows), cutting.text_tokens is not None
+    grid = GRAIN if cutting.text_tokens is None else sequence_length(rows, cutting.text_tokens)
     # Texts without rows of a length are summed up to every multiple of the grid.
     row_bytes = -(-4 * cutting.hidden_size // (1 if rows.marked else length or grid))
     chunk = max(1, min(view.chunk, ROW_BYTES_PER_BLOCK // max(1, row_bytes)) // grid) * grid
     # Texts too short to be cut go to the ranks in turn, by their numbers: one rank alone reads a sequence, or a short
-    # text of a stream encoder.
-    return dataclasses.replace(view, grid=grid, chunk=chunk, row_length=edges, row_bytes=row_bytes, home=view.number)
+    # text of a stream encoder. Where a longer text ends on a rank that depends on nothing else, so do its bits.
+    whole = view.start == 0 and view.available <= chunk
+    home = view.number if of_sequences or whole else 0
+    return dataclasses.replace(view, grid=grid, chunk=chunk, row_bytes=row_bytes, home=home)

@@ -6,8 +6,9 @@ many as leave reading half of the time: the time between tokens stays bounded, a
 short and long work wait together each gets half of the step, and one block at least: no request starves. More urgent
 classes come first among short prompts, and have four times the share of the next class among documents.
 
-A text is always cut into the same blocks: at multiples of its chunk, however much a step has room for and whatever else
-waits. So its rows and its state have the same bits in a busy engine, in an idle one, and when it is read a second time.
+A text is always cut into the same blocks: at multiples of its chunk and at its end, however much a step has room for,
+whatever else waits, and however slowly it comes. So its rows and its state have the same bits in a busy engine, in an
+idle one, and when it is sent or read a second time.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,12 +55,9 @@ class RequestView:
     start: int = 0
     available: int = 0
     final: bool = False
-    overdue: bool = False  # its tokens have waited long enough for more to come
-    row_length: int | None = None  # a row ends at every multiple of it; None: only at the end of the input
     row_bytes: int = 0  # of the rows that ranks make of a token, at most
     grid: int = GRAIN  # tokens; blocks and the slices of ranks are cut at multiples of it
     chunk: int = GRAIN  # tokens on all ranks; a block ends at every multiple of it
-    due: tuple[int, ...] = ()  # where its next blocks ended when they were read before; they end there again
     home: int = 0  # the rank that reads what is too short to be shared
     ready: bool = False  # its prompt is prefilled: a token can be drawn
     owner: int | None = None  # the rank that keeps its state while it decodes
@@ -243,26 +241,12 @@ def _tokens(blocks: list[Block]) -> int:
 
 
 def _next(request: RequestView, at: int) -> int:
-    """Where a block that begins at `at` ends; 0 while it is better to wait.
-
-    A block ends at the end of the input or of a chunk. Only a client that sends slowly gets a cut on the grid before,
-    or at the last row edge where rows are shorter: they should not wait for tokens that come much later.
-    """
+    """Where a block that begins at `at` ends: at the end of a chunk or of the input; 0 while that has not come."""
     stop = request.start + request.available
-    if at >= stop:
-        return 0
-    if at < (request.due[-1] if request.due else 0):
-        return min(edge for edge in request.due if edge > at)
     edge = (at // request.chunk + 1) * request.chunk
     if edge <= stop:
         return edge
-    if request.final:
-        return stop
-    if not request.overdue:
-        return 0
-    on_grid = stop - stop % request.grid
-    on_row = stop - stop % request.row_length if request.row_length else 0
-    return next((cut for cut in (on_grid, on_row) if cut > at), 0)
+    return stop if request.final and at < stop else 0
 
 
 def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) -> tuple[int, ...]:

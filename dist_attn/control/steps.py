@@ -123,7 +123,7 @@ class _Orders:
             # The last token of a prompt is in no block, so there is always one that follows.
             following = None if request.scores is None else reading.queue.first
             ops.append(PrefillOp(block.request, block.start, list(block.lengths), tokens, following))
-        reading.end_block(block.tokens, self._now)
+        reading.end_block(block.tokens)
         request.drawing.logits_are_at(max(rank for rank, length in enumerate(block.lengths) if length))
         self.save_awaited(request)
 

@@ -187,7 +187,6 @@ class ModelExecutor:
             pauses=len(model.parts),
             backend=comm.backend,
             device=device,
-            grain=model.grain,
             writes=isinstance(model, CausalModel),
             positions=model.learned_positions,
         )

@@ -249,7 +249,6 @@ class EngineSettings(RankTerms):
     step_s: Seconds = Field(
         default=0.25, description="how long a step reads at most, as far as a chunk allows: new work waits for its end"
     )
-    patience_s: Seconds = Field(default=0.05, description="how long tokens wait for more of them to fill a block")
     max_open: Number = Field(default=512, description="open requests of a class of priority and those before it")
     max_waiting_tokens: Number = Field(default=1 << 26, description="likewise, tokens of these to be read or drawn")
     max_active: Number = Field(default=128, description="requests that have a state in the ranks at once")

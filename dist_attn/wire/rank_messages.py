@@ -175,7 +175,7 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `text_tokens` is how much of a text the model reads at once, as a sequence that stands alone; None: any length.
     `positions` is how many tokens a text may have with what is drawn after it, where it learned a vector for each.
-    `grain`: what is read ends at a multiple of so many tokens, or with the text. `writes`: more than vectors.
+    `writes`: more than vectors.
     `pauses` is how often work on a block can be interrupted for a round of decoding; 0: not at all.
     """
 
@@ -193,7 +193,6 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # What "auto" came to: the back end between ranks, and the device with its precision.
     backend: str = ""
     device: str = ""
-    grain: Annotated[int, Meta(ge=1)] = 1
     writes: bool = True
     positions: Annotated[int, Meta(ge=1)] | None = None
 

@@ -15,7 +15,7 @@ def request(tokens, *, priority=1, draws=0, received=0, final=False, read=0, ask
     made = Request.opened_by(message, 1, b"api", 0.0, 512)
     made.reading.push(bytes(4 * max(received, read)), final, 0.0)
     made.reading.take(read)
-    made.reading.end_block(read, 0.0)
+    made.reading.end_block(read)
     for _ in range(asked_for):
         made.drawing.ask(0)
     return made

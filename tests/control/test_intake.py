@@ -75,7 +75,7 @@ class ApiSide:
     def read(self, tokens):
         """A block of so many tokens goes to the ranks."""
         self.request.reading.take(tokens)
-        self.request.reading.end_block(tokens, 1.0)
+        self.request.reading.end_block(tokens)
 
     def lose(self):
         """The ranks are lost while they work on the open request."""

@@ -21,7 +21,7 @@ def decoder(request, owner=None):
 
 def long_document(request, available=1 << 20, **fields):
     """A document of which much waits."""
-    return RequestView(request, **{"available": available, "row_length": 512, "chunk": 1024, **fields})
+    return RequestView(request, **{"available": available, "chunk": 1024, **fields})
 
 
 def short_prompt(request, tokens=700):
@@ -33,7 +33,7 @@ def short_text(number, rows, **fields):
     """A text whose rows have 16 numbers, as the scheduler sees it."""
     request = Request.opened_by(OpenWork(f"e{number}", rows=rows), number, b"api", 0.0, 512)
     request.reading.push(bytes(4 * 9), final=True, now=0.0)
-    return view_of(request, Cutting(chunk=1024, patience_s=1.0, hidden_size=16, **fields), 0.0, blocked=False)
+    return view_of(request, Cutting(chunk=1024, hidden_size=16, **fields), blocked=False)
 
 
 def planned(*requests, limits=LIMITS, ring=()):
@@ -139,11 +139,11 @@ def test_long_documents_take_turns():
     assert len(set(given_tokens.values())) == 1
 
 
-@pytest.mark.parametrize(("text_tokens", "grain"), [(14, 1), (None, 64), (None, 1)])
+@pytest.mark.parametrize("text_tokens", [14, None])
 @pytest.mark.parametrize("rows", [RowSpec("document"), RowSpec("window", 12), RowSpec("sentence")])
-def test_short_texts_go_around(rows, text_tokens, grain):
+def test_short_texts_go_around(rows, text_tokens):
     """Each rank reads as many of the texts that are too short to be cut, whatever kind of model makes the rows."""
-    views = [short_text(number, rows, text_tokens=text_tokens, grain=grain) for number in range(4)]
+    views = [short_text(number, rows, text_tokens=text_tokens) for number in range(4)]
     assert [block.lengths for block in planned(*views).blocks] == [(9, 0), (0, 9), (9, 0), (0, 9)]
 
 
@@ -156,17 +156,21 @@ def test_what_the_rows_of_a_token_take(rows, num_bytes):
     assert short_text(0, rows).row_bytes == num_bytes
 
 
-def test_blocks_wait_for_more_tokens_only_while_that_helps():
-    """A part of a block waits while its client is fast; a slow client's goes on the grid, or at a row edge below it."""
+def test_a_part_of_a_block_waits_for_the_rest():
+    """However slow a client is; the text's end makes a block of it."""
     few = long_document(1, available=1023)
     assert planned(few).empty
-    assert tokens_of(planned(replace(few, overdue=True))) == {1: 512}
     assert tokens_of(planned(replace(few, final=True))) == {1: 1023}
-    tiny = RequestView(1, start=512, available=100, overdue=True, chunk=1024)
-    assert planned(replace(tiny, row_length=512)).empty
-    assert planned(replace(tiny, row_length=None)).empty
-    assert tokens_of(planned(replace(tiny, row_length=64))) == {1: 64}
-    assert tokens_of(planned(replace(tiny, row_length=1))) == {1: 100}
+
+
+def test_where_a_text_ends_does_not_depend_on_its_number():
+    """The last tokens of a text of several blocks lie on the first rank, also where short texts go around."""
+    for number in range(3):
+        request = Request.opened_by(OpenWork("e", rows=RowSpec()), number, b"api", 0.0, 1024)
+        request.reading.push(bytes(4 * 1100), final=True, now=0.0)
+        cutting = Cutting(chunk=1024, hidden_size=16)
+        first, last = planned(view_of(request, cutting, blocked=False)).blocks
+        assert (first.lengths, last.lengths) == ((512, 512), (76, 0))
 
 
 def test_a_session_whose_reader_is_slow_rests():
@@ -195,25 +199,19 @@ def test_blocks_end_at_chunks_whatever_waits_beside_them():
     assert edges_of(planned(long_document(1, start=700, available=500, chunk=512))) == [1024]
 
 
-def test_blocks_that_are_read_again_end_where_they_ended():
-    """The cuts of a slow client come again after a loss, and chunks follow them."""
-    again = long_document(1, available=3000, due=(100, 800, 1024), chunk=1024)
-    assert edges_of(planned(again)) == [100, 800, 1024, 2048]
-
-
 @given(
-    st.lists(st.integers(1, 4000), min_size=1, max_size=12),
+    st.lists(st.integers(0, 4000), min_size=1, max_size=12).filter(any),
     st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=8),
     st.sampled_from([512, 1024, 1536]),
 )
 def test_a_text_has_the_same_blocks_in_any_company(arrivals, company, chunk):
-    """Whatever arrives when, and whatever else is worked on, a quick client's text is cut at its chunks and its end."""
+    """Whatever arrives when, and whatever else is worked on, a text is cut at its chunks and its end."""
     total, sent, done, ring, edges, turn = sum(arrivals), 0, 0, (), [], 0
     while done < total:
         sent += arrivals[turn] if turn < len(arrivals) else 0
         decoding, others = company[turn % len(company)]
         turn += 1
-        own = RequestView(1, start=done, available=sent - done, final=sent == total, row_length=64, chunk=chunk)
+        own = RequestView(1, start=done, available=sent - done, final=sent == total, chunk=chunk)
         beside = [long_document(10 + n, chunk=chunk) for n in range(others)]
         made = planned(own, *beside, *([decoder(2, owner=0)] if decoding else []), ring=ring)
         ring = made.ring
@@ -248,10 +246,10 @@ def test_few_tokens_go_to_few_ranks(count, parts):
 class Simulated:
     """A request whose client sends its tokens over some steps; completions draw tokens after their prompt."""
 
-    def __init__(self, number, total, draws, steps, row_length, cancel_at, chunk):
+    def __init__(self, number, total, draws, steps, cancel_at, chunk):
         self.chunk = chunk
         self.number, self.total, self.draws, self.rate = number, total, draws, -(-total // steps)
-        self.row_length, self.cancel_at = row_length, cancel_at
+        self.cancel_at = cancel_at
         self.sent = self.done = 0
         self.opened, self.owner, self.idle_steps = False, None, 0
 
@@ -267,8 +265,6 @@ class Simulated:
             start=self.done,
             available=self.sent - self.done,
             final=final,
-            overdue=True,
-            row_length=self.row_length,
             chunk=self.chunk,
             ready=final and self.done == self.total and self.draws > 0,
             owner=self.owner,
@@ -279,7 +275,6 @@ SIMULATED = st.tuples(
     st.integers(1, 40_000),
     st.integers(0, 20),
     st.integers(1, 30),
-    st.sampled_from([None, 1, 64, 512, 700]),
     st.one_of(st.none(), st.integers(0, 20)),
 )
 
@@ -325,7 +320,7 @@ def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_t
             assert requests[block.request].opened
             requests[block.request].done += block.tokens
         for request in list(requests.values()):
-            could = request.opened and (request.view().final or request.sent - request.done >= GRAIN)
+            could = request.opened and (request.view().final or request.sent - request.done >= request.chunk)
             request.idle_steps = 0 if request.number in worked or not could else request.idle_steps + 1
             assert request.idle_steps <= 3 * len(clients) + 3, "a request starves"
             if request.finished:

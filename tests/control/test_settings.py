@@ -22,7 +22,7 @@ GIVEN = {"api_address": "ipc:///tmp/a", "model": "m"}
 def test_flags_are_read_back_to_the_same_value():
     """What a parent passes to its child is what the child gets, and defaults need no flag."""
     settings = ControlSettings(
-        **GIVEN, data_dir="d", ranks=3, local_agent=False, rank_command=("a", "b c"), patience_s=0.25
+        **GIVEN, data_dir="d", ranks=3, local_agent=False, rank_command=("a", "b c"), step_s=0.25
     )
     assert ControlSettings.from_flags(settings.to_flags(), "x") == settings
     assert ControlSettings(**GIVEN).to_flags() == ["--api-address=ipc:///tmp/a", "--model=m"]
@@ -51,11 +51,11 @@ def test_values_that_do_not_fit_are_refused(field, value):
 def test_settings_count_where_nobody_gave_a_flag(tmp_path):
     """A controller that is started by itself heeds the file, over it the environment, over both its flags."""
     file = tmp_path / "engine.toml"
-    file.write_text('model = "books-6m"\nlog_level = "error"\n[engine]\nranks = 3\nmax_open = 9\npatience_s = 1.5\n')
+    file.write_text('model = "books-6m"\nlog_level = "error"\n[engine]\nranks = 3\nmax_open = 9\nstep_s = 1.5\n')
     environment = {"DIST_ATTN_CONFIG": str(file), "DIST_ATTN_ENGINE__MAX_OPEN": "8", "DIST_ATTN_ENGINE__RANKS": "2"}
     flags = ["--api-address=ipc:///tmp/a", "--ranks=1"]
     settings = ControlSettings.from_flags(flags, "x", environment)
-    assert (settings.ranks, settings.max_open, settings.patience_s, settings.log_level) == (1, 8, 1.5, "error")
+    assert (settings.ranks, settings.max_open, settings.step_s, settings.log_level) == (1, 8, 1.5, "error")
     assert settings.model == str(resolve_model_folder("books-6m"))
     assert ControlSettings.from_flags([*flags, f"--config={file}"], "x").max_open == 9
 

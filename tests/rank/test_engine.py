@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -154,6 +155,24 @@ def test_what_a_text_raises_on_one_rank_alone_mixes_nothing_up(folder):
         assert "a text of 779 tokens was met" in failure_of(client, "bad").message
         assert np.array_equal(client.finish("good", 120).rows, wanted)
         assert client.status().lost_groups == 1
+
+
+@pytest.mark.parametrize("kind", ["rfa_gate", "hybrid"])
+def test_rows_do_not_depend_on_the_speed_of_an_upload(kind, tmp_path):
+    """Over two ranks, a text that is sent at once and one that comes in pieces have the same bits."""
+    folder, text = write_small_folder(tmp_path / "small", kind=kind), TOKENS[:2700]
+    with running_engine(model=str(folder), ranks=2, **REAL, wait=False) as (_, client, _):
+        client.wait_ready(90)
+        quick = client.encode("quick", text, RowSpec("window", 64), timeout_s=60)
+        slow = client.open_encoding("slow", RowSpec("window", 64))
+        for start in range(0, len(text), 300):
+            client.feed("slow", text[start : start + 300], start=start, final=start + 300 >= len(text))
+            whole = (start + 300) // 1024 * 1024 // 64
+            client.wait_until(lambda whole=whole: len(slow.starts) >= whole, what="the rows of whole blocks")
+            time.sleep(0.1)  # the client is slow
+        client.finish("slow", 60)
+    assert slow.stops == quick.stops
+    np.testing.assert_array_equal(slow.rows, quick.rows)
 
 
 def test_a_folder_that_is_no_model_is_reported(tmp_path):

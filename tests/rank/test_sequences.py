@@ -181,7 +181,7 @@ def test_sequences_are_never_cut() -> None:
     assert [block.lengths for block in plan(View(limits, shorts)).blocks] == [(9, 0), (0, 9), (9, 0), (0, 9)]
     long = RequestView(1, opened=False, available=3000, final=True, grid=4096, chunk=4096)
     assert [block.tokens for block in plan(View(limits, (long,))).blocks] == [3000]
-    waiting = RequestView(1, available=TEXT_TOKENS - 1, grid=TEXT_TOKENS, chunk=504, overdue=True)
+    waiting = RequestView(1, available=TEXT_TOKENS - 1, grid=TEXT_TOKENS, chunk=504)
     assert plan(View(limits, (waiting,))).empty
 
 
