@@ -188,6 +188,26 @@ def test_weights_are_held_as_asked(place, run):
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP, which torch carries on Linux")
+def test_threads_of_a_command_sleep_while_they_wait(tmp_path: Path) -> None:
+    """OpenMP loads with passive waiting in a process that computes; a word of the user's own goes over it."""
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.arange(3))
+    words = ["logits", "--model", str(tmp_path / "none"), "--tokens", str(tokens), "--out", str(tmp_path / "out.npy")]
+    for own, spins in (({}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+        environment |= {"OMP_DISPLAY_ENV": "verbose", **own}
+        done = subprocess.run(
+            [sys.executable, "-m", "dist_attn", *words],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 2, done.stderr
+        assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
 def test_a_search_and_an_average_report_what_they_found(place, run):
     """`generate --beams` prints the best text it found, and `average` makes a folder that generates."""
     code, out, err = run("average", "tiny", "--out", "averaged")

@@ -39,6 +39,7 @@ from dist_attn.commands.options import (
     taking,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, MissingExtraError, StorageError
+from dist_attn.host_limits import compute_environment
 from dist_attn.launchers import MEETING_VARIABLE, ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.wire.specs import SamplingSpec
 
@@ -157,6 +158,12 @@ def _usage(error: Exception) -> str:
     return words or "which command? They are listed above"
 
 
+def _compute_here() -> None:
+    """Tell OpenMP, before torch loads it, how this process shares the host with those of its launcher."""
+    _, of_host = place_on_host(os.environ) or (0, 0)
+    os.environ |= compute_environment(of_host or 1)
+
+
 def _wait_for_rank_0_error() -> None:
     """Let rank 0 print the error first: its launcher then ends the others, and nothing is printed twice."""
     launch = read_launch(os.environ)
@@ -206,6 +213,7 @@ def encode(options: EncodeOptions) -> None:
     try:
         with ended_in_order():
             if options.url is None:
+                _compute_here()
                 from dist_attn.commands.encode_file import encode_here
 
                 report = encode_here(options)
@@ -230,6 +238,7 @@ def logits(options: LogitsOptions) -> None:
     Example: dist-attn logits --model FOLDER --tokens tokens.npy --out logits.npy --ranks 2
     """
     _over_ranks(options.ranks)
+    _compute_here()
     from dist_attn.commands.logits import logits_here
 
     with ended_in_order():
@@ -272,6 +281,7 @@ def generate(options: GenerateOptions) -> None:
 def _generate_here(
     options: GenerateOptions, data: bytes, spec: SamplingSpec, show: Callable[[str], None]
 ) -> dict[str, Any]:
+    _compute_here()
     from dist_attn.devices import choose_compute
     from dist_attn.generation import BeamSpec
     from dist_attn.generation.text import generate_text, search_text
@@ -304,6 +314,7 @@ def evaluate(
     Example: dist-attn evaluate book.txt --ranks 2
     """
     _over_ranks(ranks)
+    _compute_here()
     from dist_attn.comm import open_communicator
     from dist_attn.devices import choose_compute
     from dist_attn.training.evaluation import evaluate_file
@@ -334,6 +345,7 @@ def train(
     Example: dist-attn train examples/train-books.toml --ranks 4 --set run.sequence_ranks=2
     """
     _over_ranks(ranks)
+    _compute_here()
     from dist_attn.commands.train import train_here
     from dist_attn.training.config import read_config
 
@@ -356,6 +368,7 @@ def average(
     """
     if not is_first_rank(os.environ):
         return
+    _compute_here()
     from dist_attn.training.averaging import average_folders
 
     print(json.dumps(average_folders(checkpoints, out)))
@@ -385,6 +398,7 @@ def convert(
     """
     if not is_first_rank(os.environ):
         return
+    _compute_here()
     from dist_attn.conversion import Conversion, convert_folder, convert_sentence_encoder
 
     if to == "stream":

@@ -73,12 +73,12 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     except ModelFolderError as error:
         problems.append(broken("model", str(error), "name another with --model DIR"))
     rank_bytes, message_bytes = _needs(folder, ranks, settings.engine.weights)
-    encoder, encoder_bytes = _encoder(settings) if settings.encoder.model else ([], 0)
+    encoder, encoder_ranks, encoder_bytes = _encoder(settings) if settings.encoder.model else ([], 0, 0)
     problems += encoder
     at_once = [
         machine.check_python(),
         machine.check_libraries(),
-        machine.check_cores(),
+        machine.check_cores(ranks // settings.engine.agents + encoder_ranks),
         machine.check_memory(rank_bytes, ranks, encoder_bytes),
         machine.check_disk(settings.data_dir),
         machine.check_port(settings.http.host, settings.http.port),
@@ -91,19 +91,19 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
 
 
-def _encoder(settings: Settings) -> tuple[list[Finding], int]:
-    """Whether the second model is there, and the bytes that its ranks need beside those of the first."""
+def _encoder(settings: Settings) -> tuple[list[Finding], int, int]:
+    """Whether the second model is there, its ranks, and the bytes that they need beside those of the first."""
     own = settings.encoder
     try:
         folder = resolve_model_folder(own.model)
         engine = ControlSettings.of_encoder(settings)
         check_engine(folder, engine, "encoder")
     except DistAttnError as error:
-        return [broken("encoder", str(error), "name another with encoder.model")], 0
+        return [broken("encoder", str(error), "name another with encoder.model")], 0, 0
     rank_bytes, _ = _needs(folder, engine.ranks, engine.weights)
     takes = f", each of about {byte_size(rank_bytes)}" if rank_bytes else ""
     found = machine.ok("encoder", f"{folder}; ranks of its own: {engine.ranks}{takes}")
-    return [found], engine.ranks * rank_bytes
+    return [found], engine.ranks, engine.ranks * rank_bytes
 
 
 def _needed_by(engine: EngineSettings) -> tuple[str, ...]:

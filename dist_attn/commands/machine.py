@@ -14,6 +14,7 @@ import msgspec
 from dist_attn.commands.tables import byte_size
 from dist_attn.control.preflight import GPU_DRIVERS, why_not_listen
 from dist_attn.errors import extra_hint
+from dist_attn.host_limits import affine_cores, compute_environment, core_quota, given_threads, memory_limit
 from dist_attn.launchers import find_mpiexec
 
 
@@ -60,7 +61,6 @@ def unknown(name: str, detail: str, advice: str, *, needed: bool = True) -> Find
 
 OLDEST_PYTHON = (3, 11)
 FREE_DISK_BYTES = 1 << 30
-CGROUP = Path("/sys/fs/cgroup")
 
 # What the service needs, by the names of pyproject.toml.
 LIBRARIES = (
@@ -137,16 +137,19 @@ def check_mpi() -> Finding:
     return ok("mpi", f"mpi4py {version}, {program}")
 
 
-def check_cores() -> Finding:
-    """The processor cores this process may use, by affinity and by the container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota()
-    threads = os.environ.get("OMP_NUM_THREADS")
-    detail = f"{cores} cores" if cores != 1 else "1 core"
+def check_cores(ranks: int = 1) -> Finding:
+    """The cores that the ranks of this host may use, by affinity and by the container's quota, and their threads."""
+    cores, quota = affine_cores(), core_quota()
+    given, threads = given_threads(os.environ), int(compute_environment(ranks, {})["OMP_NUM_THREADS"])
+    detail = _counted(cores, "core")
     if quota is not None and quota < cores:
         detail += f", limited to {quota:g} by the container"
-    if threads:
-        detail += f", OMP_NUM_THREADS={threads}"
+    detail += f"; {_counted(ranks, 'rank')} with {_counted(given or threads, 'thread')}{' each' if ranks > 1 else ''}"
+    if given is not None:
+        detail += f" (OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']})"
+        if given > threads:
+            advice = f"they wait for each other: leave OMP_NUM_THREADS out, or set it to {threads}"
+            return broken("cpu", detail, advice, needed=False)
     return ok("cpu", detail, cores=cores if quota is None else min(cores, quota))
 
 
@@ -189,19 +192,15 @@ def check_disk(data_dir: Path) -> Finding:
     return ok("disk", detail, free_bytes=free)
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_quota() -> float | None:
-    """Cores' worth of time that the container may use; None without a limit."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        return int(quota) / int(period)
-    return None
 
 
 def _memory() -> tuple[int | None, int | None]:
@@ -213,13 +212,9 @@ def _memory() -> tuple[int | None, int | None]:
     if total is None:
         with contextlib.suppress(OSError, ValueError):
             total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        # Pages of files that nobody used of late count as used, but are given up first.
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        free = limit - used + int(stat.get("inactive_file", 0))
-        total = limit if total is None else min(total, limit)
-        available = free if available is None else min(available, free)
+    if limit := memory_limit():
+        total = limit.limit_bytes if total is None else min(total, limit.limit_bytes)
+        available = limit.free_bytes if available is None else min(available, limit.free_bytes)
     return total, available
 
 

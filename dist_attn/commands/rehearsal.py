@@ -16,9 +16,9 @@ import msgspec
 
 from dist_attn.commands.options import PlanOptions
 from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, machine_speeds, read_own, run_trial
-from dist_attn.control.settings import threads_for
 from dist_attn.costs import LanguageModelCosts, Link, Rates
 from dist_attn.errors import EngineError, MissingExtraError, extra_hint
+from dist_attn.host_limits import compute_environment
 from dist_attn.launchers import find_mpiexec, lacks_for_mpi
 from dist_attn.wire.choices import Precision
 
@@ -130,14 +130,13 @@ def _rehearse(settings: RehearsalSettings) -> Measured:
         raise MissingExtraError(
             f"measuring over MPI needs {' and '.join(lacks_for_mpi())}: {extra_hint('mpi')}, or plan with gloo"
         )
-    threads = os.environ.get("OMP_NUM_THREADS", str(threads_for(settings.ranks)))
     try:
         result = run_trial(
             "dist_attn.commands.rehearsal",
             settings,
             doing="measuring",
             deadline_s=DEADLINE_S,
-            environment={"OMP_NUM_THREADS": threads},
+            environment=compute_environment(settings.ranks),
         )
     except EngineError as error:
         raise EngineError(f"{error}; try `dist-attn doctor`") from None

@@ -16,7 +16,8 @@ from dist_attn.control.launch import EngineHandle, start_engines
 from dist_attn.control.preflight import check_api, check_before_start, check_engine
 from dist_attn.control.processes import held
 from dist_attn.control.ranks import child_environment
-from dist_attn.control.settings import ControlSettings, threads_for
+from dist_attn.control.settings import ControlSettings
+from dist_attn.host_limits import compute_environment
 from dist_attn.log_lines import say
 from dist_attn.settings import DataFolder, Resolved, Settings, read_settings
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
@@ -55,7 +56,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         check_engine(Path(controllers[1].model), controllers[1], "encoder")
         # Both groups compute at the same time: together they take the threads that one would take by itself.
         here = settings.engine.ranks // settings.engine.agents + controllers[1].ranks
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(here)))
+        os.environ |= compute_environment(here)
     with (
         _listen(settings.http.host, settings.http.port) as listener,
         held(settings.data_dir / DataFolder.LOCK, _whereabouts(listener), _taken(settings.data_dir)),

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import dist_attn
 from dist_attn.control.processes import GROUP_MARK, GroupMark, PrivateFolder, kill_processes
-from dist_attn.control.settings import ControlSettings, threads_for
+from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
+from dist_attn.host_limits import compute_environment
 from dist_attn.launchers import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, find_mpiexec
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.settings import RankTerms
@@ -60,15 +61,16 @@ def _mpiexec(start: StartGroup, mark: GroupMark) -> list[str]:
     if len(start.hosts) > 1:
         command += ["-host", ",".join(f"{host.address}:{host.ranks}" for host in start.hosts)]
         # Not every MPI hands the environment on to other hosts.
-        kept = {GROUP_MARK: str(mark), "PYTHONPATH": child_environment()["PYTHONPATH"]}
+        waiting = compute_environment(start.local_ranks)["OMP_WAIT_POLICY"]
+        kept = {GROUP_MARK: str(mark), "PYTHONPATH": child_environment()["PYTHONPATH"], "OMP_WAIT_POLICY": waiting}
         command += ["env", *(f"{name}={value}" for name, value in kept.items())]
     return command
 
 
 def rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
     """What mpiexec and the ranks are told by their environment, where it does not say otherwise already."""
-    environment = {**child_environment(), GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("OMP_NUM_THREADS", str(threads_for(start.local_ranks)))
+    own = {GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
+    environment = {**child_environment(), **compute_environment(start.local_ranks), **own}
     # Ranks do not check who connects, so on one host they listen on loopback alone. On several they would by default
     # listen at the address of the host's name, which may be a loopback address. There MPI chooses by itself: interfaces
     # of other hosts may have other names.

@@ -1,7 +1,6 @@
 """What one controller, agent included, is told: the engine's settings, and what they need besides; as flags too."""
 
 import json
-import os
 import re
 import socket
 import sys
@@ -135,12 +134,3 @@ class ControlSettings(FlagSettings, EngineSettings):
             return cls.of(read_settings(file, environment=environment or {}).settings, **flags)
         except InputError as error:
             parser.error(str(error))
-
-
-def threads_for(ranks: int) -> int:
-    """Compute threads of each of `ranks` on this machine: an even share of the cores this process may use.
-
-    More threads than cores wait for each other by spinning: ten times slower, not a little.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)

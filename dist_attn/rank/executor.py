@@ -17,6 +17,7 @@ from dist_attn.control.preflight import check_weights_fit
 from dist_attn.devices import ON_CPU, choose_compute, present_compute
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
+from dist_attn.host_limits import given_threads
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
@@ -77,7 +78,7 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         that its kind of model cannot hold so and for a device that is not there, InputError for weights that are not
         finite; CommError if the ranks do not come together.
     """
-    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    torch.set_num_threads(given_threads(os.environ) or 1)
     torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
     compute = choose_compute(settings.device, settings.dtype)
     folder = resolve_model_folder(settings.model)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_attn import host_limits
 from dist_attn.commands import machine
 from dist_attn.commands.machine import Finding, broken, missing, ok
 
@@ -99,25 +100,55 @@ def test_memory() -> None:
     assert "the encoder need about 2.0 KiB together" in machine.check_memory(1, encoder_bytes=2048).detail
 
 
-def test_the_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cgroup_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this process's control group, in which the kernel's files may be laid."""
+    monkeypatch.setattr(host_limits, "ROOT", tmp_path)
+    for folder in ("proc/self", "sys/fs/cgroup"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    return tmp_path / "sys/fs/cgroup"
+
+
+def test_the_containers_limits_count(cgroup_v2: Path) -> None:
     """A container's limits of memory and processor time are what is reported."""
     files = {"memory.max": 64 << 20, "memory.current": 40 << 20, "memory.stat": f"anon 1\ninactive_file {8 << 20}"}
     for name, text in {**files, "cpu.max": "50000 100000"}.items():
-        (tmp_path / name).write_text(str(text))
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+        (cgroup_v2 / name).write_text(str(text))
     memory, cores = machine.check_memory(0), machine.check_cores()
     assert memory.measured == {"available_bytes": 32 << 20}
     assert "of 64.0 MiB" in memory.detail
     assert cores.measured == {"cores": 0.5}
 
 
-def test_limits_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_are_none(cgroup_v2: Path) -> None:
     """A container without limits is the machine."""
     for name, text in {"memory.max": "max", "memory.current": "1", "cpu.max": "max 100000"}.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+        (cgroup_v2 / name).write_text(text)
     assert machine.check_cores().measured["cores"] >= 1
     assert machine.check_memory(0).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "fits", "said"),
+    [
+        ("", 2, True, "2 ranks with 2 threads each"),
+        ("2", 2, True, "(OMP_NUM_THREADS=2)"),
+        ("3", 2, False, "set it to 2"),
+        ("2", 1, True, "1 rank with 2 threads"),
+        ("1", 9, True, "9 ranks with 1 thread each"),
+        ("2,1", 9, False, "set it to 1"),
+    ],
+)
+def test_threads_that_do_not_fit_the_cores_are_told(
+    given: str, ranks: int, fits: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OMP_NUM_THREADS for each rank is at most what the cores allow, or doctor says what to set; it does not block."""
+    monkeypatch.setattr(host_limits, "usable_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    found = machine.check_cores(ranks)
+    assert (found.status, found.blocks) == ("ok" if fits else "broken", False)
+    assert said in found.line()
 
 
 def test_mpi_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,22 @@ import sys
 
 import pytest
 
+from dist_attn import host_limits
 from dist_attn.control.processes import GROUP_MARK, GroupMark, group_processes, kill_processes
-from dist_attn.control.ranks import LOOPBACK_INTERFACE, address_towards, interface_of, launch_command, listen_on
+from dist_attn.control.ranks import (
+    LOOPBACK_INTERFACE,
+    RankProcesses,
+    address_towards,
+    interface_of,
+    launch_command,
+    listen_on,
+)
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.agent_messages import HostShare, StartGroup
+from tests.support.waiting import eventually
 
 SETTINGS = ControlSettings(model="/models/here", rank_address="tcp://127.0.0.1:9", keys_dir="/keys", agent_name="b")
 HOSTS = [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)]
@@ -56,6 +65,26 @@ def test_mpiexec_takes_the_line():
     words = [*command[: command.index(sys.executable)], "printenv", GROUP_MARK]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["e:7:b"] * 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "threads", "waits"), [({}, "2", "passive"), ({"OMP_WAIT_POLICY": "active"}, "2", "active")]
+)
+def test_ranks_share_the_cores_and_sleep_while_they_wait(given, threads, waits, monkeypatch):
+    """Each of two ranks is started with half of the cores and passive waiting, unless the user has said otherwise."""
+    monkeypatch.setattr(host_limits, "usable_cores", lambda: 5)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, word in given.items():
+        monkeypatch.setenv(name, word)
+    settings = SETTINGS.replace(rank_command=("sh", "-c", 'echo "rank $RANK: $OMP_NUM_THREADS $OMP_WAIT_POLICY"'))
+    start = StartGroup(7, "e", [HostShare("127.0.0.1", 2)], 0, "direct", {"backend": "gloo", "ranks": 2})
+    group = RankProcesses(settings, start)
+    try:
+        eventually(lambda: group.exit_code(60.0) is not None, "the ranks end")
+    finally:
+        _, printed = group.kill()
+    assert sorted(printed.splitlines()) == [f"rank {rank}: {threads} {waits}" for rank in (0, 1)]
 
 
 def test_a_host_knows_its_own_address():

@@ -39,6 +39,13 @@ def test_the_image_for_gpus_differs_by_its_torch_alone() -> None:
     assert own[0] == 'TORCH_INDEX=""'  # pip's default index, whose torch is for CUDA
 
 
+def test_threads_that_wait_in_an_engine_sleep() -> None:
+    """Programs that compute in the engine's images wait passively, also those that `dist-attn` does not start."""
+    for name in ("engine", "engine-gpu"):
+        instructions = read_dockerfile(ROOT / f"deploy/Dockerfile.{name}").instructions
+        assert "OMP_WAIT_POLICY=passive" in [i.value for i in instructions if i.word == "ENV"]
+
+
 def test_bases_are_pinned(image: Image) -> None:
     """Every stage starts from an earlier one or from an image with a full version."""
     stages = set()
