@@ -10,6 +10,7 @@ from typing import NamedTuple
 __all__ = [
     "MemoryLimit",
     "affine_cores",
+    "available_memory",
     "compute_environment",
     "core_quota",
     "given_threads",
@@ -84,6 +85,22 @@ def memory_limit() -> MemoryLimit | None:
         ),
     ]
     return min((limit for limit in limits if limit is not None), key=lambda limit: limit.free_bytes, default=None)
+
+
+def available_memory() -> tuple[int | None, int | None]:
+    """Bytes in all and bytes available, within the limits; None where the system does not say."""
+    total = available = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (ROOT / "proc/meminfo").read_text().splitlines()
+        fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if ":" in line}
+        total, available = fields.get("MemTotal"), fields.get("MemAvailable")
+    if total is None:
+        with contextlib.suppress(OSError, ValueError):
+            total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if limit := memory_limit():
+        total = limit.limit_bytes if total is None else min(total, limit.limit_bytes)
+        available = limit.free_bytes if available is None else min(available, limit.free_bytes)
+    return total, available
 
 
 def oom_kills() -> int | None:

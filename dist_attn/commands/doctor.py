@@ -21,10 +21,12 @@ from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_i
 from dist_attn.commands.serve import beside_default
 from dist_attn.commands.tables import byte_size, stdout_console
 from dist_attn.commands.trial_ranks import last_line, started, trial_command
+from dist_attn.control.memory import rank_bytes, why_killed
 from dist_attn.control.preflight import CHECK_S, check_engine
 from dist_attn.control.settings import ControlSettings
-from dist_attn.costs import estimate, read_any_costs
+from dist_attn.costs import read_any_costs
 from dist_attn.errors import ConfigError, DistAttnError, ModelFolderError
+from dist_attn.host_limits import oom_kills
 from dist_attn.launchers import find_mpiexec
 from dist_attn.settings import EngineSettings, Settings, read_settings
 from dist_attn.shipped import origin, resolve_model_folder
@@ -129,18 +131,19 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
             )
             for rank in (0, 1)
         ]
-        ended, late = _run(
+        ended, late, memory = _run(
             [trial_command(PROBE, settings) for settings in reversed(ranks)],
             Path(private),
             deadline_s,
             tell=lambda: _tell_what_is_waited_for(ranks[0]),
         )
-        findings = findings_in(ranks[0])
+        findings = [_with_memory(finding, memory) for finding in findings_in(ranks[0])]
     known = {finding.name for finding in findings}
     waiting = [name for name in ranks[0].checks if name not in known]
     failed = unknown if late else broken
     for name in waiting[:1]:
-        findings.append(failed(name, ended, QUIETER if late else ADVICE.get(name, ""), needed=name not in OPTIONAL))
+        advice = QUIETER if late else ADVICE.get(name, "")
+        findings.append(_with_memory(failed(name, ended, advice, needed=name not in OPTIONAL), memory))
     for name in waiting[1:]:
         findings.append(failed(name, f"not tried, {waiting[0]} came first", "", needed=name not in OPTIONAL))
     return findings
@@ -155,11 +158,11 @@ def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
         settings = ProbeSettings(
             rank=0, folder=private, message_bytes=message_bytes, timeout_s=deadline_s / 2, backend="mpi"
         )
-        ended, late = _run([[mpiexec, "-n", "2", *trial_command(PROBE, settings)]], Path(private), deadline_s)
+        ended, late, memory = _run([[mpiexec, "-n", "2", *trial_command(PROBE, settings)]], Path(private), deadline_s)
         for exchange in findings_in(settings):
             return msgspec.structs.replace(exchange, detail=f"{finding.detail}: {exchange.detail}")
     failed, advice = (unknown, QUIETER) if late else (broken, ADVICE["mpi"])
-    return failed("mpi", f"{finding.detail}: {ended}", advice, needed=False)
+    return _with_memory(failed("mpi", f"{finding.detail}: {ended}", advice, needed=False), memory)
 
 
 def _tell_what_is_waited_for(settings: ProbeSettings) -> None:
@@ -170,11 +173,12 @@ def _tell_what_is_waited_for(settings: ProbeSettings) -> None:
 
 def _run(
     commands: list[list[str]], private: Path, deadline_s: float, tell: Callable[[], None] = lambda: None
-) -> tuple[str, bool]:
+) -> tuple[str, bool, str]:
     """Run these until the last one in the list ends or the time is over; in words how it ended, and if it was late.
 
-    While that lasts `tell` is called now and then.
+    Last what memory had to do with the end of any of them. While it lasts `tell` is called now and then.
     """
+    kills_before = oom_kills()
     words = private / "stderr"
     end = time.monotonic() + deadline_s
     with started(commands, words) as processes:
@@ -185,10 +189,17 @@ def _run(
                 break
             except subprocess.TimeoutExpired:
                 if left <= TELL_S:
-                    return f"no answer within {deadline_s:g} s", True
+                    return f"no answer within {deadline_s:g} s", True, ""
                 tell()
+        failed = next((process.returncode for process in processes if process.poll()), None)
+        memory = why_killed(failed, kills_before, lambda: 0)
     said = last_line(words)
-    return f"the process that tried it ended with code {code}" + (f": {said}" if said else ""), False
+    return f"the process that tried it ended with code {code}" + (f": {said}" if said else ""), False, memory
+
+
+def _with_memory(finding: Finding, memory: str) -> Finding:
+    """What is broken, with memory in the place of other advice where a process has ended for want of it."""
+    return msgspec.structs.replace(finding, advice=memory) if memory and finding.status == "broken" else finding
 
 
 def _needs(folder: Path | None, ranks: int, weights: WeightPrecision) -> tuple[int, int]:
@@ -196,8 +207,7 @@ def _needs(folder: Path | None, ranks: int, weights: WeightPrecision) -> tuple[i
     if folder is not None:
         with contextlib.suppress(ConfigError):
             model = read_any_costs(folder, weights)
-            at = estimate(model, 1 << 20, ranks=ranks)
-            return at.memory.peak, model.carry_bytes or USUAL_MESSAGE_BYTES
+            return rank_bytes(folder, ranks, weights), model.carry_bytes or USUAL_MESSAGE_BYTES
     return 0, USUAL_MESSAGE_BYTES
 
 

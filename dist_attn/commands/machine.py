@@ -1,6 +1,5 @@
 """What `doctor` finds without loading or measuring anything: what this machine offers, asked of the system."""
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -14,7 +13,7 @@ import msgspec
 from dist_attn.commands.tables import byte_size
 from dist_attn.control.preflight import GPU_DRIVERS, why_not_listen
 from dist_attn.errors import extra_hint
-from dist_attn.host_limits import affine_cores, compute_environment, core_quota, given_threads, memory_limit
+from dist_attn.host_limits import affine_cores, available_memory, compute_environment, core_quota, given_threads
 from dist_attn.launchers import find_mpiexec
 
 
@@ -155,7 +154,7 @@ def check_cores(ranks: int = 1) -> Finding:
 
 def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> Finding:
     """Memory that is free to use, against what each of the ranks needs (0: not known), and all of the encoder's."""
-    total, available = _memory()
+    total, available = available_memory()
     if available is None:
         return ok("memory", "not known on this system")
     detail = f"{byte_size(available)} available" + (f" of {byte_size(total)}" if total else "")
@@ -201,22 +200,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """Bytes in all and bytes available, within the container's limit; None where the system does not say."""
-    total = available = None
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in _lines(Path("/proc/meminfo"))}
-        total, available = fields.get("MemTotal"), fields.get("MemAvailable")
-    if total is None:
-        with contextlib.suppress(OSError, ValueError):
-            total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if limit := memory_limit():
-        total = limit.limit_bytes if total is None else min(total, limit.limit_bytes)
-        available = limit.free_bytes if available is None else min(available, limit.free_bytes)
-    return total, available
-
-
-def _lines(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if ":" in line]

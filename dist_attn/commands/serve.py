@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from dist_attn.control.launch import EngineHandle, start_engines
+from dist_attn.control.memory import too_little
 from dist_attn.control.preflight import check_api, check_before_start, check_engine
 from dist_attn.control.processes import held
 from dist_attn.control.ranks import child_environment
@@ -57,6 +58,8 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         # Both groups compute at the same time: together they take the threads that one would take by itself.
         here = settings.engine.ranks // settings.engine.agents + controllers[1].ranks
         os.environ |= compute_environment(here)
+    if words := too_little(controllers):
+        say(f"dist-attn: {words}; where that is too little, take fewer ranks or a smaller model", sys.stderr)
     with (
         _listen(settings.http.host, settings.http.port) as listener,
         held(settings.data_dir / DataFolder.LOCK, _whereabouts(listener), _taken(settings.data_dir)),

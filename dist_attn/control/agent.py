@@ -188,7 +188,7 @@ class _Agent:
         # Asked first, so that the rank which ended the group is always told of before the group's end is.
         ended = self._group.exit_code(self._settings.stop_deadline_s / 2) is not None
         for rank, pid in self._group.ended_ranks():
-            self._dealer.send(RankExited(self._group.epoch, rank, pid), SEND_S)
+            self._dealer.send(RankExited(self._group.epoch, rank, pid, self._group.why_ended(pid)), SEND_S)
         if ended:
             self._end_group()
         _reap(keep=self._group)
@@ -196,9 +196,10 @@ class _Agent:
     def _end_group(self) -> None:
         assert self._group is not None
         group, self._group = self._group, None
+        why = group.why_ended()  # before it is killed from here
         code, tail = group.kill()
         _reap()
-        self._dealer.send(GroupExited(group.epoch, code, tail), SEND_S)
+        self._dealer.send(GroupExited(group.epoch, code, tail, why), SEND_S)
 
 
 def _reap(keep: RankProcesses | None = None) -> None:

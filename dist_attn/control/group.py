@@ -53,6 +53,7 @@ class RankVitals:
     busy_s: float = 0.0  # in the steps that it has finished, waiting for other ranks included
     failure: str = ""  # what it reported before it exited
     exited: bool = False
+    why: str = ""  # it exited, as far as its host knows
 
     def same_model(self, other: RankHello) -> bool:
         """Whether another rank has loaded the same."""
@@ -218,6 +219,7 @@ class RankGroup:
         """The process of a rank has ended."""
         if exited.epoch == self.epoch and exited.rank in self.ranks:
             self.ranks[exited.rank].exited = True
+            self.ranks[exited.rank].why = exited.why
             self._suspect(now)
 
     def rank_unreachable(self, rank: int, now: float) -> None:
@@ -240,7 +242,8 @@ class RankGroup:
             return
         if self.phase is not Phase.CLEARING and not self._stopping:
             named = name_culprit(self.ranks.values()) or "the ranks ended"
-            self._lose(f"{named} ({name_ending(exited)})", now)
+            why = f", {exited.why}" if exited.why and exited.why not in named else ""
+            self._lose(f"{named} ({name_ending(exited)}){why}", now)
         self._placement.uncleared.discard(name)
         if not self._placement.uncleared:
             self._cleared(now)
@@ -403,7 +406,8 @@ def name_culprit(ranks: Iterable[RankVitals]) -> str | None:
     failed = [v for v in known if v.failure]
     if silent:
         names = " and ".join(f"rank {v.hello.rank} (pid {v.hello.pid})" for v in silent)
-        return f"{names} died"
+        why = next((v.why for v in silent if v.why), "")
+        return f"{names} died, {why}" if why else f"{names} died"
     if not failed:
         return None
     text = f"rank {failed[0].hello.rank} failed: {failed[0].failure}"

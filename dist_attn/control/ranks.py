@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import dist_attn
+from dist_attn.control.memory import rank_bytes, why_killed
 from dist_attn.control.processes import GROUP_MARK, GroupMark, PrivateFolder, kill_processes
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
-from dist_attn.host_limits import compute_environment
+from dist_attn.host_limits import compute_environment, oom_kills
 from dist_attn.launchers import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, find_mpiexec
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.settings import RankTerms
@@ -95,6 +97,8 @@ class RankProcesses:
         self._reported: list[int] = []
         self._ended_at: float | None = None
         self._folder: PrivateFolder | None = None
+        self._kills_before = oom_kills()
+        self._need_bytes = partial(rank_bytes, Path(settings.model), start.ranks, settings.weights)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.rendezvous = start.rendezvous
         listener: socket.socket | None = None
@@ -180,6 +184,12 @@ class RankProcesses:
                 del self._unwatchable[rank]
                 ended.append((rank, pid))
         return ended
+
+    def why_ended(self, pid: int | None = None) -> str:
+        """What memory has to do with the end of a process, of the group's first that failed where none is named."""
+        codes = [process.poll() for process in self._processes if pid in (None, process.pid)]
+        code = next((code for code in codes if code), None)
+        return why_killed(code, self._kills_before, self._need_bytes)
 
     def forward_output(self) -> None:
         """Copy what the ranks have printed to stderr, as far as that is read, and keep the end of it."""

@@ -96,19 +96,27 @@ class GroupStarted(Message, frozen=True):
 
 
 class RankExited(Message, frozen=True):
-    """The process of this rank of `epoch` has ended, whatever mpiexec says about it later."""
+    """The process of this rank of `epoch` has ended, whatever mpiexec says about it later.
+
+    `why` is what its host knows of the cause, as that it ran out of memory; mostly nothing.
+    """
 
     epoch: Count
     rank: Count
     pid: Count
+    why: str = ""
 
 
 class GroupExited(Message, frozen=True):
-    """No process of `epoch` is left; one ended the group with `exit_code`, `tail` is the end of their output."""
+    """No process of `epoch` is left; one ended the group with `exit_code`, `tail` is the end of their output.
+
+    `why` as of RankExited.
+    """
 
     epoch: Count
     exit_code: int
     tail: str
+    why: str = ""
 
 
 ToAgent = StartGroup | WatchRanks | KillGroup | StopAgent

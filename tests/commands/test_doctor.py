@@ -121,6 +121,14 @@ def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert "model" not in _by_name(found)
 
 
+def test_a_process_that_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that ends by SIGKILL has memory for its advice, not the installation of torch."""
+    monkeypatch.setattr(sys, "executable", _program(tmp_path, "kill -9 $$"))
+    found = probe(None, 8, 30.0)
+    assert found[0].detail == "the process that tried it ended with code -9"
+    assert "out of memory" in found[0].advice and "install" not in found[0].advice
+
+
 @pytest.mark.mpi
 def test_an_mpi_that_does_not_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An mpiexec that fails is broken with its last words, and does not keep the service from starting."""

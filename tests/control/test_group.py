@@ -325,6 +325,21 @@ def test_a_launcher_that_was_killed_is_said_to_be(code, words):
     assert "warning" not in scene.outlet.lost[0]
 
 
+WHY = "out of memory: the kernel killed a process here"
+
+
+def test_what_a_host_knows_of_the_cause_is_told_once():
+    """What an agent says of a rank's or a launcher's end is in the reason, once where both say it."""
+    running = Scene().run()
+    running.group.rank_exited(RankExited(1, 1, 71, WHY), running.now)
+    running.group.group_exited(b"agent", GroupExited(1, -9, "", WHY), running.now)
+    starting = Scene()
+    starting.wait(1, beats=())
+    starting.group.group_exited(b"agent", GroupExited(1, -9, "", WHY), starting.now)
+    assert running.outlet.lost == [f"rank 1 (pid 71) died, {WHY} (killed by SIGKILL)"]
+    assert starting.outlet.lost == [f"the ranks ended (killed by SIGKILL), {WHY}"]
+
+
 def test_an_agent_that_died_is_replaced_and_its_ranks_are_given_up():
     """A second agent waits while the first can be reached, and takes over when it cannot."""
     scene = Scene().run()

@@ -21,6 +21,7 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.rank_link.rank_settings import RankSettings
+from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.agent_messages import HostShare, StartGroup
 from tests.support.waiting import eventually
 
@@ -85,6 +86,22 @@ def test_ranks_share_the_cores_and_sleep_while_they_wait(given, threads, waits, 
     finally:
         _, printed = group.kill()
     assert sorted(printed.splitlines()) == [f"rank {rank}: {threads} {waits}" for rank in (0, 1)]
+
+
+def test_a_killed_rank_is_told_with_what_it_needs():
+    """The end of a rank by SIGKILL carries the memory that a rank of its model needs; an end of its own does not."""
+    model = str(resolve_model_folder("books-6m"))
+    for script, words in (("kill -9 $$", "out of memory; a rank needs about 37"), ("exit 1", "")):
+        settings = SETTINGS.replace(model=model, rank_command=("sh", "-c", script))
+        start = StartGroup(7, "e", [HostShare("127.0.0.1", 1)], 0, "direct", {"backend": "local", "ranks": 1})
+        group = RankProcesses(settings, start)
+        try:
+            eventually(lambda group=group: group.exit_code(60.0) is not None, "the rank ends")
+            for why in (group.why_ended(), group.why_ended(group.launcher_pid)):
+                assert words in why
+                assert bool(why) == bool(words)
+        finally:
+            group.kill()
 
 
 def test_a_host_knows_its_own_address():
