@@ -5,7 +5,6 @@ import gzip
 
 import pytest
 from dist_attn_service.http.exchange import RequestBody
-from dist_attn_service.search.passages import places_of, words_of
 
 from tests.fuzz.growth import READERS, TEXTS, WORST, growth
 
@@ -16,13 +15,6 @@ def test_time_is_linear_in_the_text(reader: str) -> None:
     """Twice as many bytes take at most two and a half times as much CPU time, of texts made to be slow."""
     found = {text: growth(READERS[reader], unit, 1 << 15)[0] for text, unit in TEXTS.items()}
     assert {text: ratio for text, ratio in found.items() if ratio > WORST} == {}
-
-
-def test_no_more_than_thirty_marks_are_composed_together() -> None:
-    """Sorting a run of marks takes the square of its length, so a longer run is composed in parts of thirty."""
-    words = words_of("e" + "\u0316" * 29 + "\u0301 e" + "\u0316" * 30 + "\u0301")
-    assert words == ["\u00e9", "e"]
-    assert places_of("x e" + "\u0316" * 1000 + "\u0301 e\u0301", frozenset({"e"})) == [(2, 1004)]
 
 
 def test_each_member_of_a_body_in_gzip_lets_others_run() -> None:

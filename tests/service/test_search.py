@@ -119,10 +119,13 @@ def test_both_are_added(service: RunningService) -> None:
         ("e\u0301cole", "\u00e9cole", [(0, 5)]),
         ("\u9996\u90fd", "\u5317\u4eac\u662f\u4e2d\u56fd\u7684\u9996\u90fd\u3002", [(6, 7), (7, 8)]),
         ("\u30d1\u30ea", "\u6771\u4eac\u30fb\u30cf\u309a\u30ea", [(3, 5), (5, 6)]),
+        ("\u00e9", "e" + 60 * "\u0316\u0301" + " \u00e9", [(0, 31), (122, 123)]),
     ],
 )
 def test_words_of_any_script(query: str, text: str, places: list[tuple[int, int]]) -> None:
-    """Composed or not is the same, and places are those of the text as it was sent; each Han character is a word."""
+    """Composed or not is the same, under 30 marks at most, and places are those of the text as it was sent; each Han
+    character is a word.
+    """
     assert set(words_of(query)) <= set(words_of(text))
     assert places_of(text, frozenset(words_of(query))) == places
 

@@ -3,7 +3,7 @@
 Okapi BM25 takes a few lines rather than a library: counts are taken in segments while rows still come, and rarity is of
 all documents of a request together, whichever of them were counted before.
 
-Letters: N passages of all documents, D model width, V different words.
+Letters: N passages of all documents, D model width, V different words, W words of a query.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import re
 import unicodedata
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
@@ -24,7 +24,9 @@ from dist_attn_service.encodings.encoding_run import RowBlock
 __all__ = ["Passages", "Pool", "WordCounts", "bm25", "directions", "fused", "places_of", "ranks", "words_of"]
 
 ROWS_AT_ONCE = 2048
-TEXT_AT_ONCE = 1 << 20  # bytes whose words are counted together, as strings take some twenty times as much
+# Bytes whose words are counted together: strings take some twenty times as much, and nothing else runs while words are
+# found in them.
+TEXT_AT_ONCE = 1 << 18
 WORDS = 0.5  # the weight in `fused` of a passage with all words of the query
 # Robertson and Zaragoza 2009, Eq. 3.15, with the constants that most engines set.
 K1, B = 1.2, 0.75
@@ -32,31 +34,30 @@ MOST_PLACES = 1000
 # Han characters and kana stand without blanks between words.
 _ALONE = "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
-_UNCOMPOSED = re.compile(rf"[{_ALONE}][\u3099\u309a]?|(?:[^\W_{_ALONE}][\u0300-\u036f]*)+")
-# Composing sorts a run of combining marks in the square of its length. The stream-safe text format of Unicode Standard
-# Annex 15 ends runs after 30 marks by a combining grapheme joiner; no mark is a letter or a digit.
-_MANY_MARKS = re.compile(r"[^\w\x00-\x7f]{30}")
+_UNCOMPOSED = re.compile(rf"[{_ALONE}][\u3099\u309a]?|(?:[^\W_{_ALONE}][\u0300-\u036f]{{0,30}})+")
+# Normalising sorts the marks behind a letter in time quadratic in their number: as in stream-safe text (UAX 15), 30 of
+# them count. A mark is neither a letter nor a digit, and nothing but these composes with one to a letter or digit.
+_TOO_MANY_MARKS = re.compile(r"([^\w\0-\x7f]{30})[^\w\0-\x7f]+")
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 def words_of(text: str) -> list[str]:
-    """Runs of letters and digits, in any case and as NFC composes them; each Han character and kana is one."""
-    return [word.casefold() for word in _WORD.findall(unicodedata.normalize("NFC", _stream_safe(text)))]
+    """Runs of letters and digits, in any case and as NFC composes them; each Han character and kana is one.
+
+    Of the marks behind a letter the first 30 count.
+    """
+    return [word.casefold() for word in _WORD.findall(unicodedata.normalize("NFC", _TOO_MANY_MARKS.sub(r"\1", text)))]
 
 
 def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
     """Where these words stand in a text, in characters, stops exclusive; the first `MOST_PLACES` of them."""
-    if unicodedata.is_normalized("NFC", _stream_safe(text)):
+    if _TOO_MANY_MARKS.search(text) is None and unicodedata.is_normalized("NFC", text):
         found = (match.span() for match in _WORD.finditer(text) if match[0].casefold() in words)
     else:
         found = (match.span() for match in _UNCOMPOSED.finditer(text) if not words.isdisjoint(words_of(match[0])))
     return list(islice(found, MOST_PLACES))
-
-
-def _stream_safe(text: str) -> str:
-    return _MANY_MARKS.sub("\\g<0>\u034f", text)
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ class WordCounts:
         hashes, starts = np.unique(word[begins], return_index=True)
         return cls(first, hashes, np.append(starts, len(row)), row, count, lengths)
 
-    def having(self, word: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """The passages that have a word, counted from the first of these, and how often."""
-        place = int(np.searchsorted(self.hashes, hash(word)))
-        known = place < len(self.hashes) and self.hashes[place] == hash(word)
-        some = slice(self.starts[place], self.starts[place + 1]) if known else slice(0)
-        return self.rows[some], self.counts[some]
+    def having(self, hashes_W: Ints) -> tuple[Ints, Ints]:
+        """Where the passages with each of these words begin and end in `rows` and `counts`, [W] each."""
+        places_W = np.searchsorted(self.hashes, hashes_W)
+        known_W = places_W < len(self.hashes)
+        known_W[known_W] = self.hashes[places_W[known_W]] == hashes_W[known_W]
+        return self.starts[places_W] * known_W, self.starts[places_W + known_W] * known_W
 
 
 def bm25(query: str, segments: Sequence[WordCounts], total: int) -> tuple[Floats, Floats]:
@@ -106,19 +107,36 @@ def bm25(query: str, segments: Sequence[WordCounts], total: int) -> tuple[Floats
     A score is 0 where no word is shared. What a passage has of the query is the rarity of the words that both have over
     that of all its words, 0 to 1. `first` of a segment counts over all of them.
     """
-    scores_N, shares_N, whole = np.zeros(total), np.zeros(total), 0.0
+    scores_N, shares_N = np.zeros(total), np.zeros(total)
     lengths = sum((int(segment.lengths.sum()) for segment in segments), 0)
     mean = max(1.0, lengths / max(1, total))
-    for word, times in Counter(words_of(query)).items():
-        found = [segment.having(word) for segment in segments]
-        number = sum((len(rows) for rows, _ in found), 0)
-        rarity = np.log1p((total - number + 0.5) / (number + 0.5))
-        whole += rarity
-        for segment, (rows, counts) in zip(segments, found, strict=True):
-            length = 1 - B + B * segment.lengths[rows] / mean
-            scores_N[segment.first + rows] += times * rarity * counts * (K1 + 1) / (counts + K1 * length)
-            shares_N[segment.first + rows] += rarity
-    return scores_N, shares_N / max(whole, 1e-12)
+    hashes_W, times_W = np.unique(_hashes(words_of(query)), return_counts=True)
+    number_W = _having(hashes_W, segments)
+    rarity_W = np.log1p((total - number_W + 0.5) / (number_W + 0.5))
+    for segment in segments:
+        begins_W, ends_W = segment.having(hashes_W)
+        size_W = ends_W - begins_W
+        word = np.repeat(np.arange(len(hashes_W)), size_W)  # of each count of these words, one after the other
+        at = np.arange(len(word)) + np.repeat(ends_W - np.cumsum(size_W), size_W)
+        rows, counts = segment.rows[at], segment.counts[at]
+        length = 1 - B + B * segment.lengths[rows] / mean
+        scores = (times_W * rarity_W)[word] * counts * (K1 + 1) / (counts + K1 * length)
+        for sums_N, values in ((scores_N, scores), (shares_N, rarity_W[word])):
+            sums_N[segment.first :][: len(segment.lengths)] += np.bincount(rows, values, len(segment.lengths))
+    return scores_N, shares_N / max(float(rarity_W.sum()), 1e-12)
+
+
+def _hashes(words: Collection[str]) -> Ints:
+    return np.fromiter(map(hash, words), dtype=np.int64, count=len(words))
+
+
+def _having(hashes_W: Ints, segments: Iterable[WordCounts]) -> Ints:
+    """How many passages have each of these words, [W]."""
+    number_W = np.zeros(len(hashes_W), dtype=np.int64)
+    for segment in segments:
+        begins_W, ends_W = segment.having(hashes_W)
+        number_W += ends_W - begins_W
+    return number_W
 
 
 @dataclass(eq=False)
@@ -204,8 +222,9 @@ class Pool:
     def telling(self, query: str) -> frozenset[str]:
         """The query's words but for those that most passages have; all of them where no others are left."""
         words = frozenset(words_of(query))
-        having = {word: sum(len(segment.having(word)[0]) for segment in self.words) for word in words}
-        return frozenset(word for word in words if 2 * having[word] <= self.total) or words
+        number_W = _having(_hashes(words), self.words)
+        telling = (word for word, number in zip(words, number_W, strict=True) if 2 * number <= self.total)
+        return frozenset(telling) or words
 
     def cosines(self, query_D: npt.NDArray[np.float32]) -> Floats:
         """The cosine of each passage's vector and a query's, both less the mean of all where there are two, [N]."""
