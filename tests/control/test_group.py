@@ -1,5 +1,7 @@
 """The life of a rank group on plain values: epochs, the rank that is named, back-off, the circuit."""
 
+import random
+
 import msgspec
 import pytest
 
@@ -229,6 +231,29 @@ def test_a_held_up_controller_blames_nobody_in_a_start():
     scene.group.forgive_silence(scene.now)
     scene.wait(14, beats=())
     assert scene.group.phase is Phase.STARTING
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_stopped_rank_keeps_the_engine_away_for_a_bounded_time(seed):
+    """Whenever one is stopped, before its first sign of life, while it loads or later, its group does not stay."""
+    rnd = random.Random(seed)
+    scene = Scene(SETTINGS.replace(crashes_to_open=1000))
+    for epoch in range(1, 9):
+        while scene.group.epoch < epoch:
+            scene.wait(0.5, beats=())
+        began, loads = scene.now, [rnd.uniform(0, 50) for _ in range(2)]
+        stops, hellos = [rnd.uniform(0, 60), rnd.uniform(0, 120)], set()
+        while scene.group.phase in (Phase.STARTING, Phase.RUNNING):
+            age = scene.now - began
+            for rank in {rank for rank in (0, 1) if loads[rank] <= age < stops[rank]} - hellos:
+                scene.hello(rank)
+                hellos.add(rank)
+            scene.wait(0.5, beats=[rank for rank in (0, 1) if age < stops[rank]])
+            assert age <= min(stops) + 20, (
+                "15 s of silence end a start, 4 s more a group that has become ready meanwhile"
+            )
+        scene.group.group_exited(b"agent", GroupExited(epoch, -9, ""), scene.now)
+    assert len(scene.outlet.lost) == 8
 
 
 @pytest.mark.parametrize(
