@@ -36,8 +36,8 @@ def line_processors(stream: TextIO, form: LogFormat = "auto") -> list[Any]:
     return [structlog.processors.add_log_level, *shape]
 
 
-def configure_logs(process: str, level: str, form: LogFormat = "auto") -> None:
-    """Write what is of `level` or worse to stderr; `process` names this process in each line."""
+def configure_logs(process: str, level: str, form: LogFormat = "auto", **more: str) -> None:
+    """Write what is of `level` or worse to stderr; `process`, and what is given more, stand in each line."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -47,7 +47,7 @@ def configure_logs(process: str, level: str, form: LogFormat = "auto") -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(process=process)
+    structlog.contextvars.bind_contextvars(process=process, **more)
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

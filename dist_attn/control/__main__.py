@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from dist_attn.control.agent import run_agent
 from dist_attn.control.server import run_controller
@@ -20,7 +21,7 @@ def main(arguments: list[str]) -> int:
         return 2
     name = arguments[0]
     settings = ControlSettings.from_flags(arguments[1:], f"python -m dist_attn.control {name}", os.environ)
-    configure_logs(name, settings.log_level, settings.log_format)
+    configure_logs(name, settings.log_level, settings.log_format, model=Path(settings.model).name)
     try:
         return RUNNERS[name](settings)
     except ConfigError as error:

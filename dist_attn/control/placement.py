@@ -49,7 +49,7 @@ class Roster:
         if before is not None and self._is_here(before, now) and self.tell(hello.name, Ping()):
             return None
         self._agents[hello.name] = KnownAgent(identity, hello, now)
-        log.info("agent connected", agent=hello.name, host=hello.host, pid=hello.pid, address=hello.address)
+        log.debug("agent connected", agent=hello.name, host=hello.host, pid=hello.pid, address=hello.address)
         return before
 
     def tell(self, name: str, message: AnyMessage) -> bool:
@@ -129,7 +129,7 @@ class Placement:
 
     def started(self, name: str, message: GroupStarted) -> None:
         """The processes of a host run: the first one says where the ranks of the others find its own."""
-        log.info("processes run", epoch=message.epoch, agent=name, pid=message.launcher_pid)
+        log.debug("processes run", epoch=message.epoch, agent=name, pid=message.launcher_pid)
         if name == self.names[0]:
             waiting, self._waiting = self._waiting, []
             for node in waiting:

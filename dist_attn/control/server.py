@@ -131,7 +131,7 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         addresses = {"api_address": self._settings.api_address, "rank_address": self._rank_address}
-        log.info("controller starts", **addresses, ranks=self._settings.ranks)
+        log.debug("controller starts", **addresses, ranks=self._settings.ranks)
         try:
             while not self._stop:
                 self._keep_agent()

@@ -127,7 +127,7 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
 def _tell(settings: RankSettings, sentence: str) -> None:
     """One rank's words for the log, which gets the output of all of them."""
     if settings.rank == 0:
-        print(f"rank 0: {sentence}", file=sys.stderr, flush=True)
+        print(f"rank 0 of {Path(settings.model).name}: {sentence}", file=sys.stderr, flush=True)
 
 
 def _end_tokens(folder: Path, model: StreamingModel) -> tuple[int, ...]:

@@ -1,8 +1,13 @@
 """Lines that several processes write to one pipe."""
 
+import json
 import subprocess
 import sys
 import textwrap
+
+import pytest
+
+from tests.support.engines import running_engine
 
 WRITER = """
 import sys
@@ -21,6 +26,13 @@ structlog.get_logger().info("request ended", outcome="stop")
 say("controller listens", sys.stderr)
 print(len(sys.stderr.written), all(one.endswith(chr(10)) for one in sys.stderr.written))
 """
+
+
+def test_a_start_is_told_in_two_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    """One when ranks are started and one when they are ready, each with the model, of which there may be two."""
+    with running_engine(ranks=1):
+        lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert [(line["event"], line["model"]) for line in lines] == [("epoch starts", "fake"), ("epoch ready", "fake")]
 
 
 def test_a_line_is_written_in_one_piece() -> None:
