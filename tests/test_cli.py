@@ -425,6 +425,8 @@ def test_the_help_is_searched(run):
     """`help` finds commands, options and settings by words, a line each with tabs, and says so when nothing fits."""
     assert run("help", "no-such-word")[:2] == (2, "")
     assert "\nsetting engine.backend\t" in run("help", "gpu")[1]
+    assert run("help", "How", "do", "I", "encrypt")[1] == run("help", "encrypt")[1]
+    assert run("help", "encrypt")[1].startswith("dist-attn keys\t")
     _, out, _ = run("help", "Window", "tokens")
     assert "\ndist-attn encode --window\t" in f"\n{out}"
     code, out, _ = run("help", "checkpoint")

@@ -438,7 +438,7 @@ def serve(options: ServeOptions) -> None:
 def keys(
     folder: Annotated[Path, typer.Argument(help="Where the keys go; those that are there stay.")],
 ) -> None:
-    """Make the keys with which API, controller and agents on several hosts speak to each other.
+    """Make the keys with which API, controller and agents on several hosts encrypt what they say.
 
     Example: dist-attn keys /etc/dist-attn/keys
     """

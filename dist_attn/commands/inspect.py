@@ -212,6 +212,9 @@ def bench(
     raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))
 
 
+OF_QUESTIONS = frozenset("a an and are can do does for how i in is it my of on the to what where which with".split())
+
+
 @dataclass(frozen=True)
 class Entry:
     """One thing that can be said or set, what it is, and what is typed for an example."""
@@ -241,9 +244,10 @@ def entries(command: Any, name: str) -> Iterator[Entry]:
 
 
 def search(command: Any, words: Sequence[str]) -> list[Entry]:
-    """What holds all of the words: commands, then their options, then settings."""
+    """What holds all of the words but those of a question: commands, then their options, then settings."""
     from dist_attn.settings import settings_words
 
+    words = [word for word in words if word.casefold().strip("?") not in OF_QUESTIONS] or words
     known = sorted(entries(command, "dist-attn"), key=lambda entry: not entry.is_command)
     known += [Entry(f"setting {key}", about) for key, about in settings_words().items()]
     return [entry for entry in known if entry.has(words)]
