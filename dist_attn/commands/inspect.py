@@ -212,7 +212,9 @@ def bench(
     raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))
 
 
-OF_QUESTIONS = frozenset("a an and are can do does for how i in is it my of on the to what where which with".split())
+OF_QUESTIONS = frozenset(
+    {"a", "an", "can", "do", "does", "how", "i", "is", "my", "the", "to", "what", "where", "which"}
+)
 
 
 @dataclass(frozen=True)
