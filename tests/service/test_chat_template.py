@@ -199,23 +199,30 @@ NESTED = "{% set a = [0] * 1000 %}{% set b = [a] * 1000 %}{% set c = [b] * 1000 
 AGAIN = "{% set e = [0] * 1000 %}{% set f = [e] * 1000 %}{% set g = [f] * 1000 %}{% set h = [g] * 1000 %}"
 
 
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TOO_MUCH = (
+    GROWING.replace("START", "'a'").replace("STEP", "ns.x + ns.x"),
+    "{{ 'a'.ljust(2000000000) }}",
+    "{{ range(90000) | join('a' * 100000) }}",
+    NESTED + AGAIN + "{{ d == h }}",
+    ENDLESS,
+)
+MORE_TOO_MUCH = (
+    GROWING.replace("START", "[1]").replace("STEP", "ns.x + ns.x"),
+    "{{ '%2000000000d' % 3 }}",
+    NESTED + "{{ d }}",
+    NESTED + "{{ d | tojson }}",
+    "{{ ([[0] * (1000000 * messages | length)] * 1000) | sum(start=[]) | length }}",
+    "{{ (('f' * 60000000) | int(0, 16)) // (('f' * 30000000) | int(0, 16)) }}",
+    "{{ 1.0 | round(10000000, 'floor') }}",
+    "{{ ('ab' * 30000000) | sort | length }}",
+    "{{ (range(100000) | list * 80) | groupby('real') | length }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+)
+
+
 @pytest.mark.parametrize(
-    "template",
-    [
-        GROWING.replace("START", "'a'").replace("STEP", "ns.x + ns.x"),
-        GROWING.replace("START", "[1]").replace("STEP", "ns.x + ns.x"),
-        "{{ 'a'.ljust(2000000000) }}",
-        "{{ '%2000000000d' % 3 }}",
-        "{{ range(90000) | join('a' * 100000) }}",
-        NESTED + "{{ d }}",
-        NESTED + "{{ d | tojson }}",
-        NESTED + AGAIN + "{{ d == h }}",
-        "{{ ([[0] * (1000000 * messages | length)] * 1000) | sum(start=[]) | length }}",
-        "{{ (('f' * 60000000) | int(0, 16)) // (('f' * 30000000) | int(0, 16)) }}",
-        "{{ 1.0 | round(10000000, 'floor') }}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ],
+    "template", [*TOO_MUCH, *(pytest.param(template, marks=pytest.mark.slow) for template in MORE_TOO_MUCH)]
 )
 def test_a_template_that_makes_too_much_is_refused(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -247,7 +254,6 @@ def test_a_template_that_cannot_be_compiled_is_refused_in_words(
         read(tmp_path)
 
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LONG = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}a"
 
 

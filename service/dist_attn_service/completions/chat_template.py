@@ -1,4 +1,4 @@
-"""The chat template of a model folder: messages in, the prompt out, made by a process that little can happen to."""
+"""The chat template of a model folder: messages in, the prompt out, made by a process with bounds of its own."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ MOST_ANSWER_BYTES = 8 * MOST_CHARACTERS
 EXIT_SECONDS = 1.0
 """For a process that ends by itself."""
 START_SECONDS = 60.0
-"""Of a busy machine; usually it is a tenth of one."""
+"""For the start on a busy machine; usually it takes a tenth of a second."""
 READ_BYTES = 1 << 20  # at a time
 PROCESSES = 2
 """At most, of one template: one, and another while that one is at work, so that a long chat keeps nobody waiting."""
@@ -53,7 +53,8 @@ class _Answer(msgspec.Struct, frozen=True):
 class ChatTemplate:
     """The templates of a folder, and the processes that are warm for them; of one event loop.
 
-    What a client sends never becomes a special token, whatever the template does with it: those stand in the template.
+    What a client sends never becomes a special token, whatever the template does with it: it is followed which
+    characters stand in the template (traced_text.py), and a token whose text does not is none.
     """
 
     def __init__(self, source: bytes) -> None:
