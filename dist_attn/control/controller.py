@@ -9,7 +9,7 @@ from dist_attn.control.group import Phase, RankGroup
 from dist_attn.control.intake import Intake
 from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Cutting, view_of
-from dist_attn.control.scheduler import Limits, Turn, View, plan
+from dist_attn.control.scheduler import Limits, Turns, View, plan
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
 from dist_attn.control.states import States
@@ -59,7 +59,7 @@ class Controller:
             step_s=settings.step_s,
             weights_over_ranks=settings.weights_over_ranks and settings.ranks > 1,
         )
-        self._ring: tuple[Turn, ...] = ()
+        self._turns = Turns()
         self._agents: set[bytes] = set()
         self._ticked_at = 0.0
         self._down_since = 0.0
@@ -210,7 +210,7 @@ class Controller:
         self._requests.now = now
         while self._group.running and len(self._steps.under_way) < self._settings.steps_in_flight:
             chosen = plan(self._view())
-            self._ring = chosen.ring
+            self._turns = chosen.turns
             if chosen.empty and not self._requests.any_to_close and not self._states.any_awaited:
                 return
             for rank, message in self._steps.compose(chosen, self._requests, self._states, now):
@@ -236,7 +236,7 @@ class Controller:
         pace, pauses = self._pace, model.pauses if model else 0
         most = TEXTS_AT_ONCE if model and not model.writes else self._limits.max_requests
         limits = replace(self._limits, max_requests=most, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)
-        return View(limits, tuple(views), self._ring)
+        return View(limits, tuple(views), self._turns)
 
     def _fail_the_unserved(self, now: float) -> None:
         limit = self._settings.ready_deadline_s
@@ -256,7 +256,7 @@ class Controller:
     def group_ready(self, hello: RankHello) -> None:
         """A fresh group is complete."""
         self._steps.begin_epoch(hello.epoch)
-        self._ring = ()
+        self._turns = Turns()
         self._intake.set_model(hello.model)
 
     def group_lost(self, reason: str) -> None:
@@ -266,7 +266,7 @@ class Controller:
         for met in self._met.values():  # some ranks failed at a request: it would lose the next group as well
             self._answers.take_fault(next(iter(met.values())).fault)
         self._met.clear()
-        self._ring = ()
+        self._turns = Turns()
         self._lost_groups += 1
         again = self._answers.rewind(reason)
         self._replayed_tokens += again

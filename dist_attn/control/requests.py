@@ -247,6 +247,7 @@ def view_of(request: Request, cutting: Cutting, blocked: bool) -> RequestView:
     reading, keeping, drawing = request.reading, request.keeping, request.drawing
     view = RequestView(
         number=request.number,
+        caller=request.terms.caller,
         opened=keeping.on_ranks,
         start=reading.dispatched,
         final=reading.final,

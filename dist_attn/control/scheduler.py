@@ -1,27 +1,35 @@
 """What the ranks do next: a pure function from a frozen view of the open work to a plan for one step.
 
-Decoding comes first, then short prompts in order of arrival, then long documents in turns, by what each has had. While
-anything decodes, a step carries little prefill, and further rounds of decoding go between the layers of its blocks, as
-many as leave reading half of the time: the time between tokens stays bounded, and so does what reading loses. When
-short and long work wait together each gets half of the step, and one block at least: no request starves. More urgent
-classes come first among short prompts, and have four times the share of the next class among documents.
+Everything is shared by caller first, and within a caller by request. Decoding comes first, then short prompts in order
+of arrival, then long documents in turns, by what each has had. While anything decodes, a step carries little prefill,
+and further rounds of decoding go between the layers of its blocks, as many as leave reading half of the time: the time
+between tokens stays bounded, and so does what reading loses. When short and long work wait together each gets half of
+the step, and one block at least: no request starves. More urgent classes come first among short prompts, and have four
+times the share of the next class among documents.
+
+A caller that is alone draws for all of its requests in every step. Beside others' work a step draws for one batch of
+slots, which are dealt to the callers: a token of one does not wait for those of every request of another.
 
 A text is always cut into the same blocks: at multiples of its chunk and at its end, however much a step has room for,
 whatever else waits, and however slowly it comes. So its rows and its state have the same bits in a busy engine, in an
 idle one, and when it is sent or read a second time.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
-from dist_attn.model_config.figures import GRAIN
+from dist_attn.model_config.figures import GRAIN, SLOTS
 
 WEIGHTS = (1, 4, 16)
 """What a token counts for in each class, the most urgent first."""
 STEP_ROW_BYTES = 32 << 20  # so that a rank's answer stays below the size of a message
 DECODE_SHARE = 0.38
 """Of a step's time. Under one half: half of the machine is promised to reading, and handing tokens on takes some."""
+DRAWS_IN_A_TURN = 4
+"""By a request that shares slots: each change of those in a batch costs about as much as a draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +74,26 @@ class RequestView:
     queued_at: float = 0.0  # since when it waits for a place among the states
     swappable: bool = False  # its state may be put aside for one that is in more of a hurry
     state_bytes: int = 0  # that its state will take in a rank, as far as is known
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a long document has had so far: its tokens, each counted by the weight of its class."""
+    """What a request has had so far: a long document's tokens, each counted by the weight of its class, or the draws of
+    the turn that it has among those that draw.
+    """
 
     number: int
     passed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Whose turn it is: long documents, callers by what was read for them, and the line of those that draw."""
+
+    documents: tuple[Turn, ...] = ()
+    callers: tuple[tuple[str, int], ...] = ()
+    line: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +102,7 @@ class View:
 
     limits: Limits
     requests: tuple[RequestView, ...]
-    ring: tuple[Turn, ...] = ()
+    turns: Turns = Turns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +130,7 @@ class Plan:
     opens: tuple[int, ...]
     blocks: tuple[Block, ...]
     decodes: tuple[tuple[int, ...], ...]
-    ring: tuple[Turn, ...]
+    turns: Turns
     rounds: int = 0
     swaps: tuple[int, ...] = ()
 
@@ -124,11 +144,14 @@ def plan(view: View) -> Plan:
     """The next step for this view; the same view always gives the same plan."""
     limits = view.limits
     requests, swaps = admitted(view, lambda request: request.ready or bool(_next(request, request.start)))
-    decodes = _decodes(requests, limits)
-    blocks, ring = _prefills(view, requests, _budget(limits, decoding=any(decodes)))
+    line = _line(view.turns.line, requests)
+    decodes = _decodes(requests, limits, line)
+    blocks, documents, callers = _prefills(view, requests, _budget(limits, decoding=any(decodes)))
     busy = {block.request for block in blocks}.union(*decodes)
     opens = tuple(r.number for r in requests if not r.opened and r.number in busy)
-    return Plan(opens, blocks, decodes, ring, _rounds(limits, blocks) if any(decodes) else 0, swaps)
+    rounds = _rounds(limits, blocks) if any(decodes) else 0
+    turns = Turns(documents, callers, _moved_on(line, set().union(*decodes), 1 + rounds))
+    return Plan(opens, blocks, decodes, turns, rounds, swaps)
 
 
 def _budget(limits: Limits, *, decoding: bool) -> int:
@@ -151,25 +174,61 @@ def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
     return max(0, min(fit - 1, limits.pauses * len(blocks)))
 
 
-def _decodes(requests: tuple[RequestView, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
-    """One token for every request that can draw one; a new one goes to the rank that draws for the fewest."""
+def _decodes(requests: tuple[RequestView, ...], limits: Limits, line: tuple[Turn, ...]) -> tuple[tuple[int, ...], ...]:
+    """One token for every request that can draw one, or where callers share slots for those whose turn it is; a new one
+    goes to the rank that draws for the fewest.
+    """
     ranks = limits.ranks
-    if limits.weights_over_ranks:
-        return (*[()] * (ranks - 1), tuple(request.number for request in requests if request.ready))
+    of_ranks: list[list[RequestView]] = [[] for _ in range(ranks)]
     loads = [sum(r.owner == rank for r in requests) for rank in range(ranks)]
-    decodes: list[list[int]] = [[] for _ in range(ranks)]
     for request in requests:
         if request.ready:
-            owner = request.owner
+            owner = ranks - 1 if limits.weights_over_ranks else request.owner
             if owner is None:
                 owner = loads.index(min(loads))
                 loads[owner] += 1
-            decodes[owner].append(request.number)
-    return tuple(tuple(of_rank) for of_rank in decodes)
+            of_ranks[owner].append(request)
+    if len({r.caller for r in requests if r.ready or _next(r, r.start)}) > 1:
+        most = max(len({r.caller for r in of_rank}) for of_rank in of_ranks)
+        places = {turn.number: place for place, turn in enumerate(line)}
+        of_ranks = [_dealt(of_rank, SLOTS * -(-most // SLOTS), places) for of_rank in of_ranks]
+    return tuple(tuple(request.number for request in of_rank) for of_rank in of_ranks)
 
 
-def _prefills(view: View, requests: tuple[RequestView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
-    """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round.
+def _dealt(ready: list[RequestView], slots: int, places: Mapping[int, int]) -> list[RequestView]:
+    """Those that draw in so many slots: of each caller the first in line, then the second, and so on."""
+    if len(ready) <= slots:
+        return ready
+    waiting: dict[str, deque[RequestView]] = {}
+    for request in sorted(ready, key=lambda request: places[request.number]):
+        waiting.setdefault(request.caller, deque()).append(request)
+    chosen: set[int] = set()
+    while len(chosen) < slots:
+        for queue in list(waiting.values())[: slots - len(chosen)]:
+            chosen.add(queue.popleft().number)
+        waiting = {caller: queue for caller, queue in waiting.items() if queue}
+    return [request for request in ready if request.number in chosen]
+
+
+def _line(before: tuple[Turn, ...], requests: tuple[RequestView, ...]) -> tuple[Turn, ...]:
+    """Those that can draw, new ones last."""
+    ready = {request.number for request in requests if request.ready}
+    known = tuple(turn for turn in before if turn.number in ready)
+    new = ready - {turn.number for turn in known}
+    return known + tuple(Turn(number, 0) for number in sorted(new))
+
+
+def _moved_on(line: tuple[Turn, ...], drawn: set[int], draws: int) -> tuple[Turn, ...]:
+    """The line after a step in which some have drawn so often: who has had a turn goes to its end."""
+    counted = [Turn(turn.number, turn.passed + draws * (turn.number in drawn)) for turn in line]
+    ended = [Turn(turn.number, 0) for turn in counted if turn.passed >= DRAWS_IN_A_TURN]
+    return (*(turn for turn in counted if turn.passed < DRAWS_IN_A_TURN), *ended)
+
+
+def _prefills(
+    view: View, requests: tuple[RequestView, ...], budget: int
+) -> tuple[tuple[Block, ...], tuple[Turn, ...], tuple[tuple[str, int], ...]]:
+    """At most `budget` tokens of blocks (a little more when short and long work share it), and the next turns.
 
     `budget` and `STEP_ROW_BYTES` are raised to what one chunk takes: a chunk that fits no step would never be read.
     """
@@ -179,35 +238,56 @@ def _prefills(view: View, requests: tuple[RequestView, ...], budget: int) -> tup
     shorts = [r for r in runnable.values() if r.final and r.available <= limits.short_tokens]
     shorts.sort(key=lambda request: request.priority)
     longs = runnable.keys() - {r.number for r in shorts}
+    read = _begun(dict(view.turns.callers), {r.caller for r in runnable.values()})
     parts = 2 if shorts and longs else 1
     share = max(chunk, budget // parts), max(chunk_rows, STEP_ROW_BYTES // parts)
 
     blocks: list[Block] = []
     room, served = _Room(*share), 0
-    for request in shorts:
+    for request in _by_callers(shorts, lambda r: (r.priority, read[r.caller])):
         made = room.take(request, limits.ranks)
         if not made or served == limits.max_requests - bool(longs):
             break
         blocks += made
         served += 1
+        read[request.caller] += _tokens(made) * WEIGHTS[request.priority]
 
     room = _Room(*share)
-    turns = _round(view.ring, longs)
-    for place, turn in enumerate(turns):
-        request = runnable[turn.number]
+    passed = _begun({turn.number: turn.passed for turn in view.turns.documents}, longs)
+    in_turn = sorted((runnable[number] for number in longs), key=lambda r: (passed[r.number], r.number))
+    for request in _by_callers(in_turn, lambda r: (0, read[r.caller])):
         made = room.take(request, limits.ranks) if served < limits.max_requests else []
         if made:
             blocks += made
             served += 1
-            turns[place] = Turn(turn.number, turn.passed + _tokens(made) * WEIGHTS[request.priority])
-    return tuple(blocks), tuple(turns)
+            cost = _tokens(made) * WEIGHTS[request.priority]
+            passed[request.number] += cost
+            read[request.caller] += cost
+    return tuple(blocks), tuple(Turn(*each) for each in passed.items()), tuple(read.items())
 
 
-def _round(ring: tuple[Turn, ...], longs: set[int]) -> list[Turn]:
-    """The long documents, the least served first; a new one begins with as much as that one, and is owed nothing."""
-    known = {turn.number: turn.passed for turn in ring if turn.number in longs}
-    least = min(known.values(), default=0)
-    return sorted((Turn(r, known.get(r, least)) for r in longs), key=lambda turn: (turn.passed, turn.number))
+Key = TypeVar("Key", int, str)
+
+
+def _begun(before: Mapping[Key, int], now: Iterable[Key]) -> dict[Key, int]:
+    """What each of those that are here has had; a new one begins with the least of the others, and is owed nothing."""
+    here = sorted(now)
+    least = min((before[key] for key in here if key in before), default=0)
+    return {key: before.get(key, least) for key in here}
+
+
+def _by_callers(
+    requests: Iterable[RequestView], comes: Callable[[RequestView], tuple[float, ...]]
+) -> Iterator[RequestView]:
+    """The requests so that next is, of the first ones of each caller and class, the one that `comes` first by then."""
+    waiting: dict[tuple[int, str], deque[RequestView]] = {}
+    for request in requests:
+        waiting.setdefault((request.priority, request.caller), deque()).append(request)
+    while waiting:
+        key = min(waiting, key=lambda key: comes(waiting[key][0]))
+        yield waiting[key].popleft()
+        if not waiting[key]:
+            del waiting[key]
 
 
 @dataclass
@@ -267,31 +347,44 @@ def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) 
 def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple[RequestView, ...], tuple[int, ...]]:
     """The requests that are worked on, in order of arrival, and those whose state is put aside for them.
 
-    Room, in places and in bytes, goes to the most urgent class, in it to the request that has waited longest. When
-    there is none, a text that is being read and has come some way gives its place to a short prompt of its class or to
-    any request of a more urgent one; it waits then like one that has just come. One that is alone always has room.
+    Room, in places and in bytes, goes to the most urgent class, in it to the caller that has the fewest places, and of
+    its requests to the one that has waited longest. When there is none, a text that is being read and has come some way
+    gives its place to a short prompt of its class, to a caller that has two places less, or to any request of a more
+    urgent class; it waits then like one that has just come. One that is alone always has room.
     """
     here = [r for r in view.requests if r.opened]
     waiting = [r for r in view.requests if not r.opened and not r.blocked and has_work(r)]
-    waiting.sort(key=lambda request: (request.priority, request.queued_at))
+    waiting.sort(key=lambda request: request.queued_at)
+    places = Counter(r.caller for r in here)
     # The least urgent first; of these the one that came last.
     victims = sorted((r for r in reversed(here) if r.swappable), key=lambda r: -r.priority)
     held = {r.number: r.state_bytes for r in here}
     chosen: list[RequestView] = []
     swaps: list[int] = []
-    for request in waiting:
+    for request in _by_callers(waiting, lambda r: (r.priority, places[r.caller], r.queued_at)):
+        if places[request.caller] >= _most_places(view.limits):
+            continue
         while not _has_room(request, held, view.limits):
-            if not victims or not _goes_before(request, victims[0], view.limits.short_tokens):
+            victim = next((v for v in victims if _goes_before(request, v, places, view.limits.short_tokens)), None)
+            if victim is None:
                 break
-            swaps.append(victims.pop(0).number)
-            del held[swaps[-1]]
+            victims.remove(victim)
+            swaps.append(victim.number)
+            places[victim.caller] -= 1
+            del held[victim.number]
         if not _has_room(request, held, view.limits):
             break
         chosen.append(request)
+        places[request.caller] += 1
         held[request.number] = request.state_bytes
     staying = [r for r in here if r.number in held]
     working = {r.number for r in chosen} | _growing(staying, view.limits.state_bytes)
     return tuple(r for r in view.requests if r.number in working), tuple(swaps)
+
+
+def _most_places(limits: Limits) -> int:
+    """Of one caller: a batch of slots is left to others where there are several, since who draws keeps its place."""
+    return limits.max_active - SLOTS if limits.max_active >= 2 * SLOTS else limits.max_active
 
 
 def _has_room(request: RequestView, held: Mapping[int, int], limits: Limits) -> bool:
@@ -316,6 +409,7 @@ def _growing(here: list[RequestView], limit: int) -> set[int]:
     return going
 
 
-def _goes_before(request: RequestView, other: RequestView, short_tokens: int) -> bool:
+def _goes_before(request: RequestView, other: RequestView, places: Mapping[str, int], short_tokens: int) -> bool:
     short = request.ready or (request.final and request.available <= short_tokens)
-    return request.priority < other.priority or (short and request.priority == other.priority)
+    has_fewer = places.get(request.caller, 0) + 2 <= places.get(other.caller, 0)
+    return request.priority < other.priority or ((short or has_fewer) and request.priority == other.priority)

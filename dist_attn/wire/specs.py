@@ -17,6 +17,7 @@ MODEL_POOLING = "model"
 DEFAULT_WINDOW = 512
 FIRST_TOKEN = "first"
 MOST_END_TOKENS = 64
+CALLER_LENGTH = 16
 # What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -136,16 +137,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How urgent a request is, until when its result is of use, and how long its input is.
+    """How urgent a request is, until when its result is of use, how long its input is, and whose share it has.
 
     Units: seconds from when the controller takes the message; tokens, None where their number is not known yet.
-    With `progress` the controller tells how far the input has been read.
+    With `progress` the controller tells how far the input has been read. `caller` tells callers apart and nothing else.
     """
 
     priority: Annotated[int, Meta(ge=0, lt=len(PRIORITIES))] = 1
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
     tokens: Count | None = None
     progress: bool = False
+    caller: Annotated[str, Meta(max_length=CALLER_LENGTH)] = ""
 
 
 class Progress(Message, frozen=True):

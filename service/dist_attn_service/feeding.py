@@ -17,6 +17,7 @@ from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_api.types import Feeding
 from dist_attn_service.base.errors import ClientGone, Code, Conflict, NotFound, ServiceError, UnforeseenError
+from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import Changes, stop_tasks
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.sessions.answers import store_refusals
@@ -287,8 +288,9 @@ class FeedingService:
 
         keep = Keep(self._context.settings.checkpoint_tokens, end=True)
         run = TextRun(self._context, writer, advance)
+        terms = RequestTerms(holder=feed.caller).for_engine()
         try:
-            async with self._context.open(OpenWork(feed.name, await writer.begin(), keep=keep)) as stream:
+            async with self._context.open(OpenWork(feed.name, await writer.begin(), keep=keep, terms=terms)) as stream:
                 await run.work(stream, self._pieces(feed, writer, marks, mark))
             await writer.advance(Reached(run.position, run.snapshot, done=True))
             feed.kept = run.position

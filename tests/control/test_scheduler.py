@@ -1,5 +1,6 @@
 """The scheduler's promises, on plain values: decode first, bounded steps, nobody starves, everything finishes."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,16 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.control.requests import Cutting, Request, view_of
-from dist_attn.control.scheduler import STEP_ROW_BYTES, Limits, RequestView, View, plan, split
+from dist_attn.control.scheduler import (
+    DRAWS_IN_A_TURN,
+    STEP_ROW_BYTES,
+    Limits,
+    RequestView,
+    Turns,
+    View,
+    admitted,
+    plan,
+    split,
+)
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.rank_link.rows import GRAIN
 from dist_attn.wire.messages import OpenWork, RowSpec
 
+NO_TURNS = Turns()
 LIMITS = Limits(ranks=2, block_tokens=2048, beside_decode_tokens=512)
 
 
-def decoder(request, owner=None):
+def decoder(request, owner=None, **fields):
     """A completion that can draw a token."""
-    return RequestView(request, start=100, final=True, ready=True, owner=owner)
+    return RequestView(request, start=100, final=True, ready=True, owner=owner, **fields)
 
 
 def long_document(request, available=1 << 20, **fields):
@@ -24,9 +37,9 @@ def long_document(request, available=1 << 20, **fields):
     return RequestView(request, **{"available": available, "chunk": 1024, **fields})
 
 
-def short_prompt(request, tokens=700):
+def short_prompt(request, tokens=700, **fields):
     """A prompt that has arrived whole."""
-    return RequestView(request, opened=False, available=tokens, final=True)
+    return RequestView(request, **{"opened": False, "available": tokens, "final": True, **fields})
 
 
 def short_text(number, rows, **fields):
@@ -36,9 +49,9 @@ def short_text(number, rows, **fields):
     return view_of(request, Cutting(chunk=1024, hidden_size=16, **fields), blocked=False)
 
 
-def planned(*requests, limits=LIMITS, ring=()):
+def planned(*requests, limits=LIMITS, turns=NO_TURNS):
     """The plan for these requests."""
-    return plan(View(limits, requests, ring))
+    return plan(View(limits, requests, turns))
 
 
 def tokens_of(made):
@@ -122,7 +135,7 @@ def test_the_last_rank_draws_for_all_where_each_has_some_of_the_weights():
 
 def test_a_short_prompt_overtakes_long_documents():
     """A prompt that just arrived is in the next step, and the documents go on beside it."""
-    made = planned(long_document(1), long_document(2), short_prompt(3), ring=planned(long_document(1)).ring)
+    made = planned(long_document(1), long_document(2), short_prompt(3), turns=planned(long_document(1)).turns)
     assert tokens_of(made)[3] == 700
     assert set(tokens_of(made)) & {1, 2}
     assert made.opens == (3,)
@@ -130,13 +143,88 @@ def test_a_short_prompt_overtakes_long_documents():
 
 def test_long_documents_take_turns():
     """Every document gets the same number of tokens over a round."""
-    ring, given_tokens = (), dict.fromkeys(range(3), 0)
+    turns, given_tokens = Turns(), dict.fromkeys(range(3), 0)
     for _ in range(9):
-        made = planned(*(long_document(n) for n in range(3)), ring=ring)
-        ring = made.ring
+        made = planned(*(long_document(n) for n in range(3)), turns=turns)
+        turns = made.turns
         for request, tokens in tokens_of(made).items():
             given_tokens[request] += tokens
     assert len(set(given_tokens.values())) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_caller_draws_in_every_step_beside_many_of_another(ranks):
+    """Beside 60 of one caller, another's one draws each time, in a batch with no empty slot; the 60 take turns."""
+    drawn, turns, limits = Counter(), NO_TURNS, Limits(ranks=ranks)
+    many = [decoder(n, owner=n % ranks, caller="many") for n in range(60)]
+    for _ in range(60 * DRAWS_IN_A_TURN):
+        made = planned(*many, decoder(60, owner=0, caller="one"), limits=limits, turns=turns)
+        turns = made.turns
+        assert 60 in made.decodes[0]
+        assert [len(numbers) for numbers in made.decodes] == [SLOTS] * ranks
+        drawn.update(number for numbers in made.decodes for number in numbers)
+    for rank in range(ranks):
+        of_rank = [drawn[n] for n in range(60) if n % ranks == rank]
+        assert max(of_rank) - min(of_rank) <= DRAWS_IN_A_TURN
+
+
+def test_a_caller_that_is_alone_pays_nothing():
+    """All 60 of its requests draw in every step, also beside a text of its own."""
+    made = planned(*(decoder(n, owner=0, caller="a") for n in range(60)), long_document(60, caller="a"))
+    assert len(made.decodes[0]) == 60
+
+
+def test_new_requests_wait_for_those_of_their_caller_that_draw():
+    """However many one-token requests a caller begins, those that it has draw on."""
+    turns, drawn = NO_TURNS, Counter()
+    for step in range(200):
+        new = [decoder(100 + 8 * step + n, owner=0, caller="a") for n in range(8)]
+        old = [decoder(n, owner=0, caller="a") for n in range(8)]
+        made = planned(*old, *new, decoder(99, owner=0, caller="b"), limits=Limits(), turns=turns)
+        turns = made.turns
+        drawn.update(made.decodes[0])
+    assert min(drawn[n] for n in range(8)) > 80
+
+
+def test_decoding_is_short_while_another_caller_reads():
+    """A prompt of one caller is in the next step, beside one batch of another's 60 requests that draw."""
+    made = planned(*(decoder(n, caller="many") for n in range(60)), short_prompt(60, caller="one"))
+    assert [len(numbers) for numbers in made.decodes] == [SLOTS, SLOTS]
+    assert tokens_of(made) == {60: 700}
+
+
+def test_prompts_and_documents_are_read_by_caller_first():
+    """Another caller's prompt is next, however many came before it; its one document has as much as ten others."""
+    waiting = [short_prompt(n, caller="many") for n in range(60)]
+    assert 60 in tokens_of(planned(*waiting, short_prompt(60, caller="one")))
+    given_tokens, turns = Counter(), NO_TURNS
+    for _ in range(40):
+        many = [long_document(n, caller="many") for n in range(10)]
+        made = planned(*many, long_document(10, caller="one"), turns=turns)
+        turns = made.turns
+        given_tokens.update(tokens_of(made))
+    assert given_tokens[10] == sum(given_tokens[n] for n in range(10))
+    assert len({given_tokens[n] for n in range(10)}) == 1
+
+
+def test_places_go_to_callers_that_have_fewest():
+    """A place that is free, or that a text of a caller with many can leave, is another caller's first; nobody who is
+    beside others' work takes the last batch of slots.
+    """
+    limits = replace(LIMITS, max_active=5)
+    reading = [long_document(n, caller="many", swappable=True) for n in range(4)]
+    waiting = [long_document(n, caller="many", opened=False, queued_at=float(n)) for n in range(4, 9)]
+    late = long_document(9, caller="one", opened=False, queued_at=9.0)
+    chosen, swaps = admitted(View(limits, (*reading, *waiting, late)), lambda request: True)
+    assert {r.number for r in chosen} == {0, 1, 2, 3, 9} and not swaps
+    limits = replace(LIMITS, max_active=4)
+    chosen, swaps = admitted(View(limits, (*reading, *waiting, late)), lambda request: True)
+    assert {r.number for r in chosen} == {0, 1, 2, 9} and swaps == (3,)
+    now = (*reading[:3], replace(late, opened=True, swappable=True), replace(reading[3], opened=False))
+    assert admitted(View(limits, now), lambda request: True)[1] == ()
+    drawing = [decoder(n, opened=False, caller="many") for n in range(128)]
+    chosen, _ = admitted(View(replace(LIMITS, max_active=128), (*drawing, late)), lambda request: True)
+    assert len(chosen) == 128 - SLOTS + 1 and chosen[-1] == late
 
 
 @pytest.mark.parametrize("text_tokens", [14, None])
@@ -206,15 +294,15 @@ def test_blocks_end_at_chunks_whatever_waits_beside_them():
 )
 def test_a_text_has_the_same_blocks_in_any_company(arrivals, company, chunk):
     """Whatever arrives when, and whatever else is worked on, a text is cut at its chunks and its end."""
-    total, sent, done, ring, edges, turn = sum(arrivals), 0, 0, (), [], 0
+    total, sent, done, turns, edges, turn = sum(arrivals), 0, 0, Turns(), [], 0
     while done < total:
         sent += arrivals[turn] if turn < len(arrivals) else 0
         decoding, others = company[turn % len(company)]
         turn += 1
         own = RequestView(1, start=done, available=sent - done, final=sent == total, chunk=chunk)
         beside = [long_document(10 + n, chunk=chunk) for n in range(others)]
-        made = planned(own, *beside, *([decoder(2, owner=0)] if decoding else []), ring=ring)
-        ring = made.ring
+        made = planned(own, *beside, *([decoder(2, owner=0)] if decoding else []), turns=turns)
+        turns = made.turns
         mine = [block for block in made.blocks if block.request == 1]
         edges += [block.start + block.tokens for block in mine]
         done += sum(block.tokens for block in mine)
@@ -246,10 +334,10 @@ def test_few_tokens_go_to_few_ranks(count, parts):
 class Simulated:
     """A request whose client sends its tokens over some steps; completions draw tokens after their prompt."""
 
-    def __init__(self, number, total, draws, steps, cancel_at, chunk):
+    def __init__(self, number, total, draws, steps, cancel_at, caller, chunk):
         self.chunk = chunk
         self.number, self.total, self.draws, self.rate = number, total, draws, -(-total // steps)
-        self.cancel_at = cancel_at
+        self.cancel_at, self.caller = cancel_at, caller
         self.sent = self.done = 0
         self.opened, self.owner, self.idle_steps = False, None, 0
 
@@ -268,6 +356,7 @@ class Simulated:
             chunk=self.chunk,
             ready=final and self.done == self.total and self.draws > 0,
             owner=self.owner,
+            caller=self.caller,
         )
 
 
@@ -276,20 +365,21 @@ SIMULATED = st.tuples(
     st.integers(0, 20),
     st.integers(1, 30),
     st.one_of(st.none(), st.integers(0, 20)),
+    st.sampled_from("abc"),
 )
 
 
 @given(
-    st.lists(SIMULATED, min_size=1, max_size=10),
+    st.lists(SIMULATED, min_size=1, max_size=20),
     st.integers(1, 4),
     st.sampled_from([512, 2048]),
-    st.integers(1, 6),
+    st.integers(1, 18),
 )
 def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_tokens, max_active):
     """Whatever the clients do, steps stay bounded, work that could be done waits a bounded time, and all of it ends."""
     limits = Limits(ranks=ranks, block_tokens=block_tokens, max_active=max_active, short_tokens=block_tokens)
     requests = {n: Simulated(n, *client, ranks * GRAIN) for n, client in enumerate(clients)}
-    ring, step = (), 0
+    turns, step = Turns(), 0
     while requests:
         step += 1
         assert step < 2000, "work is left over"
@@ -298,10 +388,12 @@ def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_t
             if request.cancel_at is not None and step > request.cancel_at:
                 del requests[request.number]
         views = tuple(request.view() for request in requests.values())
-        made = plan(View(limits, views, ring))
-        ring = made.ring
+        made = plan(View(limits, views, turns))
+        turns = made.turns
         drawing = {number for numbers in made.decodes for number in numbers}
-        assert drawing >= {view.number for view in views if view.ready and view.opened}
+        ready = {view.number for view in views if view.ready and view.opened}
+        assert drawing >= ready or max(map(len, made.decodes)) == SLOTS
+        assert {requests[n].caller for n in drawing} >= {requests[n].caller for n in ready}
         worked = drawing | {block.request for block in made.blocks}
         assert worked <= requests.keys(), "cancelled work goes on"
         assert not drawing & {block.request for block in made.blocks}, "a request decodes and reads in one step"

@@ -1,5 +1,6 @@
 """From bytes and headers to checked values; each refusal says what is wrong and what is right."""
 
+import hashlib
 import math
 import reprlib
 import time
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.specs import PRIORITIES, Terms
+from dist_attn.wire.specs import CALLER_LENGTH, PRIORITIES, Terms
 from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.schemas.completions import CompletionRequest, HowSoon
@@ -255,11 +256,15 @@ class DeadlineExceeded(ServiceError):
 
 @dataclass(frozen=True)
 class RequestTerms:
-    """`deadline_at` is in seconds of the monotonic clock, None for none; with `progress` the client is told how far."""
+    """`deadline_at` is in seconds of the monotonic clock, None for none; with `progress` the client is told how far.
+
+    `holder` is whose share of the engine it takes, as `RequestRecord.holder`.
+    """
 
     priority: int = NORMAL
     deadline_at: float | None = None
     progress: bool = False
+    holder: str = ""
 
     def for_engine(self, tokens: int | None = None) -> Terms:
         """What the engine is told of a part of the request that has so many tokens.
@@ -269,11 +274,15 @@ class RequestTerms:
         left = None if self.deadline_at is None else self.deadline_at - time.monotonic()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the request's deadline passed before the engine could begin with it")
-        return Terms(self.priority, left, tokens, self.progress)
+        # The engine shares by caller and need not know who that is.
+        digest = hashlib.sha256(self.holder.encode()).hexdigest()[:CALLER_LENGTH] if self.holder else ""
+        return Terms(self.priority, left, tokens, self.progress, digest)
 
 
-def terms_of(body: HowSoon | None, headers: Mapping[str, str], *, may_hurry: bool = True) -> RequestTerms:
-    """The terms of a request, whose body counts before its headers; its deadline counts from now.
+def terms_of(
+    body: HowSoon | None, headers: Mapping[str, str], *, may_hurry: bool = True, holder: str = ""
+) -> RequestTerms:
+    """The terms of a request of `holder`, whose body counts before its headers; its deadline counts from now.
 
     Raises: BadRequest for a class or a number of seconds that there is not, ServiceError (403) for `high` of a caller
         that may not ask for it.
@@ -292,7 +301,7 @@ def terms_of(body: HowSoon | None, headers: Mapping[str, str], *, may_hurry: boo
         seconds = _seconds(headers[DEADLINE_HEADER])
     deadline_at = None if seconds is None else time.monotonic() + seconds
     progress = bool(getattr(body, "return_progress", None))  # not all bodies can ask for that
-    return RequestTerms(PRIORITIES.index(priority), deadline_at, progress)
+    return RequestTerms(PRIORITIES.index(priority), deadline_at, progress, holder)
 
 
 def _seconds(text: str) -> float:

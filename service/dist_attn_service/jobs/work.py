@@ -12,7 +12,7 @@ import numpy as np
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
-from dist_attn_service.base.parsing import terms_of
+from dist_attn_service.base.parsing import RequestTerms, terms_of
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.completions.run import CompletionService, whole_completion
@@ -100,7 +100,8 @@ class EncodingWork:
         assert spec is not None
         step, dim = self._step(spec), self._context.model.hidden_size
         at = None if point is None else BeginState(begin.tokens, state_bytes)
-        work = OpenWork(name, at, spec, keep=Keep(step, end=True) if step else Keep())
+        terms = RequestTerms(holder=record.caller).for_engine()
+        work = OpenWork(name, at, spec, keep=Keep(step, end=True) if step else Keep(), terms=terms)
 
         async def put(block: RowBlock) -> None:
             await unbroken(beside(None, rows.append, block))
@@ -186,7 +187,7 @@ class CompletionWork:
 
         report.tokens = lambda: drawn
         request = CompletionRequest.model_validate(record.completion)
-        prepared = await prepare(self._context, request, terms_of(request, {}))
+        prepared = await prepare(self._context, request, terms_of(request, {}, holder=record.caller))
         counted = self._context.metrics.completion
         choices, usage = await self._completions.gather(prepared, name, counted=counted, drawn=draw)
         result = msgspec.json.encode(whole_completion(prepared, self._context.model.id, choices, usage))

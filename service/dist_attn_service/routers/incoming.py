@@ -133,7 +133,7 @@ class Incoming:
 
     def terms(self, body: HowSoon | None = None) -> RequestTerms:
         """How urgent it is, by its body or else its headers. Raises: BadRequest, ServiceError (403)."""
-        return terms_of(body, self.headers, may_hurry=self.record.may_hurry)
+        return terms_of(body, self.headers, may_hurry=self.record.may_hurry, holder=self.record.holder)
 
     def query(self, kind: type[M]) -> M:
         """Its query. Raises: BadRequest naming the option."""
