@@ -1,11 +1,13 @@
 """How soon a request is wanted: headers and fields, what the engine is told of them, and what comes of deadlines."""
 
+import hashlib
 import json
 
 import httpx
 import pytest
 from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms
 
+from dist_attn.wire.messages import OpenWork
 from dist_attn.wire.specs import Terms
 from tests.service.test_chat import templated
 from tests.support.fake_engine import FakeEngine
@@ -36,7 +38,7 @@ def test_headers_and_fields_reach_the_engine(tmp_path):
     assert [t.priority for t in terms] == [0, 2, 0, 0, 1]
     assert [t.tokens for t in terms] == [3, 3, 4, None, 3]
     assert all(most - 5 < t.deadline_s <= most for t, most in zip(terms, (30, 7, 30, 30), strict=False))
-    assert terms[-1] == Terms(tokens=3)
+    assert terms[-1] == Terms(tokens=3, caller=terms[-1].caller)
 
 
 def test_sessions_say_how_soon_as_well(tmp_path):
@@ -54,7 +56,26 @@ def test_sessions_say_how_soon_as_well(tmp_path):
     terms = [m.terms for m in service.engine.received if is_session(m)]
     assert [t.priority for t in terms] == [2, 0, 0, 1]
     assert all(most - 5 < t.deadline_s <= most for t, most in zip(terms, (30, 7, 30), strict=False))
-    assert terms[-1] == Terms()
+    assert terms[-1] == Terms(caller=terms[-1].caller)
+
+
+def test_the_engine_tells_callers_apart_and_knows_none(tmp_path):
+    """Each key is another caller on every route, of which neither the key nor its digest is told; so is an address."""
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two")]
+    callers = []
+    for keys in (digests, ()):
+        with running_service(tmp_path, FakeEngine(), api_keys=tuple(keys)) as service:
+            for key in ("one", "two"):
+                with httpx.Client(base_url=service.url, headers={"x-api-key": key}) as http:
+                    http.post("/v1/completions", json=PROMPT).raise_for_status()
+                    http.post("/v1/embeddings", json={"input": "abcd"}).raise_for_status()
+                    http.post("/v1/encodings", content=b"abc", headers={"content-type": "text/plain"})
+                    http.post(f"/v1/sessions/{http.post('/v1/sessions').json()['id']}/append", json={"input": "d"})
+        asked = [m.terms.caller for m in service.engine.received if isinstance(m, OpenWork)]
+        assert len(asked) == 8 and len(set(asked[:4])) == 1 == len(set(asked[4:]))
+        callers.append(asked[::4])
+    assert len({*callers[0], *callers[1]}) == 3 and callers[1][0] == callers[1][1]
+    assert not any(caller in digest for caller in callers[0] for digest in digests)
 
 
 @pytest.mark.parametrize("what", ["append", "generate"])

@@ -53,7 +53,7 @@ EXAMPLES = [
     wire.Failed("a", "overloaded", "why"),
     wire.Failed("a", "overloaded", "why", 7),
     wire.Progress("a", 512),
-    wire.OpenWork("t", rows=wire.RowSpec(), terms=Terms(0, 2.5, 700, True)),
+    wire.OpenWork("t", rows=wire.RowSpec(), terms=Terms(0, 2.5, 700, True, "0f" * 8)),
     wire.Status(
         True,
         "",
