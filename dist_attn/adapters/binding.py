@@ -18,6 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from dist_attn.adapters import modules, operations
 from dist_attn.adapters.experts import experts, step_experts, takes_step_experts
 from dist_attn.adapters.passes import current_pass, either
+from dist_attn.errors import ConfigError
+from dist_attn.shipped.downloaded import SUPPORTED
 
 ATTENTION = "dist_attn"
 """The name by which transformers finds attention over the pass that runs."""
@@ -43,7 +45,20 @@ _OBJECTS: dict[str, Callable[[nn.Module], None]] = {
 
 
 def bind(model: PreTrainedModel) -> None:
-    """Let what mixes along the sequence in this model take a pass of ours; its attention has been asked for by name."""
+    """Let what mixes along the sequence in this model take a pass of ours, whatever attention it was loaded with.
+
+    Raises: ConfigError for a model of a type that is not supported, or part of which keeps another attention.
+    """
+    kind = model.config.model_type
+    if kind not in SUPPORTED:
+        raise ConfigError(f"a model of type {kind!r} was given; supported are {', '.join(SUPPORTED)}")
+    model.set_attn_implementation(ATTENTION)
+    for part in model.modules():
+        kept = part.config._attn_implementation if isinstance(part, PreTrainedModel) else ATTENTION
+        if kept != ATTENTION:
+            raise ConfigError(
+                f"{type(part).__name__} keeps its attention {kept!r}, which sees the tokens of one rank alone"
+            )
     for file in {sys.modules[type(module).__module__] for module in model.modules()}:
         if file.__name__.startswith("transformers.models."):
             _bind_functions(file)

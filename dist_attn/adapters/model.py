@@ -35,8 +35,11 @@ from dist_attn.wire.choices import WeightPrecision
 class AdaptedModel(CausalModel):
     """Reads tokens and scores the next one; parameters and pointwise work are transformers'.
 
+    The model given is bound: its attention is of passes from then on, and calling it by itself raises RuntimeError.
     Inference only: gradients flow where the operations have them, and nothing here asks for them. With `owners`, the
     rank of each layer, every rank of `comm` makes the same passes, and steps from the states of its own layers alone.
+
+    Raises: ConfigError as `bind`.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from dist_attn.adapters.binding import ATTENTION
 from dist_attn.adapters.model import AdaptedModel
 from dist_attn.shipped.downloaded import COMMON, SUPPORTED
 from tests.support.foreign_models import BLOCK, TYPES, written
@@ -49,7 +48,6 @@ def test_every_option_is_computed_or_refused(kind: str) -> None:
             tried += 1
             accepted = (COMMON | SUPPORTED[kind]).get(name)
             if accepted is None or other in accepted:
-                theirs.set_attn_implementation(ATTENTION)
                 difference = (_in_blocks(AdaptedModel(theirs), tokens_BL) - want_BLV).abs().max().item()
                 wrong += [(name, other, difference)] if difference > FURTHEST else []
     assert tried > 5

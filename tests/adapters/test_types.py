@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from dist_attn.adapters.model import load_adapted_model
+from dist_attn.adapters.model import AdaptedModel, load_adapted_model
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import ConfigError
+from dist_attn.layout import SequenceLayout
 from dist_attn.models import ModelState
+from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped.downloaded import SUPPORTED
 from tests.adapters.supported import PAGE, listed
 from tests.support.foreign_models import (
@@ -36,6 +40,33 @@ def test_logits_are_those_of_transformers(kind: str) -> None:
     assert apart > 10 * FURTHEST, "the logits hardly depend on the text"
     found = dict(zip(WAYS, distances(case), strict=True))
     assert max(found.values()) <= FURTHEST, found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@torch.inference_mode()
+def test_a_model_that_was_loaded_with_another_attention_sees_the_other_ranks(kind: str, attention: str) -> None:
+    """Whatever attention transformers gave a model, over two ranks its logits are its own; by itself it is refused."""
+    theirs, tokens_BL = written(kind)
+    theirs.set_attn_implementation(attention)
+    want_BLV = theirs(tokens_BL, use_cache=False).logits
+    ours, cut = AdaptedModel(theirs), tokens_BL.shape[1] // 3
+
+    def read(comm: Communicator) -> torch.Tensor:
+        ops = ShardedSequenceOps(comm, SequenceLayout((0, cut, tokens_BL.shape[1])))
+        return ours.readout(ours.hidden(tokens_BL[:, :cut] if comm.rank == 0 else tokens_BL[:, cut:], ops)[0])
+
+    found_BLV = torch.cat(run_simulated(read, 2), dim=1)
+    assert (found_BLV - want_BLV).abs().max().item() <= FURTHEST
+    with pytest.raises(RuntimeError, match="call the adapted model instead"):
+        theirs(tokens_BL)
+
+
+def test_a_type_that_is_not_bound_is_refused() -> None:
+    """A model whose operations along the sequence nobody has bound is named, with those that are supported."""
+    sizes = {"n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9, "bos_token_id": 0, "eos_token_id": 0}
+    with pytest.raises(ConfigError, match="type 'gpt2' was given; supported are qwen3_next"):
+        AdaptedModel(GPT2LMHeadModel(GPT2Config(**sizes)))
 
 
 @pytest.mark.parametrize("kind", TYPES)
