@@ -84,9 +84,10 @@ UNSAID: dict[str, tuple[str, ...]] = {
         "best_of",
     ),
     "unsupported_media_type": (
-        "Content-Type is .*; (needed is application/offset|send JSON)",
-    ),  # Upload-Length decides
-    "body_too_large": ("a part may have",),
+        "Content-Type is .*; (needed is application/offset|send JSON)",  # Upload-Length decides
+        "this is an? ",  # what its bytes are
+    ),
+    "body_too_large": ("a (part|file) may have",),
     "invalid_state": ("",),  # bytes that are no state
     "precondition_required": ("",),
     "invalid_utf8": ("",),  # halves of surrogate pairs
