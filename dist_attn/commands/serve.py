@@ -30,7 +30,7 @@ CONTROLLERS = ("controller", "encoder's controller")  # as they are called on st
 DEATHS_TO_END, DEATHS_WITHIN_S = 4, 60.0
 RESTART_S = 1.0  # before the second restart within that time; then as much more before each
 REFUSED = 2  # the exit code of a part that has said what it cannot be started over
-API_FAREWELL_S = 5.0  # the API's last words to what did not finish, and its exit
+API_FAREWELL_S = 8.0  # the API's last words to what did not finish, and its exit
 
 
 def serve(config: Path | None, flags: Mapping[str, Any]) -> int:

@@ -29,12 +29,14 @@ from dist_attn_service.dependencies import Services
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.http.auth import KeyRing
 from dist_attn_service.http.limits import OpenRequests
-from dist_attn_service.http.protocol import bounded_protocol
+from dist_attn_service.http.protocol import BoundedProtocol, bounded_protocol
 
 __all__ = ["ApiServer", "main", "serve", "server_config"]
 
 USAGE_ERROR = 2
 POLL_SECONDS = 0.1
+LAST_SECONDS = 4.0  # for clients to read last words; `dist-attn serve` waits a little longer
+IDLE_SECONDS = 1.0  # in which a kept-alive connection may carry one more request: it may be on its way already
 STARTED = time.monotonic()
 
 
@@ -66,16 +68,38 @@ class ApiServer(uvicorn.Server):
         _say(f"ready after {time.monotonic() - STARTED:.1f} s: {self._url}  {models}  data in {where}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let open streams finish first; meanwhile /readyz says that this process stops, and new work is refused."""
+        """Listen no more, so that proxies take another replica at once; let open requests finish, and those that come
+        on open connections, each of which ends with its next answer; end with words what is left then.
+        """
         clock = asyncio.get_running_loop().time
-        deadline = clock() + (self.config.timeout_graceful_shutdown or 0)
+        stopped, deadline = clock(), clock() + (self.config.timeout_graceful_shutdown or 0)
         if self._announcing is not None:
             self._announcing.cancel()
-        self._open_requests.close()
+        await asyncio.sleep(0)  # who has connected by now is let in
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        self._open_requests.stopping = True
+        for connection in self._connections:
+            connection.last_answer()
+        await self._connections_ended(min(deadline, stopped + IDLE_SECONDS))
+        for connection in self._connections:
+            connection.shutdown()
         while not self.force_exit and clock() < deadline and not await self._open_requests.drained(POLL_SECONDS):
             pass
         self.config.timeout_graceful_shutdown = max(0, math.ceil(deadline - clock()))
         await super().shutdown(sockets=sockets)
+        await self._connections_ended(deadline + LAST_SECONDS)
+
+    async def _connections_ended(self, deadline: float) -> None:
+        clock = asyncio.get_running_loop().time
+        while not self.force_exit and self._connections and clock() < deadline:  # noqa: ASYNC110 - uvicorn tells nobody
+            await asyncio.sleep(POLL_SECONDS)
+
+    @property
+    def _connections(self) -> list[BoundedProtocol]:
+        return [one for one in self.server_state.connections if isinstance(one, BoundedProtocol)]
 
 
 def _say(line: str) -> None:
@@ -91,6 +115,7 @@ def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
             head_bytes=settings.request_head_bytes,
             head_seconds=settings.request_head_seconds,
             on_refused=app.state.refused,
+            stopping=lambda: app.state.open_requests.stopping,
         ),
         ws="none",
         lifespan="on",

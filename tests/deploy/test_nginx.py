@@ -212,6 +212,24 @@ def test_a_replica_that_stops_is_taken_out(tmp_path: Path) -> None:
         assert answer.json()["error"]["code"] == "engine_unreachable"
 
 
+@needs_nginx
+def test_a_replica_that_drains_costs_no_error(tmp_path: Path) -> None:
+    """While one replica waits for the end of its open document, all that comes goes to the other."""
+    with ExitStack() as one, replica(tmp_path, "b") as second, ExitStack() as proxy:
+        first = one.enter_context(running_service(tmp_path / "a", shutdown_seconds=60))
+        front = proxy.enter_context(front_of(tmp_path, [first, second]))
+        with first.connect() as connection:
+            connection.sendall(head(ROUTE, TEXT, "Content-Length: 600") + b"x" * 300)
+            answer = Answer(connection)
+            assert answer.read_head() == 200
+            assert {encode(front).status_code for _ in range(4)} == {200}
+            first.stop()
+            eventually(lambda: not answers(first), "the first replica to listen no more")
+            assert [encode(front).status_code for _ in range(20)] == [200] * 20
+            connection.sendall(b"x" * 300)
+            assert lines_of(answer.read_body())[-1]["tokens"] == 600
+
+
 def encode(front: Front) -> httpx.Response:
     """One small document over a connection of its own."""
     return httpx.post(f"{front.proxy.url}{ROUTE}", content=b"x" * 600, timeout=60)

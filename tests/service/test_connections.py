@@ -4,12 +4,16 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
+from dist_attn_service import __main__
+from dist_attn_service.http import protocol
 from dist_attn_service.http.protocol import PIPELINED, BoundedProtocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -17,7 +21,7 @@ from uvicorn.server import ServerState
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of, send_in_background
 from tests.support.service_server import RunningService, running_service
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +81,58 @@ def test_a_connection_is_not_held_by_a_few_bytes(tmp_path: Path, rest: str) -> N
             assert answer.read_head() == 408
             answer.read_body()
         assert answer.at_end()
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (head("/v1/encodings?window=0", TEXT, CHUNKED, "Connection: close"), 400),
+        (head("/v1/encodings", TEXT, "Connection: close", "Content-Length: 9000000"), 413),
+        (head("/nothing", "Content-Length: 9000000").replace(b"HTTP/1.1", b"HTTP/1.0"), 404),
+        (b"nonsense\r\n\r\n", 400),
+    ],
+    ids=["refused", "too large", "old", "no HTTP"],
+)
+def test_an_early_answer_is_not_reset_away(tmp_path: Path, request_head: bytes, status: int) -> None:
+    """A client that still sends when its connection's last answer has come may send on and read then."""
+    piece = chunk(b"x" * 1000)
+    with running_service(tmp_path, body_bytes=2000) as service, service.connect() as connection:
+        connection.sendall(request_head)
+        sent = send_in_background(connection, 3 * piece)
+        answer = Answer(connection)
+        assert answer.read_head() == status
+        sent.join()
+        for _ in range(20):
+            connection.sendall(piece)
+        assert answer.read_body()
+        assert answer.at_end()
+
+
+def test_an_unread_answer_that_is_cut_off_has_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that first sends all and then reads, as httpx does, finds all rows up to the error line that says where
+    to go on, though the service was stopped while it sent, and rows filled all buffers.
+    """
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(__main__, "LAST_SECONDS", PATIENCE_SECONDS)
+    engine = FakeEngine()
+    with ThreadPoolExecutor(1) as threads, running_service(tmp_path, engine, shutdown_seconds=1) as service:
+
+        def pieces() -> Iterator[bytes]:
+            yield b"x" * 400_000  # its rows are 8 MB
+            service.logged("cut")
+            for _ in range(20):
+                yield b"x" * 1000
+
+        def ask() -> httpx.Response:
+            headers = {"content-type": "text/plain", "x-request-id": "cut"}
+            return httpx.post(f"{service.url}/v1/encodings?window=8", content=pieces(), headers=headers, timeout=60)
+
+        asked = threads.submit(ask)
+        eventually(lambda: engine.open_count == 1, "the request to reach the engine")
+        service.stop()
+        lines = lines_of(asked.result().content)
+    assert lines[-1]["error"]["code"] == "stopping"
+    assert lines[-1]["reached"] == {"next_row": len(lines) - 1}
 
 
 def test_an_old_client_gets_no_chunks(service: RunningService) -> None:
@@ -285,12 +341,12 @@ def test_uvicorn_has_what_the_protocol_is_built_on() -> None:
     inherited = (
         "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete",
         "send_400_response",
-        "connection_made", "connection_lost", "eof_received", "data_received",
+        "connection_made", "connection_lost", "eof_received", "data_received", "on_response_complete", "shutdown",
         "loop", "transport", "flow", "parser", "url", "headers", "scope", "cycle", "pipeline",
     )  # fmt: skip
     of_cycle = (
         "scope", "send", "disconnected", "message_event", "response_started", "response_complete", "chunked_encoding",
-        "expected_content_length",
+        "expected_content_length", "keep_alive", "transport",
     )  # fmt: skip
     has = dir(HttpToolsProtocol) + list(vars(protocol))
     gone = [f"HttpToolsProtocol.{name}" for name in inherited if name not in has]

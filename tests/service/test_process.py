@@ -1,11 +1,13 @@
 """`python -m dist_attn_service` as a process of its own, with a controller on the other side of a real socket."""
 
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -128,30 +130,55 @@ def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_under_way_may_finish_while_readiness_says_stop(tmp_path: Path) -> None:
-    """After SIGTERM /readyz answers 503, new work is refused with words, and an open document gets all of its rows."""
+    """After SIGTERM nobody listens, each request that had begun to come is answered with its connection's last answer,
+    /readyz with 503, and an open document gets all of its rows.
+    """
     with (
         fake_controller(FakeEngine(), f"ipc://{tmp_path}/c") as address,
         running_process(tmp_path, address, shutdown_seconds=str(SECONDS)) as (process, url),
     ):
         eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
+        requests = [head(path, method="GET") for path in ("/readyz", "/v1/status", "/livez")]
+        body = b'{"prompt": "abc", "max_tokens": 6}'
+        requests.append(head("/v1/completions", f"Content-Length: {len(body)}") + body)
+        with ExitStack() as open_connections:
+
+            def connect() -> socket.socket:
+                return open_connections.enter_context(socket.create_connection((host, int(port)), timeout=SECONDS))
+
+            connection, begun = connect(), [connect() for _ in requests]
             connection.sendall(head("/v1/encodings?window=8", TEXT, "Content-Length: 800") + b"x" * 400)
             answer = Answer(connection)
             assert answer.read_head() == 200
+            for one, request in zip(begun, requests, strict=True):
+                one.sendall(request[:10])
+            assert httpx.get(f"{url}/livez").status_code == 200  # so that all of these were read
             process.send_signal(signal.SIGTERM)
-            eventually(lambda: httpx.get(f"{url}/readyz").status_code == 503, "readiness to end")
-            unready = httpx.get(f"{url}/readyz").json()
+            eventually(lambda: not listens(host, int(port)), "the process to listen no more")
+            answers = []
+            for one, request in zip(begun, requests, strict=True):
+                one.sendall(request[10:])
+                last = Answer(one)
+                answers.append((last.read_head(), json.loads(last.read_body())))
+                assert last.headers["connection"] == "close" and last.at_end()
+            assert [status for status, _ in answers] == [503, 200, 200, 200]
+            unready, state, _, completion = (body for _, body in answers)
             assert unready["error"]["code"] == "stopping" and unready["detail"].startswith("draining")
-            assert httpx.get(f"{url}/livez").status_code == 200
-            state = httpx.get(f"{url}/v1/status").json()
             assert (state["ready"], state["open_requests"]) == (False, 1) and "draining" in state["reason"]
-            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
-            assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
-            assert int(refused.headers["retry-after"]) > 0
+            assert completion["choices"][0]["text"] == "abcabc"
             connection.sendall(b"x" * 400)
             assert lines_of(answer.read_body())[-1]["rows"] == 100
         assert process.wait(SECONDS) == 0
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether a connection is accepted there."""
+    try:
+        socket.create_connection((host, port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
@@ -44,6 +44,7 @@ class RunningService:
     settings: Settings
     log: StringIO
     encoder_port: FakeEnginePort | None = None
+    stop: Callable[[], None] = lambda: None  # and do not wait for the end
 
     @property
     def url(self) -> str:
@@ -95,13 +96,18 @@ def running_service(
     app = create_app(settings, ports, make_log(log, "debug"), tracing)
     listener = socket.create_server(("127.0.0.1", 0))
     server = ApiServer(server_config(settings, app), app)
+
+    def stop() -> None:
+        server.should_exit = True
+
     thread = threading.Thread(target=server.run, args=([listener],), name="service")
     thread.start()
     try:
         eventually(lambda: server.started or not thread.is_alive(), "the service to start")
-        yield RunningService(listener.getsockname()[1], engine, port, settings, log, encoder_port)
+        place = listener.getsockname()[1]
+        yield RunningService(place, engine, port, settings, log, encoder_port, stop)
     finally:
-        server.should_exit = True
+        stop()
         thread.join(PATIENCE_SECONDS)
         listener.close()
         if thread.is_alive():

@@ -166,7 +166,7 @@ class EngineFailure(ServiceError):
     default_code = Code.ENGINE_FAILED
 
 
-DRAINING = "draining: the service is stopping, takes no new work and lets open streams end"
+DRAINING = "draining: the service is stopping and lets open streams end"
 
 
 class ServiceStopping(ServiceError):

@@ -37,6 +37,7 @@ GZIP_FREE_BYTES = 16 << 20  # so much may come out of however little
 GZIP_MOST_TIMES = 200  # text shrinks to a tenth, the most repetitive logs to a hundredth, and zeros to a thousandth
 LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
 BREAK_OFF = "break_off"  # and where the server's way to close the connection in mid-answer stands
+PASS = "pass"  # and its way to take an answer's last bytes though the client has not taken those before
 _RANGE = re.compile(r"[ \t]*bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECASE)
 
 
@@ -272,19 +273,19 @@ class StreamedResponse(Response):
             # the server stops; this task ends here in any case, and the client should know why
             if not writer.started:
                 raise ServiceStopping from None
-            await self._end(writer, ServiceStopping())
+            await self._end(writer, ServiceStopping(), scope)
         except Exception as error:
             if not writer.started:
                 raise
             if isinstance(error, ClientGone):
                 self._record.reason = "client_gone"
             elif isinstance(error, ServiceError):
-                await self._end(writer, error)
+                await self._end(writer, error, scope)
             else:
                 self._record.unexpected(error)
-                await self._end(writer, UnforeseenError())
+                await self._end(writer, UnforeseenError(), scope)
 
-    async def _end(self, writer: ResponseWriter, error: ServiceError) -> None:
+    async def _end(self, writer: ResponseWriter, error: ServiceError, scope: Scope) -> None:
         self._record.reason = str(error.code)
         if not writer.finished:
             if self._record.reached:
@@ -294,6 +295,7 @@ class StreamedResponse(Response):
                 writer.break_off()
                 return
             await writer.finish(words)
+        scope["state"].get(PASS, lambda: None)()
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await writer.close()

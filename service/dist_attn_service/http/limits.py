@@ -1,4 +1,4 @@
-"""How many requests may be under way at once, none once the service stops, and the memory of their JSON bodies."""
+"""How many requests may be under way at once, and the memory of their JSON bodies."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dist_attn_service.base.errors import MOST_RETRY_SECONDS, Code, ServiceError, ServiceStopping, retry_after
+from dist_attn_service.base.errors import MOST_RETRY_SECONDS, Code, ServiceError, retry_after
 
 __all__ = ["BodyMemory", "OpenRequests", "Turnover"]
 
@@ -57,7 +57,8 @@ class OpenRequests:
         self._of_callers: Counter[str] = Counter()
         self._turnover = Turnover(clock)
         self.count = 0
-        self.closed = False
+        self.stopping = False
+        """Whether the service ends with those that are under way."""
         self._none = asyncio.Event()
         self._none.set()
 
@@ -65,10 +66,8 @@ class OpenRequests:
     def one(self, caller: str) -> Iterator[None]:
         """Hold one place.
 
-        Raises: ServiceError (429) when all are taken or the caller holds its share, ServiceStopping after `close`.
+        Raises: ServiceError (429) when all are taken or the caller holds its share.
         """
-        if self.closed:
-            raise ServiceStopping
         own = self._of_callers[caller]
         left = self._limit - (self.count - own)
         if not left:
@@ -93,10 +92,6 @@ class OpenRequests:
             self._of_callers += Counter()  # forgets those who hold none
             if not self.count:
                 self._none.set()
-
-    def close(self) -> None:
-        """Take no more; those under way go on."""
-        self.closed = True
 
     async def drained(self, within_seconds: float) -> bool:
         """Wait until none is under way; false when that took too long."""

@@ -11,18 +11,20 @@ from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dist_attn_service.base.errors import PROBLEM_JSON, Code, ServiceError
-from dist_attn_service.http.exchange import BREAK_OFF, LAST_WORDS
+from dist_attn_service.http.exchange import BREAK_OFF, LAST_WORDS, PASS
 
 __all__ = ["BoundedProtocol", "bounded_protocol"]
 
-BROKEN_SECONDS = 30.0  # in which the client of an answer that breaks off may read what was written
-LINGER_SECONDS = 1.0  # an answer before the whole request was read: closing at once would reset it away
+UNREAD_SECONDS = 300.0  # for a client to take the rest of its answer
+LINGER_SECONDS = 3.0  # for a client to send the rest of a request that has its answer, and then to read that
+LINGER_BYTES = 256 << 20  # of that rest
 PIPELINED = 32  # requests that may wait behind the one that is answered; a read has room for thousands
 LINE_BYTES = 4  # of a header beside its name and value: the colon, a blank, CR and LF
 
@@ -84,6 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
     head_bytes: ClassVar[int] = 64 << 10
     head_seconds: ClassVar[float] = 30.0
     on_refused: ClassVar[Callable[[ServiceError, str], None]] = staticmethod(lambda *_: None)
+    stopping: ClassVar[Callable[[], bool]] = staticmethod(lambda: False)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,7 +97,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_bytes = 0  # of headers that are whole
         self._requests: deque[RequestResponseCycle] = deque()  # the one that is answered, and those behind it
         self._head_timer: asyncio.TimerHandle | None = None
-        self._refused = False
+        self._over = False  # what still comes is dropped
+        self._dropped_bytes = 0
+        self._end_timers: list[asyncio.TimerHandle] = []
         self._refusal: ServiceError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -103,18 +108,21 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        for timer in self._end_timers:
+            timer.cancel()
         self._leave()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client that sends no more counts as gone; but if its request is not whole, it is told."""
-        if not self._refused and self._reading is not _Reading.NOTHING:
+        if not self._over and self._reading is not _Reading.NOTHING:
             self.send_400_response("")
-        return self._refused
+        return False  # closes once all is written
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return  # read, so that the answer is not reset away, and dropped
+        if self._over:
+            self._drop(data)
+            return
         self._request_ended = False
         super().data_received(data)
         if not self._request_ended:
@@ -127,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading, self._head_bytes, self._header_bytes = _Reading.HEAD, 0, 0
+        self._reading, self._head_bytes, self._header_bytes, self._dropped_bytes = _Reading.HEAD, 0, 0, 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -145,6 +153,8 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _Refused
 
     def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._drop(body)
         super().on_body(body)
         self._request_ended, self._head_bytes = True, 0
 
@@ -158,7 +168,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reading = _Reading.BODY
         self._stop_timer()
         super().on_headers_complete()
+        self.cycle.keep_alive &= not type(self).stopping()
+        self.cycle.transport = SimpleNamespace(  # type: ignore[assignment]
+            write=self.transport.write, is_closing=self.transport.is_closing, close=self._close
+        )
         self.scope["state"][BREAK_OFF] = partial(self._break_off, self.cycle)
+        self.scope["state"][PASS] = self.flow.resume_writing
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _Unframed(self.cycle).send  # type: ignore[method-assign]
         while self._requests and self._requests[0].response_complete:
@@ -190,6 +205,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reading, self._request_ended = _Reading.NOTHING, True
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        if not self._over:
+            super().on_response_complete()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or _bad_http("this is not valid HTTP/1.1, or the body broke off"))
 
@@ -206,10 +225,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ServiceError) -> None:
         """Answer, let the client read it, close; the app sees a client that left."""
-        if self._refused or self.transport.is_closing():
+        if self._over or self.transport.is_closing():
             return
-        self._refused = True
-        self._stop_timer()
         cycle = next((one for one in self._requests if not one.response_complete), None)
         if cycle is None:
             request_id = f"req-{uuid.uuid4().hex}"
@@ -226,17 +243,49 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write(_ended(b"", chunked=True))
         self._leave()
         self.flow.resume_writing()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._close(linger=True)
 
     def _break_off(self, cycle: RequestResponseCycle) -> None:
         """End the connection in the middle of an answer whose format has no words for what went wrong."""
         cycle.disconnected = True
         cycle.message_event.set()
         self.pipeline.clear()
-        self.transport.close()
-        self.loop.call_later(BROKEN_SECONDS, self.transport.abort)
+        self._close()
+
+    def last_answer(self) -> None:
+        """What is answered just now is the last."""
+        for cycle in self._requests:
+            cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """End now, or with the answer to the request that has begun."""
+        self.last_answer()
+        if self._reading is not _Reading.HEAD and (self.cycle is None or self.cycle.response_complete):
+            self._close()
+
+    def _close(self, *, linger: bool = False) -> None:
+        """Send what was written, and its end.
+
+        Where the client may still be sending, that is read and dropped for a while: a close before would reset away
+        what the client has not received yet.
+        """
+        if self._over or self.transport.is_closing():
+            return
+        self._over = True
+        self._stop_timer()
+        if linger or self._reading is not _Reading.NOTHING or self.pipeline:
+            self.flow.resume_reading()
+            self.transport.write_eof()
+            self._end_timers.append(self.loop.call_later(LINGER_SECONDS, self.transport.close))
+        else:
+            self.transport.close()
+        self._end_timers.append(self.loop.call_later(UNREAD_SECONDS, self.transport.abort))
+
+    def _drop(self, data: bytes) -> None:
+        """Read on for a client that has its answer, within a bound."""
+        self._dropped_bytes += len(data)
+        if self._dropped_bytes > LINGER_BYTES:
+            self.transport.close()
 
     def _leave(self) -> None:
         """Tell the request that is answered that its client is gone; those that wait behind it never begin."""
@@ -247,7 +296,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def _start_timer(self) -> None:
-        if self._head_timer is None and not self._refused:
+        if self._head_timer is None and not self._over:
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_too_slow)
 
     def _stop_timer(self) -> None:
@@ -276,13 +325,23 @@ class _Unframed:
 
 
 def bounded_protocol(
-    *, head_bytes: int, head_seconds: float, on_refused: Callable[[ServiceError, str], None] = lambda *_: None
+    *,
+    head_bytes: int,
+    head_seconds: float,
+    on_refused: Callable[[ServiceError, str], None] = lambda *_: None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> type[BoundedProtocol]:
     """A protocol class for uvicorn's `http` option: the head of a request may have so many bytes and seconds.
 
-    `on_refused` is told of what never became a request: the error and the id that the answer has.
+    `on_refused` is told of what never became a request: the error and the id that the answer has. Once the service is
+    `stopping`, each connection ends with the next answer.
     """
-    values = {"head_bytes": head_bytes, "head_seconds": head_seconds, "on_refused": staticmethod(on_refused)}
+    values = {
+        "head_bytes": head_bytes,
+        "head_seconds": head_seconds,
+        "on_refused": staticmethod(on_refused),
+        "stopping": staticmethod(stopping),
+    }
     return type("ConfiguredProtocol", (BoundedProtocol,), values)
 
 

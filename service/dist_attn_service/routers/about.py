@@ -60,7 +60,7 @@ async def livez() -> dict[str, bool]:
 async def readyz(asked: Asked) -> Readiness:
     """200 when every engine is ready, otherwise 503 with the reason; 503 too once the service stops."""
     services = asked.services
-    if services.open_requests.closed:
+    if services.open_requests.stopping:
         raise ServiceStopping
     readiness = None
     for served in reversed(services.models):  # the encoder stands in the writer's
@@ -87,7 +87,7 @@ async def version() -> Version:
 async def status(asked: Asked) -> Status:
     """Ranks, queue, sessions, speed; 200 also while an engine is not ready."""
     services = asked.services
-    stored, stopping = await services.sessions.stored.totals(), services.open_requests.closed
+    stored, stopping = await services.sessions.stored.totals(), services.open_requests.stopping
     writer, *others = (_engine(served) for served in services.models)
     lacking = [engine for engine in (writer, *others) if not engine["ready"]]
     reason = DRAINING if stopping else "ready"
