@@ -15,7 +15,7 @@ from dist_attn.errors import TokenError
 from dist_attn.text.base import Bytes, check_bytes
 from dist_attn.text.foreign import NOT_UTF8, ForeignTokeniser, byte_ends
 from dist_attn.text.hugging_face import raw
-from dist_attn.text.whole_text import WholeText, decoder_steps, panics_refused
+from dist_attn.text.whole_text import WholeText, decoder_steps
 
 __all__ = ["MOST_BYTES", "LibraryTokeniser"]
 
@@ -36,7 +36,7 @@ class LibraryTokeniser(ForeignTokeniser):
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens of all bytes with `final`, else none: the caller keeps them all.
 
-        Raises: TokenError for more than MOST_BYTES, where the library panics, and if `data` is not bytes.
+        Raises: TokenError for more than MOST_BYTES, and if `data` is not bytes.
         """
         tokens, _, consumed = self.encode_with_ends(data, final=final)
         return tokens, consumed
@@ -52,8 +52,7 @@ class LibraryTokeniser(ForeignTokeniser):
         if not final or not len(data):
             return np.empty(0, np.int32), np.empty(0, np.int64), 0
         text = bytes(data).decode("utf-8", "surrogateescape")
-        with panics_refused():
-            (encoding,) = self._tokenizer.encode_batch([NOT_UTF8.sub("\ufffd", text)], add_special_tokens=False)
+        (encoding,) = self._tokenizer.encode_batch([NOT_UTF8.sub("\ufffd", text)], add_special_tokens=False)
         behind = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
         places = np.concatenate([np.zeros(1, np.int64), byte_ends(text)])
         ends = np.maximum.accumulate(places[behind]) if len(behind) else behind

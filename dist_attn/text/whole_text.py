@@ -3,18 +3,16 @@
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from dist_attn.errors import TokenError
 from dist_attn.text.base import TokenArray
 
-__all__ = ["DECIDING", "WholeText", "content_of", "decoder_steps", "panics_refused"]
+__all__ = ["DECIDING", "WholeText", "content_of", "decoder_steps"]
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CUT = -1
@@ -23,18 +21,6 @@ DECIDING = (*_NAMED, "added_tokens_decoder")
 """The entries of tokenizer_config.json that decide which tokens a text gives."""
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-
-
-@contextmanager
-def panics_refused() -> Iterator[None]:
-    """Raise TokenError where the `tokenizers` library panics, as on patterns that take too long."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # PyO3's: no Exception, and in no module to import it from
-            raise
-        text = f"the pattern or model of this tokenizer.json fails on the text ({error})"
-        raise TokenError(f"{text}: send other text, or tokens, and mend the file") from None
 
 
 class WholeText:
@@ -68,21 +54,14 @@ class WholeText:
         return {token.content: number for number, token in self._added.items() if token.special and token.content}
 
     def encode(self, text: str, *, framed: bool) -> TokenArray:
-        """The tokens of a text, `framed` by those that its file puts around every text.
-
-        Raises: TokenError where the library panics.
-        """
-        with panics_refused():
-            # This form leaves other threads free.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=framed)
+        """The tokens of a text, `framed` by those that its file puts around every text."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=framed)  # leaves other threads free
         return np.array(encoding.ids, dtype=np.int32)
 
     def encode_parts(self, parts: Sequence[str | int]) -> TokenArray:
         """The tokens of texts, which never become special tokens, and of the special tokens between them; not framed.
 
         These are the tokens of the whole text wherever no text holds the name of a special token.
-
-        Raises: TokenError where the library panics.
         """
         found, told = self._encode_guarded(parts)
         special = frozenset(self.special_tokens.values())
@@ -103,8 +82,7 @@ class WholeText:
         """The tokens of the parts, and which of them are special ones that stand between texts; CUT at each cut."""
         guarded, names, ids = self._guarded
         text = "".join(part if isinstance(part, str) else names[part] for part in parts)
-        with panics_refused():
-            (encoding,) = guarded.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = guarded.encode_batch_fast([text], add_special_tokens=False)
         numbers = encoding.ids
         return [ids.get(number, number) for number in numbers], [ids.get(number) in names for number in numbers]
 

@@ -67,23 +67,6 @@ def test_whole_texts_have_the_ids_of_transformers(kind: str, about: dict[str, An
     assert isinstance(tokeniser, LibraryTokeniser) == (kind in WHOLE_ALONE)
 
 
-@pytest.mark.parametrize("kind", ["t5", "llama3"])
-def test_a_pattern_that_fails_on_a_text_is_said_in_words(kind: str, tmp_path: Path) -> None:
-    """A panic of the library, which is no Exception, is a TokenError in every way to read a text; others are read."""
-    contents = json.loads(downloaded_contents(kind))
-    cut = {"type": "Split", "pattern": {"Regex": "(a+)+$|(?:(x+x+)+y)|[^a]"}, "behavior": "Isolated", "invert": False}
-    contents["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, contents["pre_tokenizer"]]}
-    tokeniser = LibraryTokeniser(contents, None)
-    for read in (
-        lambda text: tokeniser.encode(text),
-        lambda text: tokeniser.encode_whole(text, framed=True),
-        lambda text: tokeniser.encode_parts([text.decode()]),
-    ):
-        assert len(read(b"a ship")) > 0
-        with pytest.raises(TokenError, match="fails on the text"):
-            read(b"x" * 4000)
-
-
 def test_parts_are_read_as_one_text_whose_special_tokens_are_told(both: tuple[Tokeniser, Tokenizer]) -> None:
     """Special tokens between texts give the ids of the whole text; their names inside of a text are no tokens."""
     tokeniser, theirs = both

@@ -183,9 +183,8 @@ class ThreadTokeniser:
         """The tokens of the bytes from a mark on, as far as they can be told, and the bytes behind them."""
         try:
             tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
-        except TokenError as error:
-            # A kind of tokeniser that reads whole texts alone, or one whose library fails.
-            raise (TooLarge if len(data) > MOST_BYTES else BadRequest)(str(error)) from None
+        except TokenError as error:  # a kind of tokeniser that reads whole texts alone
+            raise TooLarge(str(error)) from None
         gap = consumed - int(ends[-1]) if len(ends) else mark.gap + consumed
         after = TextMark(mark.tokens + len(tokens), mark.byte + consumed, gap)
         return Piece(tokens, np.diff(ends, prepend=-mark.gap), after), data[consumed:]
