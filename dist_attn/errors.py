@@ -6,6 +6,7 @@
     │   ├── ConfigError               a configuration value or key that is not accepted
     │   ├── ModelFolderError          a model folder that is missing, incomplete or of another kind
     │   ├── TokenError                bytes or token ids that the tokeniser cannot take
+    │   │   └── TokeniserError        a text at which a model's tokenizer.json fails
     │   ├── StateMismatchError        a stored state that belongs to another model; names both values
     │   ├── UnknownStateError         a session, checkpoint or snapshot that is not there, or not this caller's
     │   └── ConflictError             what was asked for does not go with how a session stands
@@ -52,6 +53,7 @@ __all__ = [
     "StateMismatchError",
     "StorageError",
     "TokenError",
+    "TokeniserError",
     "UnknownStateError",
     "WireError",
     "extra_hint",
@@ -75,6 +77,10 @@ class ModelFolderError(InputError):
 
 class TokenError(InputError):
     """Bytes or token ids that the tokeniser cannot take."""
+
+
+class TokeniserError(TokenError):
+    """A text at which a model's tokenizer.json fails, and the `tokenizers` library with it."""
 
 
 class StateMismatchError(InputError):

@@ -4,7 +4,8 @@ import hashlib
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from math import prod
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from dist_attn.errors import ModelFolderError, TokenError
+from dist_attn.errors import ModelFolderError, TokenError, TokeniserError
 from dist_attn.text.base import TAIL_BYTES, Bytes, Tokeniser, Vocabulary, check_bytes
 from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
 from dist_attn.text.whole_text import DECIDING, WholeText, content_of
@@ -51,19 +52,21 @@ class ForeignTokeniser(Tokeniser):
         name: str = FILE_NAME,
         about: Mapping[str, Any] | None = None,
     ) -> None:
+        self._name = name
         try:
             self._check(contents)
             _check_growth(contents)
             # A stream never has added tokens, so the library does not hear of any; nor does it cut, pad or frame.
             bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-            self._tokenizer = Tokenizer.from_str(json.dumps(contents | bare))
             self._about = {"eos_token": end_text} if about is None else dict(about)
-            self._whole = WholeText(contents, self._about)
-            size = 1 + max(self._whole.library.get_vocab().values())
-            last = max([size - 1, *(int(token["id"]) for token in contents.get("added_tokens") or ())])
-            if last >= MOST_IDS:
-                raise ValueError(f"its ids run to {last}; needed are ids below {MOST_IDS}")
-            table = self._table(contents)
+            with self._in_library():
+                self._tokenizer = Tokenizer.from_str(json.dumps(contents | bare))
+                self._whole = WholeText(contents, self._about)
+                size = 1 + max(self._whole.library.get_vocab().values())
+                last = max([size - 1, *(int(token["id"]) for token in contents.get("added_tokens") or ())])
+                if last >= MOST_IDS:
+                    raise ValueError(f"its ids run to {last}; needed are ids below {MOST_IDS}")
+                table = self._table(contents)
             self.vocabulary = Vocabulary((*table, *[b""] * (size - len(table))), ends=False)
         except Exception as error:  # the library raises no narrower type
             detail = f"no {error}" if isinstance(error, KeyError) else str(error)
@@ -87,23 +90,37 @@ class ForeignTokeniser(Tokeniser):
 
         `framed`: with the tokens that the files put around every text. Memory: some 100 bytes for each token.
 
-        Raises: TokenError if `data` is not bytes, and for a token that the model does not have.
+        Raises: TokenError if `data` is not bytes, and for a token that the model does not have; TokeniserError.
         """
         check_bytes(data)
-        return self._known(self._whole.encode(bytes(data).decode("utf-8", "replace"), framed=framed))
+        with self._in_library():
+            return self._known(self._whole.encode(bytes(data).decode("utf-8", "replace"), framed=framed))
 
     def frame(self) -> tuple[list[int], list[int]]:
-        """The tokens that the file puts before and behind every text."""
-        framed, bare = (self._whole.encode("a", framed=framed).tolist() for framed in (True, False))
+        """The tokens that the file puts before and behind every text. Raises: TokeniserError."""
+        with self._in_library():
+            framed, bare = (self._whole.encode("a", framed=framed).tolist() for framed in (True, False))
         before = next((at for at in range(len(framed)) if framed[at : at + len(bare)] == bare), 0)
         return framed[:before], framed[before + len(bare) :]
 
     def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
         """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them.
 
-        Raises: TokenError for a token that the model does not have.
+        Raises: TokenError for a token that the model does not have; TokeniserError.
         """
-        return self._known(self._whole.encode_parts(parts))
+        with self._in_library():
+            return self._known(self._whole.encode_parts(parts))
+
+    @contextmanager
+    def _in_library(self) -> Iterator[None]:
+        """Raises: TokeniserError where the `tokenizers` library fails or panics in the block."""
+        try:
+            yield
+        except BaseException as error:
+            # It raises no narrower type, and a panic, such as of a pattern that backtracks too often, is no Exception.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise TokeniserError(f"{self._name} cannot read this text: {error}; give another one, or mend it") from None
 
     def _known(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         beyond = tokens[tokens >= self.vocab_size]
@@ -186,9 +203,10 @@ class PiecewiseTokeniser(ForeignTokeniser):
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         check_bytes(data)
         out, size, start = bytearray(), len(data), 0
-        while start < size and (final or size - start >= TAIL_BYTES):
-            end = min(start + _BLOCK_BYTES, size)
-            start += self._encode_block(bytes(data[start:end]), final and end == size, out)
+        with self._in_library():
+            while start < size and (final or size - start >= TAIL_BYTES):
+                end = min(start + _BLOCK_BYTES, size)
+                start += self._encode_block(bytes(data[start:end]), final and end == size, out)
         return np.frombuffer(bytes(out), dtype=np.int32), start
 
     @abstractmethod

@@ -52,7 +52,8 @@ class LibraryTokeniser(ForeignTokeniser):
         if not final or not len(data):
             return np.empty(0, np.int32), np.empty(0, np.int64), 0
         text = bytes(data).decode("utf-8", "surrogateescape")
-        (encoding,) = self._tokenizer.encode_batch([NOT_UTF8.sub("\ufffd", text)], add_special_tokens=False)
+        with self._in_library():
+            (encoding,) = self._tokenizer.encode_batch([NOT_UTF8.sub("\ufffd", text)], add_special_tokens=False)
         behind = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
         places = np.concatenate([np.zeros(1, np.int64), byte_ends(text)])
         ends = np.maximum.accumulate(places[behind]) if len(behind) else behind

@@ -90,7 +90,8 @@ class WordPieceTokeniser(ForeignTokeniser):
                 break
             places = byte_ends(text) + start
             for begin, piece in self._cut(text):
-                encoding = self._tokenizer.encode(NOT_UTF8.sub("\ufffd", piece), add_special_tokens=False)
+                with self._in_library():
+                    encoding = self._tokenizer.encode(NOT_UTF8.sub("\ufffd", piece), add_special_tokens=False)
                 if encoding.ids:
                     ids.append(np.array(encoding.ids, dtype=np.int32))
                     ends.append(places[np.array(encoding.offsets)[:, 1] + (begin - 1)])

@@ -205,7 +205,7 @@ def _contexts(
     for of_model, engine in zip(settings.of_models(), engines, strict=True):
         model = ServedModel.read(of_model.model, of_model.served_model_name)
         found = fitted(load_tokeniser(of_model.model), of_model.model, model.vocab_size)
-        tokeniser = ThreadTokeniser(found, threads, of_model.piece_bytes)
+        tokeniser = ThreadTokeniser(found, threads, of_model.piece_bytes, model=model.id, log=log)
         watch = EngineWatch(engine, model, of_model)
         context = ServiceContext(of_model, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
         contexts.append(context)

@@ -1,12 +1,16 @@
 """POST /tokenize and /detokenize over real sockets."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.service_server import RunningService, running_service
+from dist_attn.text import ByteLevelTokeniser
+from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.tokenisers import FAILS_AT, failing_contents
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +69,24 @@ def test_what_is_refused(service: RunningService, path: str, body: dict[str, Any
     error = answer.json()["error"]
     assert answer.status_code in (400, 404)
     assert (error["code"], error["param"]) == (code, param), error
+
+
+def test_a_text_at_which_the_models_tokeniser_fails(tmp_path: Path) -> None:
+    """At each door its request is refused in words that name the model, the log says why, and others are answered."""
+    model = model_folder(tmp_path, ByteLevelTokeniser(failing_contents(), None))
+    with running_service(tmp_path, model=model) as service:
+        for path, body in (
+            ("/tokenize", {"prompt": FAILS_AT}),
+            ("/v1/completions", {"prompt": FAILS_AT}),
+            ("/v1/embeddings", {"input": FAILS_AT}),
+            ("/v1/search", {"query": "b", "documents": [FAILS_AT]}),
+        ):
+            answer = httpx.post(service.url + path, json=body, timeout=60)
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["code"] == "invalid_value" and "model 'tiny' fails at this text" in error["message"], error
+            assert str(tmp_path) not in answer.text
+        stream = httpx.post(f"{service.url}/v1/encodings", content=FAILS_AT, headers={"content-type": "text/plain"})
+        assert "model 'tiny' fails at this text" in stream.text.splitlines()[-1]
+        eventually(lambda: sum("retry-limit" in line.get("error", "") for line in service.log_lines()) == 5, "the log")
+        assert ask(service, "/tokenize", prompt="xyz")["count"]

@@ -61,6 +61,16 @@ def llama_bpe() -> ByteLevelTokeniser:
     return foreign_bpe(LLAMA_PATTERN)
 
 
+FAILS_AT = "a" * 40 + "b"
+"""A text at which the tokeniser of `failing_contents` panics."""
+
+
+def failing_contents() -> dict[str, Any]:
+    """A tokenizer.json whose pattern takes a run of `a` in exponentially many ways, until the library gives up."""
+    contents: dict[str, Any] = json.loads(foreign_contents(r"(a+)+$|[^a]+"))
+    return contents
+
+
 @cache
 def sentence_piece_contents(kind: str, metaspace: bool) -> str:
     """A small tokenizer.json of SentencePiece (`BPE` or `Unigram`) with byte fallback; `</s>` has id 2.

@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from dist_attn.errors import ModelFolderError, TokenError
-from dist_attn.text import IncrementalDecoder, LibraryTokeniser, Tokeniser, fitted, read_foreign
+from dist_attn.errors import ModelFolderError, TokenError, TokeniserError
+from dist_attn.text import (
+    ByteLevelTokeniser,
+    ForeignTokeniser,
+    IncrementalDecoder,
+    LibraryTokeniser,
+    Tokeniser,
+    fitted,
+    read_foreign,
+)
 from dist_attn.text.library import MOST_BYTES
-from tests.support.tokenisers import PROSE, downloaded_contents
+from tests.support.tokenisers import FAILS_AT, PROSE, downloaded_contents, failing_contents
 
 KINDS = ("llama3", "llama2", "gemma", "deepseek", "t5")
 FIRST = {"__type": "AddedToken", "special": True, "content": "<first>"}
@@ -208,3 +216,17 @@ def test_more_unused_ids_than_any_model_has_are_refused(tmp_path: Path) -> None:
     """A vocab_size of a million millions is no padding."""
     with pytest.raises(ModelFolderError, match="vocab_size 1000000000000; needed are at most 16777216"):
         read_foreign(folder_of(tmp_path, "llama3")).padded(10**12)
+
+
+@pytest.mark.parametrize("kind", [ByteLevelTokeniser, LibraryTokeniser])
+def test_a_text_at_which_the_library_panics(kind: type[ForeignTokeniser]) -> None:
+    """However it is read, it is an error that names the file and says why; other texts are read as before."""
+    tokeniser, data = kind(failing_contents(), None, "folder/tokenizer.json"), FAILS_AT.encode()
+    for read in (
+        lambda: tokeniser.encode_whole(data, framed=True),
+        lambda: tokeniser.encode_parts([FAILS_AT]),
+        lambda: tokeniser.encode_with_ends(data, final=True)[0],
+    ):
+        with pytest.raises(TokeniserError, match=r"^folder/tokenizer\.json cannot read this text: .*retry-limit"):
+            read()
+    assert tokeniser.decode(tokeniser.encode_whole(b"xyz", framed=False)) == b"xyz"

@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dist_attn.errors import TokenError
+from dist_attn.errors import TokenError, TokeniserError
 from dist_attn.text import ForeignTokeniser, IncrementalDecoder, Tokeniser
 from dist_attn.text.base import TokenArray
 from dist_attn.text.library import MOST_BYTES
 from dist_attn_service.base.errors import BadRequest, TooLarge
+from dist_attn_service.base.logs import Log
 from dist_attn_service.base.tasks import beside
 
 __all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "cut"]
@@ -63,12 +64,25 @@ class Piece:
 
 
 class ThreadTokeniser:
-    """Tokenises in a thread pool, in blocks so short that neither the event loop nor other threads are kept waiting."""
+    """Tokenises in a thread pool, in blocks so short that neither the event loop nor other threads are kept waiting.
 
-    def __init__(self, tokeniser: Tokeniser, threads: Executor, piece_bytes: int = 64 << 10) -> None:
+    A text at which the tokeniser fails is logged with the name of the `model`.
+    """
+
+    def __init__(
+        self,
+        tokeniser: Tokeniser,
+        threads: Executor,
+        piece_bytes: int = 64 << 10,
+        *,
+        model: str = "",
+        log: Log | None = None,
+    ) -> None:
         self._tokeniser = tokeniser
         self._threads = threads
         self._piece_bytes = piece_bytes
+        self._model = model
+        self._log = log
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +96,8 @@ class ThreadTokeniser:
         token behind them. With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are
         the tokens.
 
-        Raises: TooLarge for a text that is too long for a tokeniser that cannot read in pieces.
+        Raises: TooLarge for a text that is too long for a tokeniser that cannot read in pieces; BadRequest for
+            one at which it fails.
         """
         rest, mark = b"", begin  # what has been left over, and where it begins
         async for block in blocks:
@@ -117,7 +132,7 @@ class ThreadTokeniser:
         `framed`: with the tokens that the model's files put around every text. A text that is too long for that is read
         in pieces, as a stream is.
 
-        Raises: BadRequest where the model lacks one of the tokens; TooLarge as `pieces`.
+        Raises: BadRequest where the model lacks one of the tokens; as `pieces`.
         """
         tokeniser = self._tokeniser
         if not isinstance(tokeniser, ForeignTokeniser):
@@ -146,10 +161,12 @@ class ThreadTokeniser:
     async def _or_refused(self, work: Callable[[], TokenArray]) -> TokenArray:
         """The tokens of `work`.
 
-        Raises: BadRequest where the model lacks one of them.
+        Raises: BadRequest where the model lacks one of them, or its tokeniser fails.
         """
         try:
             return await beside(self._threads, work)
+        except TokeniserError as error:
+            raise self._failed(error) from None
         except TokenError as error:
             raise BadRequest(str(error)) from None
 
@@ -179,10 +196,21 @@ class ThreadTokeniser:
 
         return await beside(self._threads, work)
 
+    def _failed(self, error: TokeniserError) -> BadRequest:
+        """What the request is told; the words of the error have a path of this machine."""
+        if self._log is not None:
+            self._log.error("the tokeniser of a model failed at a text", model=self._model, error=str(error))
+        return BadRequest(
+            f"the tokeniser of the model {self._model!r} fails at this text, for a reason that the service's log has; "
+            "send another text"
+        )
+
     def _encode(self, data: bytes, mark: TextMark, *, final: bool) -> tuple[Piece, bytes]:
         """The tokens of the bytes from a mark on, as far as they can be told, and the bytes behind them."""
         try:
             tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
+        except TokeniserError as error:
+            raise self._failed(error) from None
         except TokenError as error:  # a kind of tokeniser that reads whole texts alone
             raise TooLarge(str(error)) from None
         gap = consumed - int(ends[-1]) if len(ends) else mark.gap + consumed
