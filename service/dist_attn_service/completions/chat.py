@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dist_attn_service.base.errors import BadRequest, Code
-from dist_attn_service.base.parsing import RequestTerms, utf8
+from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.engine.run import ServiceContext
@@ -93,9 +93,6 @@ class ChatService:
         more = _told_besides(request, template)
         try:
             parts = await template.render([_plain(message) for message in request.messages], **more)
-        except UnicodeEncodeError as error:
-            utf8(error.object, "a text of the chat", "messages")
-            raise
         except TemplateRefusal as error:
             raise BadRequest(
                 f"the model's chat template does not take these messages: {error}", param="messages"

@@ -96,7 +96,7 @@ class ChatTemplate:
         `more` is what the template is told besides, such as `tools` and `documents`.
 
         Raises: TemplateRefusal where the template does not take these messages, or not with so much time and memory;
-            UnicodeEncodeError for half of a surrogate pair; ServiceError while others keep its processes at work.
+            ServiceError while others keep its processes at work.
         """
         told = {"messages": messages, "add_generation_prompt": True, **more}
         try:
