@@ -65,6 +65,20 @@ def test_encode_by_a_service_writes_its_rows(run: Run, service: RunningService) 
     assert sorted(os.listdir()) == ["book.txt", "x.npy"]
 
 
+def test_rows_of_a_service_say_what_they_stand_for(run: Run, service: RunningService) -> None:
+    """A file with ranges has those of the service's rows, and with --with-text the text of these bytes."""
+    words = ("encode", "book.txt", "--out", "x.jsonl", "--window", "100", "--with-text", "--url", service.url)
+    assert run(*words)[0] == 0
+    lines = [json.loads(line) for line in Path("x.jsonl").read_text().splitlines()]
+    with Client(service.url, key="secret") as client:
+        rows = list(client.encode(BOOK, window=100))
+    for line, row in zip(lines, rows, strict=True):
+        ranges = {name: getattr(row, name) for name in ("index", "start", "stop", "byte_start", "byte_stop")}
+        assert line | ranges == line and line["document"] == "book.txt"
+        assert line["text"].encode() == BOOK[row.byte_start : row.byte_stop]
+        assert np.array_equal(np.array(line["embedding"], np.float32), row.embedding)
+
+
 def test_generate_and_plan_by_a_service(run: Run, service: RunningService) -> None:
     """The text streams to stdout or comes as JSON, and the plan is the service's own estimate."""
     code, out, _ = run("generate", "--prompt", "abcd", "--max-tokens", "6", "--url", service.url)
@@ -90,6 +104,7 @@ def test_generate_and_plan_by_a_service(run: Run, service: RunningService) -> No
         (["encode", "book.txt", "--out", "book.txt"], 2, "is the text itself"),
         (["encode", "book.txt", "--out", "x.npy", "--model", "another"], 2, "another"),
         (["encode", "book.txt", "--out", "x.npy", "--deterministic"], 2, "--deterministic and --url were given"),
+        (["encode", "book.txt", "--out", "x.npy", "--ranks", "2"], 2, "--ranks and --url were given"),
         (["encode", "no.txt", "--out", "book.txt"], 2, "no.txt cannot be read"),
         (["plan", "--tokens", "1M", "--backend", "mpi"], 2, "--backend and --url were given"),
         (["generate", "--prompt", "a", "--beams", "3"], 2, "--beams and --url were given"),

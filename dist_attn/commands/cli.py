@@ -41,6 +41,7 @@ from dist_attn.commands.options import (
 from dist_attn.errors import CommError, DistAttnError, InputError, MissingExtraError, StorageError
 from dist_attn.host_limits import compute_environment
 from dist_attn.launchers import MEETING_VARIABLE, ended_in_order, is_first_rank, place_on_host, read_launch
+from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 from dist_attn.wire.specs import SamplingSpec
 
 __all__ = ["app", "main"]
@@ -207,8 +208,12 @@ def encode(options: EncodeOptions) -> None:
 
     Example: dist-attn encode book.txt --out book.npy --url http://127.0.0.1:8000
     """
+    from dist_attn.commands.row_files import check_rows_file
+
     _require_plain_text(options.file)
+    check_rows_file(options.out, options.file, with_text=options.with_text)
     if options.url is None:
+        resolve_model_folder(options.model or DEFAULT_ENCODER)  # now: loading torch takes seconds
         _over_ranks(options.ranks)
     try:
         with ended_in_order():
@@ -486,9 +491,18 @@ def _tell(sentence: str) -> None:
 
 
 def _require_plain_text(file: Path) -> None:
-    """Raises: InputError for a file whose first bytes say that it is something else; a pipe is read as it is."""
+    """Raises: InputError for a file that is not there, or whose first bytes say that it is something else.
+
+    A pipe is read as it is. Of ranks that a launcher has started, on several hosts maybe, only the first reads it.
+    """
     from dist_attn.text.plain import HEAD_BYTES, refusal_of
 
+    if read_launch(os.environ) is None:
+        with suppress(ValueError):  # no name of a file at all: the command says so
+            try:
+                os.stat(file)
+            except OSError as error:
+                raise InputError(f"{file} cannot be read: {error.strerror}") from None
     if not os.path.isfile(file):
         return
     with suppress(OSError), file.open("rb") as opened:

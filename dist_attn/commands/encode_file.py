@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dist_attn.checkpoints import load_reader_and_tokeniser
@@ -24,8 +26,9 @@ from dist_attn.commands.encode_blocks import (
     WholeReader,
     encode_blocks,
 )
-from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
+from dist_attn.commands.encode_output import byte_progress, file_of
 from dist_attn.commands.options import EncodeOptions
+from dist_attn.commands.row_files import About, FileRows, RowsWriter, open_rows
 from dist_attn.devices import ON_CPU, Compute, choose_compute
 from dist_attn.errors import InputError
 from dist_attn.model_config.figures import GRAIN
@@ -37,6 +40,8 @@ from dist_attn.rank_link.rows import RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 from dist_attn.text import Tokeniser
+from dist_attn.text.base import TokenArray
+from dist_attn.text.byte_offsets import ByteOffsets
 from dist_attn.text.cuts import CutFinder
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.specs import SequenceReading, choose_rows
@@ -75,7 +80,9 @@ class EncodeReport:
 
 @dataclass(frozen=True)
 class Encoding:
-    """One file to encode: `source` is the text, `target` the .npy file of its rows.
+    """One file to encode: `source` is the text, `target` the file of its rows, whose ending says their format.
+
+    `with_text` puts the text of each row there too; `model` is the model's name, which some formats keep.
 
     `exchange` is how states travel between ranks; it changes nothing but the time and the last bits. `deterministic`
     gives the same bytes for any number of ranks with equally many threads; it is slower.
@@ -86,6 +93,16 @@ class Encoding:
     spec: RowSpec
     deterministic: bool = False
     exchange: Algorithm = "auto"
+    with_text: bool = False
+    model: str = ""
+
+    @property
+    def about(self) -> About:
+        """What the file of rows tells of them."""
+        spec = self.spec
+        window = {"window": str(spec.window)} if spec.granularity == "window" else {}
+        metadata = {"model": self.model, "granularity": spec.granularity, **window, "pooling": spec.pooling}
+        return About(str(self.source), self.with_text, metadata)
 
 
 def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
@@ -100,7 +117,9 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     if isinstance(loaded, TextEncoder):
         reading = SequenceReading(loaded.config.text_tokens, loaded.config.pooling)
     spec = choose_rows(options.granularity, options.window, options.pooling, reading)
-    encoding = Encoding(options.file, options.out, spec, options.deterministic, options.exchange)
+    encoding = Encoding(
+        options.file, options.out, spec, options.deterministic, options.exchange, options.with_text, folder.name
+    )
     with open_communicator(device=compute.device) as comm, compute.autocast():
         loaded.to(compute.device)
         # Deterministic products are computed in blocks of their own, whatever the number of processes.
@@ -137,7 +156,7 @@ def encode_file(
     on_progress: Callable[[int], None] = lambda _: None,
     begun: Callable[[], None] = lambda: None,
 ) -> EncodeReport | None:
-    """Write the rows of a file (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
+    """Write the rows of a file; the report on rank 0, None elsewhere.
 
     Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block. A text
     encoder reads sequences that stand alone, a row's window each or as much as it can, and a million-scale model all of
@@ -161,15 +180,20 @@ def encode_file(
         stack.enter_context(denormals_flushed())
         if deterministic:
             stack.enter_context(RowBlocks())
-        blocks, file = _open_together(comm, stack, tokeniser, encoding, reader, on_progress)
+        text, file = _open_together(comm, stack, encoding)
+        seen = RowsOfText(encoding)
+        finder = CutFinder(spec.granularity) if spec.marked else None
+        blocks = None
+        if text is not None:
+            blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress, finder, seen)
         begun()
         assembler = RowAssembler(spec, reader.dim)
         for block in encode_blocks(comm, reader, blocks):
             for pieces in block.pieces:
-                _write(file, assembler.add(pieces, None))
+                _write(file, seen, assembler.add(pieces, None))
             tokens, carry_bytes, spent = tokens + block.tokens, block.carry_bytes, spent + block.seconds
         if file is not None:
-            _write(file, assembler.finish(tokens))
+            _write(file, seen, assembler.finish(tokens))
             file.finish()
     seconds = time.perf_counter() - started
     peaks = comm.all_gather(torch.tensor([peak_rss_bytes() / (1 << 20)], dtype=torch.float64))[:, 0].tolist()
@@ -191,29 +215,58 @@ def encode_file(
     )
 
 
+@final
+class RowsOfText:
+    """What rows stand for: their bytes, and the text itself where it is asked for, kept only for rows to come."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._offsets = ByteOffsets(encoding.spec)
+        self._marked = encoding.spec.marked
+        self._text = bytearray() if encoding.with_text else None
+        self._base = 0  # where it begins
+
+    def read(self, piece: bytes) -> None:
+        """Take the next bytes."""
+        if self._text is not None:
+            self._text += piece
+
+    def push(self, tokens: TokenArray, byte_lengths: npt.NDArray[np.int64]) -> None:
+        """Take the next tokens."""
+        self._offsets.push(byte_lengths, tokens if self._marked else None)
+
+    def of(self, batch: RowBatch) -> FileRows:
+        """The next rows, with their ranges and texts.
+
+        A character that a token's edge cuts in two is replaced in both texts.
+        """
+        ends = self._offsets.ranges(batch.starts.tolist(), batch.stops.tolist())
+        ranges_N4 = np.column_stack((batch.starts, batch.stops, np.array(ends, dtype=np.int64).reshape(-1, 2)))
+        texts = None
+        if self._text is not None:
+            base = self._base
+            texts = [self._text[begin - base : end - base].decode(errors="replace") for begin, end in ends]
+            self._base = ends[-1][1]
+            del self._text[: self._base - base]
+        return FileRows(ranges_N4, batch.vectors, texts)
+
+
 def _open_together(
-    comm: Communicator,
-    stack: contextlib.ExitStack,
-    tokeniser: Tokeniser,
-    encoding: Encoding,
-    reader: BlockReader,
-    on_progress: Callable[[int], None],
-) -> tuple[Iterator[np.ndarray] | None, RowFile | None]:
-    """The token blocks and the rows' file on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
-    problem, blocks, file = "", None, None
+    comm: Communicator, stack: contextlib.ExitStack, encoding: Encoding
+) -> tuple[IO[bytes] | None, RowsWriter | None]:
+    """The text and the rows' file on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
+    problem, text, file = "", None, None
     if comm.rank == 0:
         try:
             text = stack.enter_context(_open_text(encoding.source))
-            file = stack.enter_context(row_file(encoding.target, encoding.source))
-            finder = CutFinder(encoding.spec.granularity) if encoding.spec.marked else None
-            blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress, finder)
+            make = partial(open_rows, encoding.target, encoding.about)
+            file = stack.enter_context(file_of(encoding.target, encoding.source, make))
         except InputError as error:
             problem = str(error)
     note = torch.frombuffer(bytearray(problem.encode()[:1024].ljust(1024, b"\0")), dtype=torch.uint8)
     words = bytes(comm.broadcast(note, 0).tolist()).rstrip(b"\0").decode(errors="replace")
     if words:
         raise InputError(words)
-    return blocks, file
+    return text, file
 
 
 def _block_tokens(comm: Communicator, reader: BlockReader) -> int:
@@ -248,20 +301,27 @@ def _open_text(source: Path) -> IO[bytes]:
 
 
 def _token_blocks(
-    text: IO[bytes], tokeniser: Tokeniser, size: int, on_progress: Callable[[int], None], finder: CutFinder | None
+    text: IO[bytes],
+    tokeniser: Tokeniser,
+    size: int,
+    on_progress: Callable[[int], None],
+    finder: CutFinder | None,
+    seen: RowsOfText,
 ) -> Iterator[np.ndarray]:
     """The text's tokens in blocks of `size`, marked by the finder where there is one; the last block is shorter."""
     tail, waiting, read, gap = b"", np.empty(0, dtype=np.int32), 0, 0
     while True:
         piece = text.read(_READ_BYTES)
         read += len(piece)
+        seen.read(piece)
         tokens, ends, consumed = tokeniser.encode_with_ends(tail + piece, final=not piece)
         tail = (tail + piece)[consumed:]
+        lengths = np.diff(ends, prepend=-gap)
+        gap = consumed - int(ends[-1]) if len(ends) else gap + consumed
         if finder is not None:
             finder.push(piece, final=not piece)
-            lengths = np.diff(ends, prepend=-gap)
-            gap = consumed - int(ends[-1]) if len(ends) else gap + consumed
-            tokens, _ = finder.mark(tokens, lengths, final=not piece)
+            tokens, lengths = finder.mark(tokens, lengths, final=not piece)
+        seen.push(tokens, lengths)
         waiting = np.concatenate([waiting, tokens])
         while len(waiting) >= size or (not piece and len(waiting)):
             block, waiting = waiting[:size], waiting[size:]
@@ -271,8 +331,8 @@ def _token_blocks(
             return
 
 
-def _write(file: RowFile | None, batches: list[RowBatch]) -> None:
+def _write(file: RowsWriter | None, seen: RowsOfText, batches: list[RowBatch]) -> None:
     """Only rank 0 has a file, and rows."""
     if file is not None:
         for batch in batches:
-            file.write(batch.vectors)
+            file.write(seen.of(batch))

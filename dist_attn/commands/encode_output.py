@@ -1,4 +1,4 @@
-"""What `encode` writes and shows, here and by a service: rows as a .npy file, bars of bytes. It never loads torch."""
+"""What commands write and show: files that appear when they are complete, rows as .npy, bars of bytes. No torch."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -52,34 +52,68 @@ class RowFile:
         self._header()
         self.finished = True
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _header(self) -> None:
         # numpy pads the header so that the first dimension can grow in place: the same length for any row count.
         header = {"descr": "<f4", "fortran_order": False, "shape": (self.rows, self._dim or 0)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-@contextlib.contextmanager
-def row_file(target: Path, source: Path) -> Iterator[RowFile]:
+class Finishing(Protocol):
+    """What writes a file and says whether it is complete."""
+
+    finished: bool
+
+    def close(self) -> None:
+        """Let go of the file, complete or not."""
+
+
+W = TypeVar("W", bound=Finishing)
+
+
+def row_file(target: Path, source: Path) -> contextlib.AbstractContextManager[RowFile]:
     """A .npy file of the rows of `source`; nothing is left behind when it is not finished.
 
-    Raises: InputError when there is no folder to write it to, the name is not a file's, or it is that of the text;
-        StorageError when the disk has no room for it.
+    Raises: as `file_of`.
     """
+    return file_of(target, source, RowFile)
+
+
+def check_target(target: Path, source: Path) -> None:
+    """Raises: InputError where the name is not a file's, or it is that of the text."""
     try:
         if target.exists() and not target.is_file():
             # Renaming onto a device would replace it, /dev/null too.
             raise InputError(f"{target} is a folder or a device; give the name of a file for the rows")
         if target.exists() and os.path.exists(source) and target.samefile(source):
             raise InputError(f"{target} is the text itself, which the rows would replace; give another name for them")
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}; its folder must exist") from None
+
+
+@contextlib.contextmanager
+def file_of(target: Path, source: Path, make: Callable[[IO[bytes]], W]) -> Iterator[W]:
+    """What `make` writes of `source`; nothing is left behind when it is not finished.
+
+    Raises: InputError when there is no folder to write it to, the name is not a file's, or it is that of the text;
+        StorageError when the disk has no room for it.
+    """
+    try:
+        check_target(target, source)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
         file = temporary.open("wb")
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}; its folder must exist") from None
     try:
         with file:
-            rows = RowFile(file)
-            yield rows
-        if rows.finished:
+            writer = make(file)
+            try:
+                yield writer
+            finally:
+                writer.close()
+        if writer.finished:
             temporary.rename(target)
     except OSError as error:
         if error.errno not in NO_ROOM:

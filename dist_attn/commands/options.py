@@ -56,7 +56,16 @@ class EncodeOptions:
     """Options of `encode`."""
 
     file: Annotated[Path, typer.Argument(help="The text to encode.")]
-    out: Annotated[Path, typer.Option(help="Where the vectors go: a NumPy file (.npy) with one in each row, float32.")]
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Where the rows go: vectors as NumPy's float32 (.npy), or with document, number, ranges of tokens and "
+            "bytes (.jsonl, .arrow, .parquet)."
+        ),
+    ]
+    with_text: Annotated[
+        bool, typer.Option("--with-text", help="Write the text of each row beside its vector; not in .npy.")
+    ] = False
     granularity: Annotated[
         Literal["token", "window", "sentence", "paragraph", "chapter", "document"],
         typer.Option(

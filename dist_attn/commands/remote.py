@@ -5,20 +5,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 import msgspec
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from dist_attn.commands.encode_output import bytes_progress, row_file
+from dist_attn.commands.encode_output import bytes_progress, file_of
 from dist_attn.commands.options import EncodeOptions, parse_count
+from dist_attn.commands.row_files import About, FileRows, open_rows
 from dist_attn.commands.tables import Table, byte_size, duration, print_tables, rich_table
 from dist_attn.errors import InputError
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn_client import Client, ClientError, EngineStatus, Estimate, KeyRefused, Retry, Status
+from dist_attn_client import Client, ClientError, EngineStatus, Estimate, KeyRefused, Retry, Row, Status
 from dist_attn_client.texts import Sampling
 
 KEY_VARIABLE = "DIST_ATTN_API_KEY"
@@ -42,7 +46,7 @@ def reached(url: str) -> Client:
 
 
 def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
-    """Write the rows that a service makes of a file (.npy, float32 [rows, dim]); a report in plain values.
+    """Write the rows that a service makes of a file; a report in plain values.
 
     A lost connection goes on with the next row. The target appears only when it is complete.
 
@@ -51,7 +55,14 @@ def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
     started = time.perf_counter()
     source = options.file
     size = source.stat().st_size if os.path.isfile(source) else 0
-    with reached(url) as client, row_file(options.out, source) as rows:
+    if options.with_text and not os.path.isfile(source):
+        raise InputError(f"--with-text and --url were given, and {source} is no file that can be read twice")
+    asked = {"model": options.model, "granularity": options.granularity, "window": options.window}
+    asked["pooling"] = options.pooling
+    about = About(str(source), options.with_text, {name: str(value) for name, value in asked.items() if value})
+    make = partial(open_rows, options.out, about)
+    with reached(url) as client, file_of(options.out, source, make) as rows, ExitStack() as stack:
+        text = stack.enter_context(source.open("rb")) if options.with_text else None
         with bytes_progress(("sending", "encoding"), size) as (sent, encoded):
             stream = client.encode(
                 source,
@@ -62,7 +73,7 @@ def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
                 on_progress=lambda progress: sent(progress.sent_bytes),
             )
             for row in stream:
-                rows.write(row.embedding[None])
+                rows.write(_one_row(row, text))
                 encoded(row.byte_stop)
         rows.finish()
     seconds = time.perf_counter() - started
@@ -74,6 +85,15 @@ def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
         "model": stream.end.model,
         "url": url,
     }
+
+
+def _one_row(row: Row, text: IO[bytes] | None) -> FileRows:
+    ranges_N4 = np.array([[row.start, row.stop, row.byte_start, row.byte_stop]], dtype=np.int64)
+    if text is None:
+        return FileRows(ranges_N4, row.embedding[None])
+    text.seek(row.byte_start)
+    words = text.read(row.byte_stop - row.byte_start).decode(errors="replace")
+    return FileRows(ranges_N4, row.embedding[None], [words])
 
 
 def generate_remotely(

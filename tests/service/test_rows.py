@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 from dist_attn_service.base.errors import EngineFailure
-from dist_attn_service.base.floats import shortest_float32
-from dist_attn_service.encodings.encoding_run import ByteOffsets, row_block
+from dist_attn_service.encodings.encoding_run import row_block
 from dist_attn_service.encodings.formats import format_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_attn.errors import WireError
+from dist_attn.text.byte_offsets import ByteOffsets
+from dist_attn.wire.floats import shortest_float32
 from dist_attn.wire.messages import Rows, RowSpec
 
 
@@ -65,10 +67,10 @@ def test_offsets_keep_only_rows_to_come() -> None:
 
 @pytest.mark.parametrize("bad", [([5], [10]), ([0], [7])])
 def test_rows_that_nobody_asked_for_are_refused(bad: tuple[list[int], list[int]]) -> None:
-    """A gap, or a row that ends where none should, is an engine failure and never wrong offsets."""
+    """A gap, or a row that ends where none should, is an error and never wrong offsets."""
     offsets = ByteOffsets(RowSpec(granularity="window", window=5))
     offsets.push(np.ones(20, dtype=np.int64))
-    with pytest.raises(EngineFailure):
+    with pytest.raises(WireError):
         offsets.ranges(*bad)
 
 

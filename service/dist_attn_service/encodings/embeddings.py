@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.text.base import TokenArray
+from dist_attn.wire.floats import shortest_float32
 from dist_attn.wire.messages import OpenWork, Rows, RowSpec
 from dist_attn.wire.specs import MODEL_POOLING
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure
-from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.base.parsing import RequestTerms, parse_texts
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import EngineRun, ServiceContext

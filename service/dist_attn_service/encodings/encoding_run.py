@@ -1,7 +1,6 @@
 """One document in the engine: pieces of tokens go in as fast as it gives credit, blocks of rows come out in order."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -10,8 +9,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dist_attn.errors import WireError
 from dist_attn.text.base import TokenArray
-from dist_attn.text.cuts import CutFinder, marked_ends
+from dist_attn.text.byte_offsets import ByteOffsets
+from dist_attn.text.cuts import CutFinder
 from dist_attn.wire.messages import Rows, RowSpec
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.engine.run import EngineRun
@@ -59,71 +60,6 @@ def row_block(rows: Rows, first: int, count: int, spans: list[tuple[int, int]], 
     starts, stops = (np.array(values[some], dtype=np.int64) for values in (rows.starts, rows.stops))
     ranges = np.column_stack((starts, stops, np.array(spans, dtype=np.int64).reshape(count, 2)))
     return RowBlock(rows.first_row + first, ranges, vectors)
-
-
-class ByteOffsets:
-    """Where in the input's bytes each row ends, kept only for rows that are still to come.
-
-    Lengths are pushed from token `tokens` on, which begins at byte `size`; the next row begins at `edge`, as (token,
-    byte), and not before them.
-    """
-
-    def __init__(self, spec: RowSpec, tokens: int = 0, size: int = 0, edge: tuple[int, int] = (0, 0)) -> None:
-        self._every = {"token": 1, "window": spec.window}.get(spec.granularity, 0)
-        self.tokens = tokens
-        self.bytes = size
-        self._ends: deque[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = deque()  # (tokens, bytes)
-        self.edge = edge
-        """Where the next row begins: its token and its byte."""
-
-    def push(self, byte_lengths: npt.NDArray[np.integer], tokens: TokenArray | None = None) -> npt.NDArray[np.int64]:
-        """The next tokens of the input, by their lengths in bytes, and themselves where rows are marked.
-
-        The tokens and bytes at which rows end among these, [N, 2]; that a text's last row ends is not among them.
-        """
-        count = len(byte_lengths)
-        ends = self.bytes + np.cumsum(byte_lengths, dtype=np.int64)
-        at = np.empty(0, dtype=np.int64)
-        if self._every and count:
-            first = self.tokens + self._every - self.tokens % self._every
-            at = np.arange(first, self.tokens + count + 1, self._every, dtype=np.int64)
-        elif tokens is not None:
-            at = marked_ends(tokens, self.tokens)
-        found_N2 = np.column_stack((at, ends[at - self.tokens - 1]))
-        if len(at):
-            self._ends.append((at, found_N2[:, 1]))
-        self.tokens += count
-        self.bytes = int(ends[-1]) if count else self.bytes
-        return found_N2
-
-    def ranges(self, starts: list[int], stops: list[int]) -> list[tuple[int, int]]:
-        """Byte ranges of the next rows, which must follow each other without a gap.
-
-        Raises: EngineFailure when these are not the rows that were asked for.
-        """
-        result = []
-        for start, stop in zip(starts, stops, strict=True):
-            token, begin = self.edge
-            if start != token:
-                raise EngineFailure(f"the engine sent a row from token {start} where {token} was due")
-            self.edge = (stop, self._end(stop))
-            result.append((begin, self.edge[1]))
-        return result
-
-    def _end(self, stop: int) -> int:
-        while self._ends:
-            at, ends = self._ends[0]
-            place = int(np.searchsorted(at, stop))
-            if place < len(at) and at[place] == stop:
-                if place == len(at) - 1:
-                    self._ends.popleft()
-                return int(ends[place])
-            if place < len(at):
-                break
-            self._ends.popleft()
-        if stop == self.tokens:
-            return self.bytes
-        raise EngineFailure(f"the engine sent a row that ends at token {stop}, which no row was asked to do")
 
 
 async def pieces_of(
@@ -258,7 +194,10 @@ class EncodingRun:
         for first in range(0, total, step):
             count = min(step, total - first)
             some = slice(first, first + count)
-            spans = self._offsets.ranges(event.starts[some], event.stops[some])
+            try:
+                spans = self._offsets.ranges(event.starts[some], event.stops[some])
+            except WireError as error:
+                raise EngineFailure(str(error)) from None
             block = row_block(rows, first, count, spans, dim).after(self.first_row)
             if len(block):
                 await self.sink(block)

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from dist_attn.errors import MissingExtraError, extra_hint
+from dist_attn.wire.floats import shortest_float32
 from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import EncodingSummary
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure, ServiceError
-from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.encodings.encoding_run import RowBlock
 
 

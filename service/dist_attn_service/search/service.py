@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.text.base import TokenArray
+from dist_attn.text.byte_offsets import ByteOffsets
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_api.search_types import (
     RerankDocument,
@@ -30,7 +31,7 @@ from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms, utf8
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.encodings.documents import Source
 from dist_attn_service.encodings.embeddings import EmbeddingService
-from dist_attn_service.encodings.encoding_run import ByteOffsets, EncodingRun, RowBlock, pieces_of
+from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.passages import Floats, Passages, Pool, directions, fused, places_of, ranks

@@ -9,10 +9,10 @@ import numpy as np
 
 from dist_attn.errors import TokenError
 from dist_attn.text.base import TokenArray
+from dist_attn.wire.floats import shortest_float32
 from dist_attn.wire.messages import Generated, Rows, TokenLogprobs
 from dist_attn_api.types import ChoiceLogprobs
 from dist_attn_service.base.errors import EngineFailure
-from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.text.tokenising import ThreadTokeniser
 
 FinishReason = Literal["stop", "length"]
