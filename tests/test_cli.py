@@ -443,10 +443,10 @@ TORCHRUN = (("WORLD_SIZE", "2"), ("RANK", "1"))
 
 @pytest.mark.parametrize(("size", "rank"), [TORCHRUN, MPIEXEC])
 def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys, size, rank):
-    """Under a launcher only rank 0 generates and scores."""
+    """Under a launcher only rank 0 generates and averages."""
     monkeypatch.setenv(*size)
     monkeypatch.setenv(*rank)
-    for arguments in (["generate", "--prompt", "x"], ["evaluate", "nowhere.txt"]):
+    for arguments in (["generate", "--prompt", "x"], ["average", "nowhere", "--out", "x"]):
         monkeypatch.setattr("sys.argv", ["dist-attn", *arguments])
         with pytest.raises(SystemExit) as done:
             cli.main()

@@ -1,5 +1,6 @@
 """`dist-attn bench`: benchmarks and research of a source tree, which an installed package does not carry."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import dist_attn
 from dist_attn.control.ranks import child_environment
-from dist_attn.errors import EngineError, InputError
+from dist_attn.errors import EngineError, InputError, MissingExtraError
 
 __all__ = ["bench"]
 
+# What benchmarks and the tests that go before them import, and an environment that only serves lacks.
+NEEDED = ("hypothesis", "psutil", "pytest", "transformers")
 DEADLINE_S = 1800.0
 # What an experiment that is told to stop takes to save itself and to report what it has found.
 STOPPING_S = 120.0
@@ -32,13 +35,19 @@ def bench(
     `options` are the benchmark's own. At the deadline it is told to stop; an experiment then saves how far it is.
 
     Units: deadline_s in seconds.
-    Raises: InputError where there are no benchmarks, EngineError when they do not end.
+    Raises: InputError where there are no benchmarks, MissingExtraError without the packages that they import,
+        EngineError when they do not end.
     """
     root = Path(dist_attn.__file__).resolve().parents[1] if root is None else root
     if not (root / "benchmarks" / "run.py").is_file():
         raise InputError(
             f"there are no benchmarks at {root}: an installed package does not carry them; in a source tree, run "
             f"`make bench ARGS={name or '--list'}`"
+        )
+    missing = sorted(name for name in NEEDED if importlib.util.find_spec(name) is None)
+    if missing:
+        raise MissingExtraError(
+            f"benchmarks need {', '.join(missing)}: `make setup` in the checkout installs what they need"
         )
     research = root / "research"  # papers and studies, which know the benchmarks too
     module = "dist_attn_research" if (research / "dist_attn_research").is_dir() else "benchmarks.run"

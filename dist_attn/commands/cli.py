@@ -498,11 +498,10 @@ def _require_plain_text(file: Path) -> None:
     from dist_attn.text.plain import HEAD_BYTES, refusal_of
 
     if read_launch(os.environ) is None:
-        with suppress(ValueError):  # no name of a file at all: the command says so
-            try:
-                os.stat(file)
-            except OSError as error:
-                raise InputError(f"{file} cannot be read: {error.strerror}") from None
+        try:
+            os.stat(file)
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}") from None
     if not os.path.isfile(file):
         return
     with suppress(OSError), file.open("rb") as opened:

@@ -1,17 +1,26 @@
 """`dist-attn bench`: runs the benchmarks of a source tree, and says so where there is none."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from dist_attn.commands.bench import bench
-from dist_attn.errors import EngineError, InputError
+from dist_attn.errors import EngineError, InputError, MissingExtraError
 
 
 def test_says_where_benchmarks_are(tmp_path: Path) -> None:
     """An installed package has no benchmarks: the message says so and what to do."""
     with pytest.raises(InputError, match="make bench"):
         bench("forward", None, root=tmp_path)
+
+
+def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the service is installed, the message names what is missing and what installs it."""
+    for name in ("transformers", "psutil"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match="benchmarks need psutil, transformers: `make setup`"):
+        bench(None, None)
 
 
 def test_runs_the_benchmarks_of_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

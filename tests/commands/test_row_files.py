@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,8 @@ def test_columns_wait_in_groups_of_bounded_size(tmp_path: Path, ending: str) -> 
     """Rows that come one by one are written in groups of some MiB, and no more of them are held."""
     pytest.importorskip("pyarrow")
     dim, count, held = 1 << 14, 3 * GROUP_BYTES // (4 << 14), []
-    with file_of(
-        tmp_path / f"x{ending}", tmp_path / "t", lambda f: open_rows(tmp_path / f"x{ending}", About("t"), f)
-    ) as out:
+    target = tmp_path / f"x{ending}"
+    with file_of(target, tmp_path / "t", partial(open_rows, target, About("t"))) as out:
         for row in range(count):
             out.write(FileRows(np.full((1, 4), row), np.full((1, dim), row, np.float32)))
             held.append(len(out._waiting))  # type: ignore[attr-defined]
