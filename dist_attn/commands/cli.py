@@ -1,6 +1,6 @@
 """The command line: argument parsing and one call per command.
 
-Read-only ones are in `commands/inspect.py`. Commands import what they need when they run, so
+Those that look at things are in `commands/inspect.py`. Commands import what they need when they run, so
 `dist-attn --help` and `serve` never load torch.
 Bad input, and a file or disk that cannot be read or written, ends with exit code 2 and one line on stderr; a failure
 of the work with exit code 1 and one line.
@@ -8,7 +8,6 @@ of the work with exit code 1 and one line.
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ import typer
 from dist_attn import __version__
 from dist_attn.commands import inspect
 from dist_attn.commands.options import (
-    AsJson,
     Device,
     Dtype,
     EncodeOptions,
@@ -453,31 +451,9 @@ def keys(
     print(f"{len(written)} files written to {folder}" if written else f"{folder} has all keys already")
 
 
-@states.command("repair")
-def state_repair(
-    folder: Annotated[Path, typer.Argument(help="The folder of the states: `states` of data_dir, or store.address.")],
-    key_hash: Annotated[
-        str, typer.Argument(help="SHA-256 in hex of the API key that gets them; none where the service asks for none.")
-    ] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Make a new catalogue for states whose own was lost or damaged: one session for each sound state.
-
-    Names, owners and idempotency keys stood in the catalogue alone. Nothing is deleted. Stop the service first.
-
-    Example: dist-attn state repair data/states
-    """
-    if key_hash and not re.fullmatch("[0-9a-f]{64}", key_hash):
-        raise InputError(
-            f"the hash of a key is {key_hash[:80]!r}; needed are 64 digits: printf %s YOUR-KEY | sha256sum"
-        )
-    from dist_attn.commands.states import repair_states
-
-    repair_states(folder, caller=key_hash, as_json=as_json)
-
-
 configuration.command("show")(inspect.config_show)
 states.command("show")(inspect.state_show)
+states.command("repair")(inspect.state_repair)
 models.command("show")(inspect.models_show)
 models.command("add")(inspect.models_add)
 for command in (inspect.plan, inspect.top, inspect.mixers, inspect.doctor):

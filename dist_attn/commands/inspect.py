@@ -1,10 +1,11 @@
-"""Read-only commands: settings, states, plans, a running service, mixers, models, this machine, benchmarks, the help.
+"""Commands that look at things: settings, states, plans, a service, mixers, models, this machine, benchmarks, help.
 
 Like all commands they import what they need when they run.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,28 @@ def state_show(
     from dist_attn.commands.states import show_state
 
     show_state(file, as_json=as_json)
+
+
+def state_repair(
+    folder: Annotated[Path, typer.Argument(help="The folder of the states: `states` of data_dir, or store.address.")],
+    key_hash: Annotated[
+        str, typer.Argument(help="SHA-256 in hex of the API key that gets them; none where the service asks for none.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a new catalogue for states whose own was lost or damaged: one session for each sound state.
+
+    Names, owners and idempotency keys stood in the catalogue alone. Nothing is deleted. Stop the service first.
+
+    Example: dist-attn state repair data/states
+    """
+    if key_hash and not re.fullmatch("[0-9a-f]{64}", key_hash):
+        raise InputError(
+            f"the hash of a key is {key_hash[:80]!r}; needed are 64 digits: printf %s YOUR-KEY | sha256sum"
+        )
+    from dist_attn.commands.states import repair_states
+
+    repair_states(folder, caller=key_hash, as_json=as_json)
 
 
 @taking(PlanOptions)
