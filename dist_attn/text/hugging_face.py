@@ -136,7 +136,7 @@ def read_tokenizer_json(path: Path) -> Contents:
         )
     try:
         return _take_apart(contents)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         detail = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ModelFolderError(
             f"{path} is not a tokeniser of this package ({detail}); needed is a file that "

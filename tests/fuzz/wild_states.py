@@ -118,7 +118,7 @@ def _which(arrays: Arrays, rng: random.Random) -> None:
     """One that is missing, in another place or too many."""
     name = rng.choice(sorted(arrays))
     array = arrays.pop(name)
-    if rng.random() < 0.5:
+    if not arrays or rng.random() < 0.5:
         layer = rng.randrange(4)
         arrays[f"layers.{layer}.{rng.randrange(8)}"] = array
         ordered = sorted(arrays.items(), key=lambda item: (item[0] != "logits", item[0]))

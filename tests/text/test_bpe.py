@@ -119,6 +119,10 @@ def _other_pattern(contents: dict[str, Any]) -> None:
     contents["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+"
 
 
+def _no_pattern(contents: dict[str, Any]) -> None:
+    contents["pre_tokenizer"]["pretokenizers"] = []
+
+
 def _gap(contents: dict[str, Any]) -> None:
     contents["model"]["vocab"]["a"] = 999
 
@@ -137,7 +141,9 @@ def _strange_merge(contents: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [_drop_model, _word_piece, _other_pattern, _gap, _swap, _no_end, _strange_merge], ids=lambda f: f.__name__
+    "spoil",
+    [_drop_model, _word_piece, _other_pattern, _no_pattern, _gap, _swap, _no_end, _strange_merge],
+    ids=lambda f: f.__name__,
 )
 def test_other_kinds(tmp_path: Path, spoil: Callable[[dict[str, Any]], None]) -> None:
     """A tokenizer.json of another kind, or a damaged one, is refused with its path and the reason."""
