@@ -21,7 +21,7 @@ from dist_attn.checkpoints import load_model
 from dist_attn.commands import cli
 from dist_attn.devices import ON_CPU
 from dist_attn.errors import CommError
-from tests.support.command_line import DEADLINE_S, finish, run_here, start_command
+from tests.support.command_line import DEADLINE_S, SAFE_TORCHRUN, finish, run_here, start_command
 from tests.support.models import write_small_folder
 from tests.support.tokenisers import PROSE
 from tests.support.training import small_run, write_toml
@@ -96,7 +96,7 @@ def _bounded(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.slow
 def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
     """Two processes under torchrun write the rows of one process, and one report, with every field of the contract."""
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "dist_attn"]
+    torchrun = [*SAFE_TORCHRUN, "--nproc-per-node", "2", "-m", "dist_attn"]
     arguments = ["encode", "book.txt", "--model", "tiny", "--window", "300", "--out"]
     started = start_command([*torchrun, *arguments, "two.npy", "--exchange", "log_step"], place)
     code, out, _ = run(*arguments, "one.npy")
@@ -119,7 +119,7 @@ def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
 def test_a_missing_file_is_said_once_whatever_the_number_of_processes(place):
     """A process of its own exits with 2 and exactly one line; under torchrun one rank of two says it, and all end."""
     arguments = ["dist_attn", "encode", "nope.txt", "--out", "no.npy", "--model", "tiny"]
-    two = start_command(["torch.distributed.run", "--nproc-per-node", "2", "-m", *arguments], place)
+    two = start_command([*SAFE_TORCHRUN, "--nproc-per-node", "2", "-m", *arguments], place)
     code, out, err = finish(start_command(arguments, place))
     two_code, two_out, two_err = finish(two)
     line = "dist-attn: nope.txt cannot be read: No such file or directory"

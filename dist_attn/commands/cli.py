@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -206,9 +205,9 @@ def encode(options: EncodeOptions) -> None:
 
     Example: dist-attn encode book.txt --out book.npy --url http://127.0.0.1:8000
     """
-    from dist_attn.commands.row_files import check_rows_file
+    from dist_attn.commands.row_files import check_rows_file, check_text
 
-    _require_plain_text(options.file)
+    check_text(options.file)
     check_rows_file(options.out, options.file, with_text=options.with_text)
     if options.url is None:
         resolve_model_folder(options.model or DEFAULT_ENCODER)  # now: loading torch takes seconds
@@ -464,25 +463,6 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 def _tell(sentence: str) -> None:
     print(sentence, file=sys.stderr)
-
-
-def _require_plain_text(file: Path) -> None:
-    """Raises: InputError for a file that is not there, or whose first bytes say that it is something else.
-
-    A pipe is read as it is. Of ranks that a launcher has started, on several hosts maybe, only the first reads it.
-    """
-    from dist_attn.text.plain import HEAD_BYTES, refusal_of
-
-    if read_launch(os.environ) is None:
-        try:
-            os.stat(file)
-        except OSError as error:
-            raise InputError(f"{file} cannot be read: {error.strerror}") from None
-    if not os.path.isfile(file):
-        return
-    with suppress(OSError), file.open("rb") as opened:
-        if (words := refusal_of(opened.read(HEAD_BYTES))) is not None:
-            raise InputError(f"{file}: {words} (what is piped into encode /dev/stdin is read as it is)")
 
 
 def _read(file: Path) -> bytes:

@@ -4,8 +4,10 @@ All but .npy say of each row what it stands for, by the names that a service's a
 """
 
 import importlib.util
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
@@ -16,6 +18,8 @@ import numpy.typing as npt
 
 from dist_attn.commands.encode_output import RowFile, check_target
 from dist_attn.errors import InputError, MissingExtraError, extra_hint
+from dist_attn.launchers import read_launch
+from dist_attn.text.plain import HEAD_BYTES, refusal_of
 from dist_attn.wire.floats import shortest_float32
 
 ENDINGS = (".npy", ".jsonl", ".arrow", ".parquet")
@@ -66,6 +70,23 @@ def check_rows_file(target: Path, source: Path, *, with_text: bool) -> None:
         raise MissingExtraError(
             f"{target} needs pyarrow, which is not installed: {extra_hint('arrow')}, or take .npy or .jsonl"
         )
+
+
+def check_text(file: Path) -> None:
+    """Raises: InputError for a file that is not there, or whose first bytes say that it is something else.
+
+    A pipe is read as it is. Of ranks that a launcher has started, on several hosts maybe, only the first reads it.
+    """
+    if read_launch(os.environ) is None:
+        try:
+            os.stat(file)
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    if not os.path.isfile(file):
+        return
+    with suppress(OSError), file.open("rb") as opened:
+        if (words := refusal_of(opened.read(HEAD_BYTES))) is not None:
+            raise InputError(f"{file}: {words} (what is piped into encode /dev/stdin is read as it is)")
 
 
 def open_rows(target: Path, about: About, file: IO[bytes]) -> "RowsWriter":

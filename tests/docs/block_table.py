@@ -6,7 +6,7 @@ from tests.docs.blocks import Elsewhere, Not, Run, Treatment
 
 STAYS = "it goes on until it is stopped; tests/system/test_service.py starts it"
 INSTALLS = "it installs; every run of the gate begins with it"
-TORCHRUN = "tests/test_cli.py runs it over two ranks of torchrun"
+TORCHRUN = "tests/test_cli.py runs a command over two ranks of such a torchrun"
 MPIEXEC = "tests/comm/test_mpi.py and tests/rank/test_engine.py start ranks by mpiexec"
 SEVERAL_HOSTS = "it needs several hosts; tests/system/test_two_hosts.py runs two network namespaces"
 GATE = "it is the gate itself, or a part of it that takes minutes"
@@ -54,7 +54,6 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run(
             "shell",
             leave={
-                ".venv/bin/torchrun": TORCHRUN,
                 ".venv/bin/python examples": "it takes minutes; tests/examples/test_examples.py trains less",
             },
             instead={"--max-tokens 100": "--max-tokens 5"},
@@ -110,7 +109,9 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     ),
     "docs/how-to/kubernetes.md": (Not("it needs a cluster; tests/deploy/test_kubernetes.py checks the manifests"),),
     "docs/how-to/many-processes.md": (
+        Not("tests/commands/test_local_ranks.py runs it over two ranks"),
         Not(SEVERAL_HOSTS),
+        Not(TORCHRUN),
         Not(f"{INSTALLS}; {MPIEXEC}"),
         Not(SEVERAL_HOSTS),
         Run("syntax"),
@@ -204,9 +205,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/reference/training-data.md": (
         Not("it needs three trained models; tests/training/test_tasks.py reads such folders"),
     ),
-    "docs/how-to/training.md": (
-        Not("it takes hours; tests/training/test_killed_mesh.py trains over such a mesh of torchrun"),
-    ),
+    "docs/how-to/training.md": (Not("it takes hours; tests/training/test_killed_mesh.py trains over such a mesh"),),
     "docs/tutorial.md": (
         Not(f"{INSTALLS}; {STAYS}"),
         Run("shell"),

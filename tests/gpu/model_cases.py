@@ -40,12 +40,11 @@ def write_book(folder: Path, size: int) -> Path:
 
 
 def dist_attn(*words: str, ranks: int = 0) -> str:
-    """Run a command, under torchrun where there are `ranks`; what it prints.
+    """Run a command, over `ranks` where these are given; what it prints.
 
     Raises: RuntimeError with the end of what it said where it fails.
     """
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks else []
-    command = [sys.executable, "-m", *launcher, "dist_attn", *words]
+    command = [sys.executable, "-m", "dist_attn", *words, *([f"--ranks={ranks}"] if ranks else [])]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         raise RuntimeError(f"dist-attn {' '.join(words)} ended with {done.returncode}: {done.stderr[-2_000:]}")

@@ -1,4 +1,4 @@
-"""Ranks on a GPU: one over NCCL, several that share it over gloo, and commands that torchrun starts.
+"""Ranks on a GPU: one over NCCL, several that share it over gloo, and commands over ranks.
 
 Operations are those of `tests.sharded.operation_cases`, forward and every gradient, held to simulated ranks on the CPU.
 """
@@ -37,7 +37,7 @@ def rank_cases(*, tiny: bool) -> Cases:
     }
     commands = [(1, torch.float32), (2, torch.float32), (1, torch.bfloat16)]
     return cases | {
-        f"encode, torchrun, {ranks} ranks, {name_of(dtype)}": partial(_encode, ranks, dtype, 3_000 if tiny else 200_000)
+        f"encode --ranks {ranks}, {name_of(dtype)}": partial(_encode, ranks, dtype, 3_000 if tiny else 200_000)
         for ranks, dtype in commands[: 1 if tiny else None]
     }
 
@@ -100,7 +100,7 @@ def _results(
 
 
 def _encode(ranks: int, dtype: torch.dtype, size: int) -> Row:
-    """Rows by ranks of torchrun that share the device, against those of one process on the CPU."""
+    """Rows by ranks of a command that share the device, against those of one process on the CPU."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         book, want, got = str(write_book(folder, size)), folder / "want.npy", folder / "got.npy"

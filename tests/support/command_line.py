@@ -12,6 +12,13 @@ from dist_attn.commands import cli
 from tests.support.source_path import SOURCE_PATH
 
 DEADLINE_S = 120.0
+# As docs/how-to/many-processes.md has it for one host: nothing listens beyond loopback.
+SAFE_TORCHRUN = [
+    "torch.distributed.run",
+    "--local-addr=127.0.0.1",
+    "--rdzv-backend=c10d",
+    "--rdzv-conf=store_type=file",
+]
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, place: Path, *arguments: str) -> int:
@@ -25,7 +32,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, place: Path, *arguments: str) -> i
 
 def start_command(command: Sequence[str], place: Path) -> subprocess.Popen[str]:
     """A process of `python -m COMMAND` in this folder, its output in pipes."""
-    environment = {**os.environ, "PYTHONPATH": SOURCE_PATH}
+    environment = {**os.environ, "PYTHONPATH": SOURCE_PATH, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=place,

@@ -1,4 +1,4 @@
-"""A model of exact attention over four ranks, by torchrun and over HTTP: the rows and the text of one rank."""
+"""A model of exact attention over four ranks, by a command and over HTTP: the rows and the text of one rank."""
 
 import json
 import subprocess
@@ -40,10 +40,10 @@ def rows(model: Path) -> torch.Tensor:
     return torch.stack([window.mean(0) for window in hidden_LD.split(WINDOW)])
 
 
-def test_torchrun(model: Path, rows: torch.Tensor, tmp_path: Path) -> None:
-    """Four processes under torchrun write the rows of one rank."""
+def test_command(model: Path, rows: torch.Tensor, tmp_path: Path) -> None:
+    """`encode --ranks 4` writes the rows of one rank."""
     (tmp_path / "text.txt").write_bytes(TEXT)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m", "dist_attn", "encode"]
+    command = [sys.executable, "-m", "dist_attn", "encode", f"--ranks={RANKS}"]
     command += [str(tmp_path / "text.txt"), f"--out={tmp_path / 'rows.npy'}", f"--model={model}", f"--window={WINDOW}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120.0, check=False)
     assert done.returncode == 0, done.stderr
