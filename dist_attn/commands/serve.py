@@ -1,4 +1,4 @@
-"""The whole service on this machine: an engine for each model and an API process, started and ended together."""
+"""The whole service on this machine: engines and an API, which are started again when they die, and ended together."""
 
 import os
 import signal
