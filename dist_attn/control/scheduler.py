@@ -362,16 +362,19 @@ def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple
     chosen: list[RequestView] = []
     swaps: list[int] = []
     for request in _by_callers(waiting, lambda r: (r.priority, places[r.caller], r.queued_at)):
-        if places[request.caller] >= _most_places(view.limits):
-            continue
-        while not _has_room(request, held, view.limits):
-            victim = next((v for v in victims if _goes_before(request, v, places, view.limits.short_tokens)), None)
+        has_most = places[request.caller] >= _most_places(view.limits)
+        while has_most or not _has_room(request, held, view.limits):
+            gives_way = (v for v in victims if _goes_before(request, v, places, view.limits.short_tokens))
+            victim = next((v for v in gives_way if not has_most or v.caller == request.caller), None)
             if victim is None:
                 break
+            has_most = False
             victims.remove(victim)
             swaps.append(victim.number)
             places[victim.caller] -= 1
             del held[victim.number]
+        if has_most:
+            continue
         if not _has_room(request, held, view.limits):
             break
         chosen.append(request)
