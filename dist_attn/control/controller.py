@@ -35,6 +35,7 @@ from dist_attn_api.errors import Code
 
 STOPPING = "the engine is stopping; send the request again later"
 TEXTS_AT_ONCE = 64  # requests in a step of an encoder, which reads short texts together
+LONG_ROUND_S = 0.1  # of decoding; to hand a step over takes some thousandths
 HELD_UP_S = 1.0  # a turn of the loop that took longer than this was not the ranks' fault
 
 log = structlog.get_logger("dist_attn.control")
@@ -208,7 +209,9 @@ class Controller:
     def advance(self, now: float) -> None:
         """Send steps until as many are under way as may be, or there is nothing to do."""
         self._requests.now = now
-        while self._group.running and len(self._steps.under_way) < self._settings.steps_in_flight:
+        # What comes waits for all that is under way: a long step gains little from one that is there before it ends.
+        most = 1 if self._pace.round_s > LONG_ROUND_S else self._settings.steps_in_flight
+        while self._group.running and len(self._steps.under_way) < most:
             chosen = plan(self._view())
             self._turns = chosen.turns
             if chosen.empty and not self._requests.any_to_close and not self._states.any_awaited:

@@ -298,6 +298,21 @@ def test_further_rounds_ask_for_no_more_tokens_than_wanted(table):
     assert sum(numbers.count(3) for numbers in asked) <= 10
 
 
+@pytest.mark.parametrize(("seconds", "under_way"), [(0.01, 2), (0.9, 1)])
+def test_long_rounds_of_decoding_are_sent_one_by_one(table, seconds, under_way):
+    """What comes waits for what is under way: short steps lie ready before others end, one that is long does not."""
+    table.api(open_completion("a", SamplingSpec(90)))
+    table.feed("a", 1)
+    table.turn()
+    for k in range(1, 4):
+        for rank in (0, 1):
+            drawn = [Drawn(1, 5)] if rank == 0 else []
+            done = StepDone(1, k, rank, seconds, [], drawn, decode_seconds=seconds)
+            table.engine(rank_identity(1, rank), done)
+        table.turn()
+    assert table.steps[0][-1].k == 3 + under_way
+
+
 def test_a_cancelled_request_is_closed_on_all_ranks(table):
     """The close goes out with the next step, even if there is no other work."""
     table.api(open_encoding("a", RowSpec()))
