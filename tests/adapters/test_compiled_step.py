@@ -41,3 +41,12 @@ def test_a_pass_that_misses_operations_is_refused() -> None:
     model.parts[0].forward = lambda hidden_states, **_: hidden_states
     with pytest.raises(InputError, match=r"called 0 operations .* its state is of 2; compile a step with fullgraph"):
         model.step(torch.tensor([2]), state)
+
+
+def test_a_pass_with_too_many_operations_is_refused() -> None:
+    """Where a layer runs twice, the state that would be read for the second time does not exist, and that is said."""
+    model = small_model()
+    state, once = model.initial_state(1), model.parts[0].forward
+    model.parts[0].forward = lambda hidden_states, **more: once(once(hidden_states, **more), **more)
+    with pytest.raises(InputError, match="called more than the 2 operations along the sequence"):
+        model.step(torch.tensor([2]), state)

@@ -262,6 +262,7 @@ def test_a_stopped_rank_keeps_the_engine_away_for_a_bounded_time(seed):
         ({"model": LoadedModel("m", 4, 8)}, "another model"),
         ({"size": 3}, "needed"),
         ({"protocol_version": 99}, "needed"),
+        ({"rank": 2}, "rank 2 has (protocol, ranks)"),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused(fields, reason):
@@ -269,7 +270,7 @@ def test_ranks_that_do_not_fit_together_are_refused(fields, reason):
     scene = Scene()
     scene.wait(1, beats=())
     scene.hello(0)
-    scene.hello(1, **fields)
+    scene.hello(**{"rank": 1, **fields})
     assert reason in scene.outlet.lost[0]
 
 
@@ -302,6 +303,37 @@ def test_crashes_in_a_row_open_the_circuit_and_a_stable_group_closes_it():
     scene.run()
     scene.wait(61)
     assert not scene.group.circuit_open
+
+
+def test_crashes_that_lie_apart_open_no_circuit():
+    """As many crashes as open the circuit do not where the first is longer ago than stable_s; within that they do."""
+    scene = Scene().run()
+    scene.crash()
+    first = scene.now
+    scene.run().wait(55)
+    scene.crash()
+    scene.run().wait(first + 61 - scene.now)
+    scene.crash()
+    assert not scene.group.circuit_open
+    scene.run().wait(first + 55.5 + 60 - scene.now - 0.5)
+    scene.crash()
+    assert scene.group.circuit_open
+
+
+def test_crashes_before_a_useful_group_do_not_count():
+    """Two crashes, a group that was of use, and two more open no circuit, and the wait between them begins anew."""
+    scene = Scene().run()
+    for useful in (False, False, True, False):
+        if useful:
+            scene.group.was_of_use()
+        scene.crash()
+        crashed_at = scene.now
+        scene.run()
+    assert scene.now - crashed_at <= 1.5
+    scene.crash()
+    assert not scene.group.circuit_open
+    scene.run().crash()
+    assert scene.group.circuit_open
 
 
 def test_a_group_that_was_of_use_is_followed_at_once_and_opens_no_circuit():

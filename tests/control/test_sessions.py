@@ -1,5 +1,6 @@
 """Stored sessions at the controller: states in, tokens, draws, states out; ranks are lost meanwhile, bits stay."""
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_attn.control import keeping
 from dist_attn.wire.messages import FinishDrawing, Generated, Rows, RowSpec, Tokens
 from dist_attn.wire.rank_messages import PrefillOp
 from dist_attn.wire.specs import LONGEST_TEXT
@@ -241,6 +243,49 @@ def test_no_text_goes_beyond_the_last_position(left, tokens, draws):
     assert f"has {LONGEST_TEXT + 1} tokens, and a text may have {LONGEST_TEXT}" in client.failed.message
     other.check()
     assert engine.controller.status(engine.now).lost_groups == 0
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("piece", [10, 64, 1000])
+def test_a_state_larger_than_the_window_comes_as_credit_is_given(piece, monkeypatch):
+    """Only so many bytes may be under way; each half that has come gives credit for as much, to the end."""
+    monkeypatch.setattr(keeping, "WINDOW_BYTES", 64)
+    engine = Engine()
+    client = Client(engine, "s", np.arange(20), 700, draws=3)
+    client.piece = piece
+    client.open()
+    run_to_the_end(engine, [client])
+    client.check()
+    size = len(client.stored)
+    assert client.granted[0] == 64 and client.granted[-1] == size > 2 * 64
+    assert all(32 <= more - upto <= 64 or more == size for upto, more in itertools.pairwise(client.granted))
+    nothing_is_left(engine)
+
+
+def test_a_state_that_stops_coming_ends_its_request():
+    """The patience with a state begins anew with each piece; half-way to its end it is over as before the first."""
+    patience = SETTINGS.tokens_deadline_s
+    engine = Engine()
+    engine.turn()
+    client = Client(engine, "s", np.arange(20), 700)
+    client.piece, client.withheld = 100, 50
+    client.open()
+    never = Client(engine, "n", np.arange(20), 700)
+    never.open()
+    client.listen()
+    for _ in range(2):  # another piece, just in time
+        engine.now += patience - 2.0
+        engine.turn()
+        client.listen()
+        assert not client.ended
+        client.withheld -= 10
+        client.give(len(client.stored))
+    never.listen()
+    assert never.failed.code == "body_timeout"
+    engine.now += patience
+    engine.turn()
+    client.listen()
+    assert client.failed.code == "body_timeout" and "of the state to begin with" in client.failed.message
     nothing_is_left(engine)
 
 

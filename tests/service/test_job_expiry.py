@@ -14,6 +14,7 @@ from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits, JobRecord,
 from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
 from dist_attn_service.jobs.runner import JobRunner
 
+from dist_attn.settings.tree import JobSettings
 from dist_attn.store import StateStore
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from tests.support.service_server import model_folder
@@ -22,13 +23,19 @@ from tests.support.stores import Clock
 GRACE_S, DAY_S = 100.0, 86_400.0
 
 
-def run(folder: Path, work: Callable[[JobCatalogue, JobRunner, Clock, list[str]], Awaitable[None]]) -> None:
+def run(
+    folder: Path, work: Callable[[JobCatalogue, JobRunner, Clock, list[str]], Awaitable[None]], keep_s: float = DAY_S
+) -> None:
     """Have `work` done with the catalogue, the upkeep and the names of three jobs: ended, waiting, being received."""
 
     async def whole() -> None:
         clock, log = Clock(), make_log()
         settings = Settings(
-            api_address="ipc:///nowhere", model=model_folder(folder), data_dir=folder, expired_seconds=GRACE_S
+            api_address="ipc:///nowhere",
+            model=model_folder(folder),
+            data_dir=folder,
+            expired_seconds=GRACE_S,
+            jobs=JobSettings(keep_s=keep_s),
         )
         catalogue = JobCatalogue(MemoryRecords(), JobLimits(1 << 30, 300, 15.0), clock)
         store = await StateStore.over(MemoryRecords(), MemoryBlobs())
@@ -94,3 +101,33 @@ def test_what_has_expired_goes_after_its_grace(tmp_path: Path) -> None:
         assert left_in(tmp_path) == 0
 
     run(tmp_path, work)
+
+
+@pytest.mark.parametrize(("keep_s", "between_s"), [(DAY_S, 30.0), (60.0, 20.0)])
+def test_expired_jobs_are_looked_for_now_and_then(
+    keep_s: float, between_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, and again once 30 s have passed, or a third of the life of an ended job; not in every round."""
+    rounds, sweeps = [0], [0]
+
+    async def count(counter: list[int]) -> None:
+        counter[0] += 1
+
+    async def work(catalogue: JobCatalogue, runner: JobRunner, clock: Clock, _: list[str]) -> None:
+        monkeypatch.setattr(catalogue, "claim", lambda *_: count(rounds))
+        monkeypatch.setattr(runner, "_sweep", lambda: count(sweeps))
+
+        async def whole_round() -> None:
+            goal = rounds[0] + 2  # the one that may be under way, and one that begins after it
+            while rounds[0] < goal:
+                runner.wake()
+                await asyncio.sleep(0)
+
+        runner.start()
+        for passed, wanted in ((0.0, 1), (between_s, 1), (0.1, 2), (between_s, 2), (0.1, 3), (0.0, 3)):
+            clock.now += passed
+            await whole_round()
+            assert sweeps == [wanted]
+        await runner.stop()
+
+    run(tmp_path, work, keep_s)

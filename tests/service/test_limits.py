@@ -70,6 +70,22 @@ def test_when_to_come_back_follows_from_how_long_requests_take():
         assert refused(requests, "a")[0] == 1
 
 
+def test_a_full_service_tells_when_the_next_of_all_places_comes_free():
+    """Whoever holds them, places come free one after the other: all who are refused form one line, until it is over."""
+    now = [0.0]
+    requests = OpenRequests(4, clock=lambda: now[0])
+    with requests.one("a"):
+        now[0] += 40
+    with ExitStack() as held:
+        for caller in ("a", "a", "b", "c"):
+            held.enter_context(requests.one(caller))
+        assert [refused(requests, caller)[0] for caller in ("d", "e", "f")] == [10, 20, 30]  # four places, 40 s each
+        now[0] += 20  # as long as two of them wait; what is held is 20 s old, so it is expected to take 40 s still
+        assert refused(requests, "d")[0] == 20
+        now[0] += 20  # the line is over, and what is held is 40 s old
+        assert refused(requests, "d")[0] == 20
+
+
 def test_those_who_come_back_when_told_find_a_place():
     """Of many requests at once each is done after few refusals, though no two are served at a time."""
     now, work = [0.0], 5.0

@@ -187,6 +187,7 @@ def test_operations_without_the_promise_are_refused():
         x, modes = torch.zeros(1, 64, 2), torch.zeros(2, 2, dtype=torch.complex64)
         heads, rp, w = x[:, None], torch.ones(1, 3, 2), torch.zeros(128, 3)
         calls = (
+            lambda: ops.linear_attention(heads, heads, heads, causal=True, prefix=5),
             lambda: ops.fourier_mix(x),
             lambda: ops.sum_over_sequence(x),
             lambda: ops.relative_attention(heads, heads, heads, rp, causal=True),

@@ -234,6 +234,9 @@ class Asker(ABC):
     piece: int = 777  # bytes of a state in one message
     idle: bool = False  # fetches no states
     finish: int | None = None  # how many drawn tokens it wants after all
+    given: int = 0  # bytes of the state to begin with
+    withheld: int = 0
+    granted: list[int] = field(default_factory=list)
     position: int = 0
     heard: int = 0
     drawn: list[int] = field(default_factory=list)
@@ -278,8 +281,8 @@ class Asker(ABC):
         assert not self.ended, "nothing follows the end"
         match message:
             case StateCredit(upto=upto):
-                for at in range(0, upto, self.piece):
-                    self.engine.api(StatePiece(self.name, self.begin, at, self.stored[at : at + self.piece]))
+                self.granted.append(upto)
+                self.give(upto)
             case Restored():
                 self.restored.append(message)
             case Credit(upto=upto):
@@ -305,6 +308,13 @@ class Asker(ABC):
                 self.done = message
             case Failed():
                 self.failed = message
+
+    def give(self, upto):
+        """Send the state to begin with up to there, in pieces; `withheld` bytes at its end stay here."""
+        while self.given < min(upto, len(self.stored) - self.withheld):
+            data = self.stored[self.given : min(upto, self.given + self.piece, len(self.stored) - self.withheld)]
+            self.given += len(data)
+            self.engine.api(StatePiece(self.name, self.begin, self.given - len(data), data))
 
     def _send(self, stop):
         if stop > self.position:

@@ -1,6 +1,7 @@
 """The part of a process that works on jobs: claims those that wait, keeps their progress, and hands them back."""
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -84,6 +85,7 @@ class JobRunner:
         self._log = log
         self._metrics = metrics
         self._grace = ExpiryGrace(settings.expired_seconds, store.catalogue.clock, monotonic)
+        self._monotonic = monotonic
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._of_models: Counter[str] = Counter()
@@ -115,8 +117,7 @@ class JobRunner:
         return len(self._running)
 
     async def _look(self) -> None:
-        swept = 0.0
-        clock = asyncio.get_running_loop().time
+        swept, clock = -math.inf, self._monotonic
         while True:
             self._wake.clear()
             try:
