@@ -35,7 +35,7 @@ from dist_attn.commands.options import (
     sampling_spec,
     taking,
 )
-from dist_attn.errors import CommError, DistAttnError, InputError, MissingExtraError, StorageError
+from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
 from dist_attn.host_limits import compute_environment
 from dist_attn.launchers import MEETING_VARIABLE, ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
@@ -104,7 +104,7 @@ def main() -> None:
         code = 130
     except UsageErrors as error:
         code = _complain(_usage(error), 2)
-    except (InputError, StorageError, MissingExtraError) as error:
+    except (InputError, StorageError) as error:
         code = _complain(str(error), 2)
     except CommError as error:
         code = _complain(str(error), 1, instead_of_rank_0=True)

@@ -18,6 +18,7 @@ from dist_attn.control.preflight import check_api, check_before_start, check_eng
 from dist_attn.control.processes import held
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
+from dist_attn.errors import ConfigError, MissingExtraError
 from dist_attn.host_limits import compute_environment
 from dist_attn.log_lines import say
 from dist_attn.settings import DataFolder, Resolved, Settings, read_settings
@@ -42,19 +43,11 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         EngineError when the controller does not come up.
     """
     settings = beside_default(read_settings(config, environment=os.environ, flags=flags))
-    folder = resolve_model_folder(settings.model)
-    check_api(settings)
-    check_before_start(
-        folder=folder,
-        host=settings.http.host,
-        port=settings.http.port,
-        data_dir=settings.data_dir,
-        engine=settings.engine,
-    )
-    controllers = [ControlSettings.of(settings, model=str(folder))]
-    if settings.encoder.model:
-        controllers.append(ControlSettings.of_encoder(settings))
-        check_engine(Path(controllers[1].model), controllers[1], "encoder")
+    try:
+        controllers = _checked(settings)
+    except MissingExtraError as error:
+        raise ConfigError(str(error)) from None  # nothing has been begun: a setting that cannot be met here
+    if len(controllers) > 1:
         # Both groups compute at the same time: together they take the threads that one would take by itself.
         here = settings.engine.ranks // settings.engine.agents + controllers[1].ranks
         os.environ |= compute_environment(here)
@@ -68,6 +61,27 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
     if last_words:
         say(f"dist-attn: {last_words}", sys.stderr)
     return code
+
+
+def _checked(settings: Settings) -> list[ControlSettings]:
+    """The settings of each controller, once all is found that a process needs.
+
+    Raises: as `serve`; MissingExtraError for a package.
+    """
+    check_api(settings)
+    folder = resolve_model_folder(settings.model)
+    check_before_start(
+        folder=folder,
+        host=settings.http.host,
+        port=settings.http.port,
+        data_dir=settings.data_dir,
+        engine=settings.engine,
+    )
+    controllers = [ControlSettings.of(settings, model=str(folder))]
+    if settings.encoder.model:
+        controllers.append(ControlSettings.of_encoder(settings))
+        check_engine(Path(controllers[1].model), controllers[1], "encoder")
+    return controllers
 
 
 def _run(

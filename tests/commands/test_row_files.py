@@ -117,6 +117,6 @@ def test_what_pyarrow_is_needed_for_says_how_to_install_it(
     """Without pyarrow one line names the extra that brings it, before any work."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "book.txt").write_text("It was")
-    assert run_here(monkeypatch, tmp_path, "encode", "book.txt", "--model", "nowhere", "--out", name) == 2
+    assert run_here(monkeypatch, tmp_path, "encode", "book.txt", "--model", "nowhere", "--out", name) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and f"{name} needs pyarrow" in err and ".[arrow]" in err
