@@ -63,12 +63,13 @@ def test_a_row_per_token_and_one_per_document(client):
 
 
 def test_rows_arrive_before_the_input_ends(client):
-    """A client that is still sending gets the rows of what it has sent, on the grid, soon."""
-    request = client.open_encoding("a")
-    client.feed("a", TOKENS[:1300], final=False)
-    client.wait_until(lambda: len(request.starts) == 2, what="two rows")
-    client.feed("a", TOKENS[1300:1400], start=1300)
-    assert client.finish("a").stops == [512, 1024, 1400]
+    """A client that is still sending gets the rows of each block that it has sent, 512 tokens for each rank."""
+    ranks = len(client.status().ranks)
+    sent, request = 512 * ranks + 276, client.open_encoding("a")
+    client.feed("a", TOKENS[:sent], final=False)
+    client.wait_until(lambda: len(request.starts) == ranks, what="the rows of a block")
+    client.feed("a", TOKENS[sent : sent + 100], start=sent)
+    assert client.finish("a").stops == [*range(512, 512 * ranks + 1, 512), sent + 100]
 
 
 @pytest.mark.parametrize("length", [1, 2, 513, 9000])
