@@ -312,10 +312,11 @@ def test_crashes_that_lie_apart_open_no_circuit():
     first = scene.now
     scene.run().wait(55)
     scene.crash()
-    scene.run().wait(first + 61 - scene.now)
+    second = scene.now
+    scene.run().wait(first + 60.5 - scene.now)
     scene.crash()
     assert not scene.group.circuit_open
-    scene.run().wait(first + 55.5 + 60 - scene.now - 0.5)
+    scene.run().wait(second + 60 - scene.now)
     scene.crash()
     assert scene.group.circuit_open
 

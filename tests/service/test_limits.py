@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 from dist_attn_service.base.errors import MOST_RETRY_SECONDS, ServiceError
-from dist_attn_service.http.limits import BodyMemory, OpenRequests
+from dist_attn_service.http.limits import GUESS_SECONDS, BodyMemory, OpenRequests
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head
@@ -43,8 +43,7 @@ def test_a_single_place_can_be_taken():
     """The smallest limit refuses nobody for ever."""
     requests = OpenRequests(1)
     with requests.one("a"):
-        refused(requests, "a")
-        refused(requests, "b")
+        assert refused(requests, "a")[0] == refused(requests, "b")[0] == GUESS_SECONDS
     with requests.one("b"):
         assert requests.count == 1
 
