@@ -52,7 +52,7 @@ def has_cuda() -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)  # before it is chosen by marks
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     """Skip what needs a GPU or an MPI launcher that is not here; what starts launchers, browsers or systems is slow."""
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda():
@@ -61,3 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             item.add_marker(pytest.mark.skip(reason=lack))
         if item.get_closest_marker("mpi") or "browser" in item.fixturenames or SYSTEM in item.path.parents:
             item.add_marker("slow")
+        if item.path == SYSTEM / "test_soak.py":
+            # Before and after its work it waits as others do.
+            limit = float(config.getini("timeout")) + float(config.getoption("soak_seconds"))
+            item.add_marker(pytest.mark.timeout(limit))

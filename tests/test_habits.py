@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,3 +151,20 @@ def _without_device(tree: ast.AST) -> Iterator[int]:
             if module == "torch" and function in FACTORIES and (not device or (of_numbers and device != ["'cpu'"])):
                 yield node.lineno
         yield from _without_device(node)
+
+
+def test_a_test_that_hangs_is_ended_and_the_next_one_runs(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Every test has a limit of time, which fails it alone; here it is set to a moment."""
+    hanging = "import threading\n\ndef test_hangs():\n    threading.Event().wait()\n\ndef test_next():\n    pass\n"
+    (tmp_path / "test_hanging.py").write_text(hanging)
+    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-n", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *settings, "-o", "timeout=0.5", "test_hanging.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "Timeout (>0.5s) from pytest-timeout" in done.stdout
+    assert float(pytestconfig.getini("timeout")) > 0

@@ -301,7 +301,9 @@ def test_crashes_in_a_row_open_the_circuit_and_a_stable_group_closes_it():
     scene.wait(2, beats=())
     assert scene.group.epoch == epoch + 1
     scene.run()
-    scene.wait(61)
+    scene.wait(59.5)
+    assert scene.group.circuit_open
+    scene.wait(0.5)
     assert not scene.group.circuit_open
 
 
