@@ -142,13 +142,14 @@ class Dealer:
     def send(self, message: AnyMessage, timeout_s: float = 0.0) -> None:
         """Send a message, waiting at most `timeout_s` for room in the queue.
 
-        Raises: WireError if there was no room in time or the message is too large.
+        Raises: WireError if there was no room in time, as after a peer has refused the connection, or the message is
+            too large.
         """
         data = encode(message)
         if not self.socket.poll(int(timeout_s * 1000), zmq.POLLOUT):
             raise WireError(
                 f"{type(message).__name__} could not be sent to {self._address} within {timeout_s:g} s: "
-                "its queue is full; the peer does not read"
+                "the peer does not read, or has refused the connection for its keys"
             )
         self.socket.send(data, zmq.DONTWAIT)
 

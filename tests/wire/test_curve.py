@@ -6,12 +6,13 @@ import stat
 import pytest
 import zmq
 
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, WireError
 from dist_attn.wire.curve import ClientKeys, ServerKeys, admit_listed, check_exposure, make_keys
 from dist_attn.wire.messages import Cancel
 from dist_attn.wire.rank_messages import Ping
 from dist_attn.wire.sockets import Dealer, Router, Sent
 from tests.support.programs import free_port
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -37,7 +38,10 @@ def listening(folder, role="api"):
 def arrives(context, router, address, keys, seconds=60.0):
     """Whether a message of a client with these keys comes through, and the answer back."""
     with Dealer(context, address, "me", keys) as dealer:
-        dealer.send(Cancel("a"), 60.0)
+        try:
+            dealer.send(Cancel("a"), seconds)
+        except WireError:
+            return False  # the connection was refused before this process came to send
         if not router.socket.poll(int(seconds * 1000)):
             return False
         assert router.receive() == (b"me", Cancel("a"))
@@ -66,6 +70,18 @@ def test_others_are_not_let_in(folder, tmp_path, who):
         }[who]
         assert not arrives(context, router, address, keys, 0.3)
         assert arrives(context, router, address, known)
+
+
+def test_what_follows_a_refusal_is_an_error(folder, tmp_path):
+    """Once a connection is refused a message has no place to wait in, and the words say that keys may be why."""
+    make_keys(tmp_path / "other")
+    with listening(folder) as (context, _, address):
+        known, foreign = (ClientKeys.find(str(place), "api", address) for place in (folder, tmp_path / "other"))
+        stranger = ClientKeys(foreign.public, foreign.secret, known.controller)
+        with Dealer(context, address, "me", stranger) as dealer:
+            eventually(lambda: not dealer.socket.poll(0, zmq.POLLOUT), "the refusal")
+            with pytest.raises(WireError, match="refused the connection for its keys"):
+                dealer.send(Cancel("a"), 0.1)
 
 
 def test_a_client_is_listed_and_struck_off_while_the_controller_runs(folder, tmp_path):
