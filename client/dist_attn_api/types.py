@@ -132,7 +132,10 @@ class Detokenized(Answer):
 
 
 class Session(Answer):
-    """A session, and where it stands."""
+    """A session, and where it stands.
+
+    `revision` is that of the model whose state it has, as /v1/models shows it; null without a state, and in lists.
+    """
 
     id: str
     object: Literal["session"] = "session"
@@ -146,6 +149,7 @@ class Session(Answer):
     metadata: dict[str, str] = field(default_factory=dict)
     parent: str | None = None
     parent_position: int | None = None
+    revision: str | None = None
 
 
 class SessionList(Answer):
@@ -415,6 +419,7 @@ class Model(Answer):
 
     `max_model_len` counts tokens, those put around a text too; null: any length. `num_layers`: how many would keep keys
     and values in a softmax model. `state_token_bytes`: what a token adds to a state at most; null: no engine said it.
+    `revision`: the first digits of the SHA-256 of its weights; null: it has no states, or no engine said it.
     """
 
     id: str
@@ -426,6 +431,7 @@ class Model(Answer):
     max_model_len: int | None = None
     num_layers: int | None = None
     state_token_bytes: int | None = None
+    revision: str | None = None
 
 
 class ModelList(Answer):

@@ -1,16 +1,20 @@
 """Snapshots by their content: put, get, stat, pin, unpin and delete, as streams."""
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import AsyncIterable, AsyncIterator
-from typing import final
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from functools import partial
+from typing import cast, final
 
 from dist_attn.errors import ConflictError, QuotaError, StateDamagedError, StorageError
-from dist_attn.store.entries import SnapshotInfo, SnapshotRecord, Usage
-from dist_attn.store.ledger import changed
+from dist_attn.store.entries import SessionRecord, SnapshotInfo, SnapshotRecord, Usage
+from dist_attn.store.ledger import changed, name_in
 from dist_attn.store.ports import new_name, within
 from dist_attn.store.state_ledger import Place, StateLedger
 from dist_attn.store.upkeep import Upkeep
+
+BATCH = 64  # sessions of one transaction
 
 
 @final
@@ -111,6 +115,31 @@ class Snapshots:
             record = await self._place.change(lambda ledger: ledger.owned_snapshot(tag, name))
         async for piece in self._sound_pieces(name, record):
             yield piece
+
+    async def beginning(self, tenant: str, name: str) -> bytes:
+        """The first piece of a snapshot's bytes, as they lie there, with its header.
+
+        Raises: UnknownStateError; StorageError, StateDamagedError when it cannot be read.
+        """
+        tag = self._place.tenant(tenant)
+        return await self._first_piece(await self._place.change(lambda ledger: ledger.owned_snapshot(tag, name)))
+
+    async def of_sessions(self) -> AsyncGenerator[bytes]:
+        """Likewise of the newest state of each session, whoever's it is; those that cannot be read are left out.
+
+        Raises: StorageError.
+        """
+        after, page = "", [""]
+        while page:
+            page, records = await self._place.change(partial(_newest_of_sessions, after=after))
+            after = page[-1] if page else ""
+            for record in records:
+                with contextlib.suppress(StorageError):
+                    yield await self._first_piece(record)
+
+    async def _first_piece(self, record: SnapshotRecord) -> bytes:
+        async with contextlib.aclosing(cast("AsyncGenerator[bytes]", self._place.blobs.read(record.blob))) as pieces:
+            return await anext(pieces)
 
     async def check(self, tenant: str, name: str) -> None:
         """Read a snapshot to its end. Cost: a read and a SHA-256 of its bytes.
@@ -219,3 +248,15 @@ class Snapshots:
 
 def _over_quota(limit: int) -> QuotaError:
     return QuotaError(f"this caller's {limit} bytes of stored states are used up; delete sessions, or let them expire")
+
+
+async def _newest_of_sessions(ledger: StateLedger, after: str) -> tuple[list[str], list[SnapshotRecord]]:
+    """The keys of a page of sessions behind the key `after`, and the newest snapshots of those that live."""
+    keys = [key for key, _ in await ledger.transaction.scan("session/", BATCH, after)]
+    sessions = await ledger.find_all(SessionRecord, [name_in(key) for key in keys])
+    newest = [
+        session.checkpoints[-1].snapshot
+        for session in sessions
+        if session is not None and session.checkpoints and session.expires_at > ledger.now
+    ]
+    return keys, [record for record in await ledger.find_all(SnapshotRecord, newest) if record is not None]

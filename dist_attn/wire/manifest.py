@@ -13,6 +13,7 @@ Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Kind = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,40}\Z")]
 Version = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+_-]{1,64}\Z")]
 Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+REVISION_DIGITS = 12
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -35,6 +36,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     vocab_size: Size
     mixers: Annotated[list[Kind], Meta(min_length=1, max_length=10_000)]
     weight_precision: WeightPrecision = "float32"
+
+    @property
+    def revision(self) -> str:
+        """What tells models of one name apart: the first digits of the digest of their weights."""
+        return self.weights[:REVISION_DIGITS]
 
 
 class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -80,7 +86,12 @@ def require_same_model(stored: ModelIdentity, present: ModelIdentity) -> None:
     for name in structs.asdict(stored):
         ours, theirs = getattr(present, name), getattr(stored, name)
         if ours != theirs:
-            remedy = "restore it with the model it was made with"
+            remedy = "restore it with the model it was made with, or read the text again"
+            if name == "weights":
+                remedy = (
+                    f"it was made by revision {stored.revision}, and {present.revision} is served here: serve the "
+                    "folder of that revision (--model), or read the text again in a new session"
+                )
             if name == "weight_precision":
                 remedy = f"hold the weights as {theirs} (engine.weights), or read the text again"
             raise StateMismatchError(

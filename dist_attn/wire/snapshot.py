@@ -13,6 +13,7 @@ import hashlib
 import math
 import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, BinaryIO, Literal, final
@@ -192,6 +193,18 @@ def read_snapshot(file: BinaryIO, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Snap
     while data := file.read(PIECE_BYTES):
         parser.feed(data)
     return parser.finish()
+
+
+def header_of(beginning: bytes) -> SnapshotHeader:
+    """The header of a snapshot, of which the first MAX_HEADER_BYTES or more are given.
+
+    Raises: WireError.
+    """
+    parser = SnapshotParser(max_bytes=sys.maxsize)
+    parser.feed(beginning)
+    if parser.header is None:
+        raise WireError("the snapshot ends in its header")
+    return parser.header
 
 
 @final

@@ -18,7 +18,7 @@ from dist_attn.wire.curve import ClientKeys
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.logs import Log, make_log
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.base.tasks import beside
+from dist_attn_service.base.tasks import beside, stop_tasks
 from dist_attn_service.base.tracing import Tracing
 from dist_attn_service.completions.chat import ChatService
 from dist_attn_service.completions.prefixes import PrefixCache
@@ -101,9 +101,11 @@ def create_app(
             metrics.watch(services.gauges, version=__version__)
             await asyncio.gather(*(port.start() for port in ports))
             services.jobs.runner.start()
+            looking = asyncio.create_task(stores.states.warn_of_strangers(services.writer.watch))
             try:
                 yield {"services": services}
             finally:
+                await stop_tasks(looking)
                 await services.jobs.runner.stop()
                 await asyncio.gather(*(served.prefixes.close() for served in services.models))
                 await services.feeds.stop()

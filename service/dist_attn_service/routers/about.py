@@ -38,6 +38,7 @@ async def get_model(asked: Asked, model_id: str) -> Model:
 def _card(served: ModelServices, name: str) -> Model:
     model, status = served.model, served.watch.health().status
     chat = ["chat/completions"] if served.chat.offered and "completions" in model.capabilities else []
+    manifest = None if status is None else status.manifest
     return Model(
         id=name,
         created=model.created,
@@ -46,6 +47,7 @@ def _card(served: ModelServices, name: str) -> Model:
         max_model_len=model.max_tokens,
         num_layers=model.num_layers,
         state_token_bytes=None if status is None or status.state_bytes is None else status.token_bytes,
+        revision=None if manifest is None else manifest.model.revision,
     )
 
 

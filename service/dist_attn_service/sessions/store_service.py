@@ -3,22 +3,28 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import final
 
-from dist_attn.errors import StorageError
+from dist_attn.errors import StateMismatchError, StorageError, WireError
 from dist_attn.settings import DataFolder
 from dist_attn.store import StateStore, Usage, open_store
 from dist_attn.store.disk import CATALOGUE, SNAPSHOTS
 from dist_attn.store.open import folder_of
 from dist_attn.store.private import tighten
+from dist_attn.wire.manifest import ModelIdentity, require_same_model
+from dist_attn.wire.snapshot import header_of
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, stop_tasks
+from dist_attn_service.engine.watch import EngineWatch
 
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
 FRESH_SECONDS = 1.0
+LOOK_SECONDS = 20.0  # at a start, through sessions that may be many
+MOST_REVISIONS = 8  # that a line of log names
 STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, "aside-2*T*", "dist-attn-states-*")
 JOBS = (f"{CATALOGUE}*", "files")
 FILES = ("files.sqlite*", "bytes")
@@ -54,6 +60,29 @@ class StoreService:
                 yield service
             finally:
                 await stop_tasks(task)
+
+    async def warn_of_strangers(self, watch: EngineWatch) -> None:
+        """Once the engine is ready, tell the log how many sessions cannot go on with its model."""
+        while (status := watch.health().status) is None or not status.ready:  # noqa: ASYNC110 - others make it so
+            await asyncio.sleep(FRESH_SECONDS)
+        if status.manifest is None:
+            return
+        served, looked_at, theirs = status.manifest.model, 0, Counter[str]()
+        with contextlib.suppress(StorageError, TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS), contextlib.aclosing(self.store.snapshots.of_sessions()) as newest:
+                async for beginning in newest:
+                    looked_at += 1
+                    with contextlib.suppress(WireError):  # damaged: who reads it is told
+                        theirs.update(_stranger(header_of(beginning).manifest.model, served))
+        if theirs:
+            self._log.warning(
+                "sessions of another model cannot go on; serve its folder until they have ended "
+                "(docs/how-to/operate.md)",
+                sessions=theirs.total(),
+                of=looked_at,
+                revision=served.revision,
+                revisions=dict(theirs.most_common(MOST_REVISIONS)),
+            )
 
     async def totals(self) -> Usage:
         """How much is kept for all callers, not older than a second; what was last known when the store is away."""
@@ -97,6 +126,15 @@ class StoreService:
             self._log.info(
                 "upkeep of the store", sessions=removed.sessions, snapshots=removed.snapshots, orphans=orphans
             )
+
+
+def _stranger(stored: ModelIdentity, served: ModelIdentity) -> list[str]:
+    """The revision of a model whose states cannot go on with the one that is served."""
+    try:
+        require_same_model(stored, served)
+    except StateMismatchError:
+        return [stored.revision]
+    return []
 
 
 def _close_to_others(settings: Settings, log: Log) -> None:

@@ -3,14 +3,16 @@
 import hashlib
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
 from starlette.datastructures import Headers
 
+from dist_attn.errors import DistAttnError
 from dist_attn.store import Session, SnapshotInfo, StateStore
 from dist_attn.wire.manifest import ModelIdentity, require_same_model
-from dist_attn.wire.snapshot import SnapshotHeader, SnapshotParser, check_position
+from dist_attn.wire.snapshot import SnapshotHeader, SnapshotParser, check_position, header_of
 from dist_attn_api import types
 from dist_attn_service.base.errors import BadRequest, NotFound, TooLarge
 from dist_attn_service.http.exchange import RequestBody
@@ -38,7 +40,8 @@ class SessionCatalogue:
     async def get(self, caller: str, session_id: str) -> types.Session:
         """A session."""
         with store_refusals():
-            return self.shown(await self._store.sessions.get(caller, session_id))
+            session = await self._store.sessions.get(caller, session_id)
+        return self.shown(session, await self._revision(caller, session))
 
     async def page(self, caller: str, options: ListOptions) -> types.SessionList:
         """A page of the caller's sessions."""
@@ -87,7 +90,16 @@ class SessionCatalogue:
         ]
         return types.CheckpointList(data=points)
 
-    def shown(self, session: Session) -> types.Session:
+    async def _revision(self, caller: str, session: Session) -> str | None:
+        """None too where the state is damaged or away: who reads it is told."""
+        if not session.checkpoints:
+            return None
+        with suppress(DistAttnError):
+            newest = await self._store.snapshots.beginning(caller, session.checkpoints[-1].snapshot)
+            return header_of(newest).manifest.model.revision
+        return None
+
+    def shown(self, session: Session, revision: str | None = None) -> types.Session:
         """A session as its owner sees it."""
         return types.Session(
             id=session.id,
@@ -101,6 +113,7 @@ class SessionCatalogue:
             metadata=session.metadata,
             parent=session.parent or None,
             parent_position=session.parent_position if session.parent else None,
+            revision=revision,
         )
 
 
