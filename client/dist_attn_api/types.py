@@ -132,10 +132,7 @@ class Detokenized(Answer):
 
 
 class Session(Answer):
-    """A session, and where it stands.
-
-    `revision` is that of the model whose state it has, as /v1/models shows it; null without a state, and in lists.
-    """
+    """A session, and where it stands; `revision` is that of its state's model, null without a state and in lists."""
 
     id: str
     object: Literal["session"] = "session"
@@ -205,10 +202,7 @@ class RestoreFacts(Answer):
 
 
 class AppendSummary(RestoreFacts):
-    """The last line of a complete append: the tokens [start, position) are in the session, once.
-
-    `replayed` says that this append was complete before, and nothing was fed now.
-    """
+    """The last line of a complete append: tokens [start, position) are in the session; `replayed`: from a former try."""
 
     object: Literal["session.append"] = "session.append"
     session: str
