@@ -202,7 +202,7 @@ class RestoreFacts(Answer):
 
 
 class AppendSummary(RestoreFacts):
-    """The last line of a complete append: tokens [start, position) are in the session; `replayed`: from a former try."""
+    """The end of a complete append: tokens [start, position) are in the session; `replayed`: of a former try."""
 
     object: Literal["session.append"] = "session.append"
     session: str
