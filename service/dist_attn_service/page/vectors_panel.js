@@ -62,7 +62,11 @@ export class VectorsPanel {
     });
     this.search.invite();
     documentPanel.addEventListener("rows", () => this.refresh());
-    documentPanel.addEventListener("changed", () => (["empty", "planned", "sending", "queued"].includes(documentPanel.phase) ? this.clear() : this.refresh()));
+    documentPanel.addEventListener("changed", () => {
+      if (["empty", "planned", "sending", "queued"].includes(documentPanel.phase)) return this.clear();
+      this.refresh();
+      if (documentPanel.phase === "done") this.search.renew(this.passage.range !== null);
+    });
   }
 
   /** @param {number} row */
@@ -89,10 +93,11 @@ export class VectorsPanel {
     const answer = await search(this.api, job, asked);
     this.recipes.add("search", { ...asked, job });
     const [{ rows, complete }] = answer.documents;
-    const part = complete ? "" : `Of the ${count(rows)} passages that are read so far. `;
+    const isPart = !complete;
+    const part = isPart ? `Of the ${count(rows)} passages that were read by then. ` : "";
     if (!answer.results.length) {
       const instead = { label: "Look by meaning", act: () => void this.search.run(() => this.find(query, "dense")) };
-      return { hits: [], rows, size: 0, note: `${part}No passage has any of these words.`, instead };
+      return { hits: [], rows, size: 0, note: `${part}No passage has any of these words.`, isPart, instead };
     }
     const found = answer.results.map((/** @type {any} */ one) => {
       const at = judgedAt(one);
@@ -102,7 +107,7 @@ export class VectorsPanel {
       return { row: one.index, begin: one.byte_start, at, parts: { words, meaning }, read };
     });
     const doubt = mode === "dense" && !this.isEncoder() ? "By manner and subject; this model knows no facts." : "";
-    return this.placed(found, rows, part + doubt);
+    return { ...(await this.placed(found, rows, part + doubt)), isPart };
   }
 
   /** Passages whose vectors are nearest to a passage's. @param {number} row @returns {Promise<import("./view/search_view.js").Found>} */

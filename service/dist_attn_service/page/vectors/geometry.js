@@ -85,7 +85,9 @@ export function principalPlane(rows, points, before) {
   /** @type {Float32Array[]} */
   const components = [];
   for (let k = 0; k < 2; k += 1) {
-    let component = before[k]?.length === rows.width ? before[k].slice() : seeded(rows.width, k);
+    // Of one row, or of equal ones, there was no component: from nothing none would ever come.
+    const known = before[k]?.length === rows.width && dot(before[k], before[k]) > 0;
+    let component = known ? before[k].slice() : seeded(rows.width, k);
     for (let step = 0; step < ITERATIONS; step += 1) {
       const next = new Float32Array(rows.width);
       for (const direction of sample) {

@@ -12,7 +12,8 @@ const SHOWN = 420; // characters of a passage in its card
 /** @typedef {{rank: number, score: number} | null} Part how a passage stands by words or by meaning, where it was judged by that */
 /**
  * @typedef {{row: number, begin: number, place: {part: string, chapter: string}, parts: {words?: Part, meaning?: Part}, read: Promise<Read>}} Hit
- * @typedef {{hits: Hit[], rows: number, size: number, note: string, instead?: {label: string, act: () => void}}} Found
+ * @typedef {{hits: Hit[], rows: number, size: number, note: string, isPart?: boolean, instead?: {label: string, act: () => void}}} Found
+ *   `isPart`: not all of the document was read yet
  */
 
 /** Asks and shows what was found. */
@@ -25,6 +26,8 @@ export class SearchView {
     this.asks = asks;
     this.host = byId("found");
     this.turn = 0;
+    /** What was asked of a part of the document. @type {(() => Promise<Found>) | null} */
+    this.ofPart = null;
     byId("search").addEventListener("submit", (/** @type {Event} */ event) => {
       event.preventDefault();
       const words = byId("query").value.trim();
@@ -41,15 +44,28 @@ export class SearchView {
   /** @param {() => Promise<Found>} find */
   async run(find) {
     const turn = ++this.turn;
+    this.ofPart = null;
     this.say("Looking …");
     try {
       const found = await find();
-      if (turn === this.turn) this.show(found);
+      if (turn !== this.turn) return;
+      this.show(found);
+      if (found.isPart) this.ofPart = find;
     } catch (error) {
       if (turn !== this.turn) return;
       this.say("");
       this.host.replaceChildren(h("p", { class: "notice error" }, wordsOf(error)));
     }
+  }
+
+  /** All is read: what was asked of a part is asked again, or offered to who reads a passage just now. @param {boolean} isReading */
+  renew(isReading) {
+    const find = this.ofPart;
+    if (!find) return;
+    if (!isReading) return this.run(find);
+    const again = h("button", { type: "button", onclick: () => this.run(find) }, "Look in all of it");
+    this.host.prepend(h("div", { class: "row" }, again));
+    this.ofPart = null;
   }
 
   /** @param {Found} found */
@@ -95,6 +111,7 @@ export class SearchView {
 
   clear() {
     this.turn += 1;
+    this.ofPart = null;
     byId("query").value = "";
     this.invite();
   }
