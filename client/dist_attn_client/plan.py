@@ -98,14 +98,13 @@ class RawDecoder:
             yield piece
 
 
-@final
-class LineDecoder:
-    """NDJSON: the lines, without those that are blank. What has no line end yet waits."""
+class _Lines:
+    """A stream cut at its line ends. What has no line end yet waits."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
-    def push(self, piece: bytes) -> Iterator[bytes | Event]:
+    def push(self, piece: bytes) -> list[bytes]:
         """The lines that `piece` ends."""
         *ended, rest = piece.split(b"\n")
         if ended:
@@ -113,7 +112,19 @@ class LineDecoder:
             self._parts = []
         if rest:
             self._parts.append(rest)
-        yield from (line for line in ended if line.strip())
+        return ended
+
+
+@final
+class LineDecoder:
+    """NDJSON: the lines, without those that are blank."""
+
+    def __init__(self) -> None:
+        self._lines = _Lines()
+
+    def push(self, piece: bytes) -> Iterator[bytes | Event]:
+        """The lines that `piece` ends."""
+        yield from (line for line in self._lines.push(piece) if line.strip())
 
 
 @final
@@ -121,13 +132,12 @@ class EventDecoder:
     """Server-sent events (WHATWG HTML, 9.2.6), as this service sends them; comments are passed over."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._lines = _Lines()
         self._fields: dict[str, bytes] = {}
 
     def push(self, piece: bytes) -> Iterator[bytes | Event]:
         """The events that `piece` ends."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
+        for line in self._lines.push(piece):
             line = line.removesuffix(b"\r")
             if not line:
                 if "data" in self._fields:

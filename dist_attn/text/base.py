@@ -191,7 +191,7 @@ class IncrementalDecoder:
 
     def _reset(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._run = b""  # of tokens of single bytes
+        self._run = bytearray()  # of tokens of single bytes
         self._blanks = self._tokeniser.dropped_blanks if self._begins else 0
 
     def push(self, token: int) -> str:
@@ -214,7 +214,7 @@ class IncrementalDecoder:
         return text
 
     def _take_run(self) -> str:
-        run, self._run = self._run, b""
+        run, self._run = self._run, bytearray()
         try:
             return run.decode("utf-8")
         except UnicodeDecodeError:

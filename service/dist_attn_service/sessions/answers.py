@@ -35,7 +35,7 @@ from dist_attn_service.base.errors import (
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 
 _KEY = re.compile(r"[\x21\x23-\x7e]{1,256}")
-_TAG = re.compile(r'\s*(W/)?"([\x21\x23-\x7e]*)"\s*(?:,|$)')
+_TAG = re.compile(r'(W/)?"([\x21\x23-\x7e]*)"\s*(?:,|$)')
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]{0,128}):\s*(?:;[^,]*)?(?=,|$)")
 
 

@@ -20,7 +20,7 @@ MOST_FIELDS = 32
 FIELD_BYTES = 4 << 10  # of the values of other fields than the file
 _BOUNDARY = re.compile(r";[ \t]*boundary=(?:\"([^\"]*)\"|([^\s;\"]+))[ \t]*(?=;|$)", re.IGNORECASE)
 _BOUNDARY_CHARACTERS = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
-_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*+([^\x00-\x08\x0a-\x1f\x7f]*)")
 _PARAMETER = re.compile(r"[ \t]*;[ \t]*([0-9A-Za-z*_-]+)=(\"(?:[^\"\\]|\\.)*\"|[^\s;\"]+)")
 
 
