@@ -101,11 +101,11 @@ def create_app(
             metrics.watch(services.gauges, version=__version__)
             await asyncio.gather(*(port.start() for port in ports))
             services.jobs.runner.start()
-            looking = asyncio.create_task(stores.states.warn_of_strangers(services.writer.watch))
+            strangers = stores.states.warn_of_strangers(services.writer.watch)
+            parts.push_async_callback(stop_tasks, asyncio.create_task(strangers))
             try:
                 yield {"services": services}
             finally:
-                await stop_tasks(looking)
                 await services.jobs.runner.stop()
                 await asyncio.gather(*(served.prefixes.close() for served in services.models))
                 await services.feeds.stop()
