@@ -1,206 +1,299 @@
-"""CPU time of everything that reads a client's text, at n and at 2n bytes of texts made to be slow: linear, or refused.
+"""What reads a client's text, timed at n and 2n bytes of texts that are hard to read: the time may grow 2.5 times.
 
-python -m tests.fuzz.growth --bytes 262144
+    python -m tests.fuzz.growth [--only NAME]
+
+What is timed is the processor's time of this thread, so that others' work hardly counts. `tests.fuzz.route_growth`
+does so with the routes of a service that runs.
 """
 
 import argparse
+import gc
 import json
+import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
-import numpy as np
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the library have times of their own
+
 from dist_attn_service.base.errors import ServiceError
-from dist_attn_service.base.parsing import parse_json, parse_query
-from dist_attn_service.http.exchange import byte_range
+from dist_attn_service.base.parsing import parse_json
 from dist_attn_service.schemas.completions import ChatRequest, CompletionRequest
 from dist_attn_service.schemas.documents import SearchRequest
-from dist_attn_service.search.passages import WordCounts, places_of, words_of
+from dist_attn_service.search.passages import WordCounts, bm25, places_of, words_of
+from dist_attn_service.sessions.answers import expected_digest, names_tag
 from dist_attn_service.text.choice_text import StopScanner
-from dist_attn_service.text.text_check import TextCheck
 from dist_attn_service.uploads.multipart import FormParser, boundary_of
 from dist_attn_service.uploads.tus import parse_metadata
+from pydantic import BaseModel
+from starlette.datastructures import Headers
 
-from dist_attn.errors import InputError
-from dist_attn.shipped import resolve_model_folder
-from dist_attn.text import IncrementalDecoder, LibraryTokeniser, Tokeniser, load_tokeniser
+from dist_attn.shipped import DEFAULT_ENCODER, SHIPPED
+from dist_attn.text import ForeignTokeniser, IncrementalDecoder, LibraryTokeniser, Tokeniser, load_tokeniser
 from dist_attn.text.cuts import CutFinder
-from tests.support.tokenisers import downloaded_contents, llama_bpe, sentence_piece_bpe, small_bpe, unigram
+from dist_attn_client.plan import EventDecoder
+from tests.support.tokenisers import (
+    downloaded_contents,
+    foreign_bpe,
+    llama_bpe,
+    sentence_piece_bpe,
+    small_bpe,
+    unigram,
+)
 
-__all__ = ["READERS", "TEXTS", "WORST", "growth"]
+__all__ = ["MOST_GROWTH", "PARTS", "UNITS", "findings", "text_of"]
 
-WORST = 2.5  # of the time at n may be needed at 2n
-TRIES = 20  # of what seems steeper, as other work on the machine shows in CPU time too
-PIECE = 1 << 16  # bytes that are pushed at once, as the service does
+MOST_GROWTH = 2.5
+SMALLEST, LEAST_SECONDS, TRIES = 1 << 12, 0.004, 8
+PIECE_BYTES = 1 << 16
+BOUNDARY = b"b" * 60
 
-TEXTS = {
-    "prose": "The ship sailed at 5 p.m. on 3 May. Mr. Gray said: \u201cNo. 7 is a caf\u00e9.\u201d\n\n",
+UNITS: Mapping[str, str] = {
+    "prose": 'It was Mr. X, e.g. "A"! He came at 5 p.m. and left.\n',
     "letters": "a",
+    "words": "a ",
+    "digits": "1",
     "blanks": " ",
     "lines": "\n",
-    "carriage returns": "\r\n \t",
-    "digits": "1",
-    "stops": "Mr. ",
-    "numbers": "No. 1 ",
-    "marks": "\u0300\u0316",
-    "marks on letters": "a" + "\u0316\u0300" * 40,
-    "jamo": "\u1100\u1161",
-    "tibetan": "\u0f73\u0f71\u0f72\u0f74",
-    "joined": "\U0001f468\u200d",
-    "ideographs": "\u738b",
-    "kana": "\u30cf\u309a",
-    "ligatures": "\ufdfa",
-    "metaspace": " \u2581",
-    "punctuation": "!?\u2026\u201d",
-    "tags": "<|im_end|><html ",
-    "nul": "\0",
-    "quotes": "\"'\\",
-    "lists": "[",
-    "headings": "Chapter 1\n",
-    "semicolons": '; a="\\"',
-    "commas": "a ,b=, ",
+    "empty lines": "x" + " " * 64 + "\r\n" + "\t" * 64 + "\n",
+    "stops and blanks": ".\")]'" + " " * 199,
+    "stops": ".",
+    "headings": "CHAPTER \n",
+    "punctuation": "!?",
+    "brackets": "[{",
+    "quotes": '"',
+    "backslashes": "\\",
+    "zeros": "\0",
+    "marks": "\u0316\u0300",
+    "short runs of marks": "a" + "\u0316\u0300" * 14,
+    "marks in two parts": "\u0344\u0f73\u0f75\u0f72\u0f74",
+    "jamo": "\u1100\u1161\u11a8",
+    "leading jamo": "\u1100",
+    "kana": "\u304b\u3099",
+    "han": "\u738b",
+    "families": "\U0001f468\u200d",
+    "folded": "\ufb01\u00df\u0130",
+    "blank of a file": "\u2581",
+    "byte tokens": "<0x41>",
+    "special tokens": "<|endoftext|><s><tool>",
+    "their beginnings": "<|endoftext",
 }
-"""What each text repeats."""
+LISTS: Mapping[str, str] = {
+    "numbers": "1,",
+    "long numbers": "9" * 4000 + ",",
+    "texts": '"",',
+    "lists": "[1],",
+    "objects": '{"a":1},',
+    "open lists": "[",
+}
 
 
-def _in_pieces(data: bytes) -> Iterator[bytes]:
-    return (data[at : at + PIECE] for at in range(0, len(data), PIECE))
+def text_of(unit: str, size: int) -> str:
+    """So many bytes of the unit, again and again, and no half character."""
+    return (unit * (size // len(unit.encode()) + 1)).encode()[:size].decode(errors="ignore")
 
 
-def _stream(tokeniser: Tokeniser, data: bytes) -> None:
-    tail = b""
-    for piece in _in_pieces(data):
-        tail += piece
-        _, _, consumed = tokeniser.encode_with_ends(tail, final=False)
-        tail = tail[consumed:]
-    tokeniser.encode_with_ends(tail, final=True)
+# ---- what is timed -------------------------------------------------------------------------------
 
 
-def _decode(data: bytes) -> None:
-    decoder, tokeniser = _decoder()
-    for token in tokeniser.encode(data).tolist():
+def _pieces(text: str) -> Iterator[bytes]:
+    data = text.encode()
+    return (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
+
+
+def _cuts(kind: str, text: str) -> None:
+    finder = CutFinder(kind)
+    for piece in _pieces(text):
+        finder.push(piece)
+    finder.push(b"", final=True)
+
+
+def _stream(tokeniser: Tokeniser, text: str) -> None:
+    rest = b""
+    for piece in _pieces(text):
+        data = rest + piece
+        _, _, consumed = tokeniser.encode_with_ends(data, final=False)
+        rest = data[consumed:]
+    tokeniser.encode_with_ends(rest, final=True)
+
+
+def _whole(tokeniser: Tokeniser, text: str) -> None:
+    tokeniser.encode_whole(text.encode(), framed=True)
+
+
+def _parts(tokeniser: Tokeniser, text: str) -> None:
+    tokeniser.encode_parts([text, *list(tokeniser.special_tokens.values())[:1], "a"])
+
+
+def _decoded(tokeniser: Tokeniser, text: str) -> None:
+    decoder = IncrementalDecoder(tokeniser, begins=True)
+    for token in tokeniser.encode(text.encode()).tolist():
         decoder.push(token)
     decoder.finish()
 
 
-def _decoder() -> tuple[IncrementalDecoder, Tokeniser]:
-    tokeniser = small_bpe()
-    return IncrementalDecoder(tokeniser, begins=True), tokeniser
+def _stops(text: str) -> None:
+    scanner = StopScanner([text[:255] + "\u0001", text[:20] + "\u0002"])
+    for at in range(0, len(text), 7):
+        scanner.push(text[at : at + 7])
+    scanner.finish()
 
 
-def _cuts(kind: str) -> Callable[[bytes], None]:
-    def work(data: bytes) -> None:
-        finder = CutFinder(kind)
-        for piece in _in_pieces(data):
-            finder.push(piece)
-            finder.mark(np.zeros(len(piece), np.int32), np.ones(len(piece), np.int64))
-        finder.push(b"", final=True)
-
-    return work
+def _search(text: str) -> None:
+    counts = [WordCounts.of([[text]], first) for first in range(2)]
+    bm25("a b c", counts, 2)
+    bm25(text, [WordCounts.of([["a b c"]], first) for first in range(16)], 16)
 
 
-def _stops(data: bytes) -> None:
-    scanner = StopScanner(["aaaaaaaaaaaaaaab", "\n\n\nUser:", "\u0300\u0316\u0300a"])
-    text = data.decode()
-    for at in range(0, len(text), 4):
-        scanner.push(text[at : at + 4])
+def _form(text: str) -> None:
+    head = b"--%b\r\nContent-Disposition: form-data; name=a\r\n\r\n" % BOUNDARY
+    parser = FormParser(BOUNDARY)
+    for piece in (head, *_pieces(text)):
+        parser.push(piece)
 
 
-def _form(data: bytes) -> None:
-    head = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
-    for body in (head + data + b"\r\n--b--\r\n", b"--b\r\n" + data):
-        parser = FormParser(b"b")
+def _head_of_field(text: str) -> None:
+    for value in (b"%b\x01", b'form-data; name="%b', b"form-data; %b"):
         with suppress(ServiceError):
-            for piece in _in_pieces(body):
-                parser.push(piece)
+            line = b"Content-Disposition: " + value % text.encode()
+            FormParser(BOUNDARY).push(b"--%b\r\n%b\r\n\r\n" % (BOUNDARY, line))
 
 
-def _headers(data: bytes) -> None:
-    text = data.decode()
-    for read in (boundary_of, parse_metadata, lambda value: byte_range(value, 9)):
+def _events(text: str) -> None:
+    decoder, data = EventDecoder(), b"data: " + text.encode()
+    for at in range(0, len(data), 256):
+        list(decoder.push(data[at : at + 256]))
+
+
+def _headers(value: str) -> None:
+    value = value.encode().decode("latin-1")
+    names_tag(value, '"a"')
+    names_tag(f'"{value}"', '"a"')
+    expected_digest(Headers({"content-digest": f"sha-256=:{value}"}))
+    for read, given in ((parse_metadata, value), (boundary_of, value), (boundary_of, f";boundary={value}")):
         with suppress(ServiceError):
-            read("multipart/form-data; boundary=b" + text)
-        with suppress(ServiceError):
-            read(text)
+            read(given)
+
+
+def _json(kind: type[BaseModel], around: str, text: str) -> None:
     with suppress(ServiceError):
-        parse_query([("model", text)], CompletionRequest)
+        parse_json(around.replace("HERE", text).encode(), kind)
 
 
-def _bodies(data: bytes) -> None:
-    text = data.decode()
-    for kind, value in (
-        (CompletionRequest, {"prompt": text, "stop": text}),
-        (ChatRequest, {"messages": [{"role": "user", "content": text}]}),
-        (SearchRequest, {"query": text, "documents": [text]}),
-    ):
-        with suppress(ServiceError):
-            parse_json(json.dumps(value).encode(), kind)
-        with suppress(ServiceError):
-            parse_json(data, kind)
+def _json_text(text: str) -> None:
+    _json(SearchRequest, '{"query": "a", "documents": ["HERE"]}', json.dumps(text)[1:-1])
 
 
-@cache
-def _shipped(name: str) -> Tokeniser:
-    return load_tokeniser(resolve_model_folder(name))
+def _of_tokeniser(make: Callable[[], Tokeniser], text: str) -> None:
+    tokeniser = make()
+    _stream(tokeniser, text)
+    if isinstance(tokeniser, ForeignTokeniser):
+        _whole(tokeniser, text)
+        _parts(tokeniser, text)
 
 
 @cache
-def _library(kind: str) -> LibraryTokeniser:
+def _word_pieces() -> Tokeniser:
+    return load_tokeniser(SHIPPED / DEFAULT_ENCODER)
+
+
+@cache
+def _library(kind: str) -> Tokeniser:
     return LibraryTokeniser(json.loads(downloaded_contents(kind)), None)
 
 
-READERS: dict[str, Callable[[bytes], object]] = {
-    "words": lambda data: words_of(data.decode()),
-    "word counts": lambda data: WordCounts.of([[data.decode()]]),
-    "places": lambda data: places_of(data.decode(), frozenset({"a", "ship", "\u738b"})),
-    **{f"edges of {kind}s": _cuts(kind) for kind in ("sentence", "paragraph", "chapter")},
-    "writer-12m": lambda data: _stream(_shipped("writer-12m"), data),
-    "minilm-stream": lambda data: _stream(_shipped("minilm-stream"), data),
-    "llama 3": lambda data: _stream(llama_bpe(), data),
-    "llama 3, whole": lambda data: llama_bpe().encode_whole(data, framed=True),
-    "llama 2": lambda data: _stream(sentence_piece_bpe(), data),
-    "llama 2, whole": lambda data: sentence_piece_bpe().encode_whole(data, framed=True),
-    "unigram": lambda data: _stream(unigram(), data),
-    "t5, whole": lambda data: _library("t5").encode(data),
-    "parts": lambda data: llama_bpe().encode_parts([data.decode(), "\n", data.decode()]),
-    "decoding": _decode,
-    "stop strings": _stops,
-    "checks of text": lambda data: [*map(TextCheck("text/plain").push, _in_pieces(data))],
-    "forms": _form,
-    "headers": _headers,
-    "bodies": _bodies,
+class Part(NamedTuple):
+    """Something that reads a text, the texts, and the bytes of the longest that is read twice as long."""
+
+    read: Callable[[str], object]
+    units: Mapping[str, str] = UNITS
+    longest: int = 1 << 18
+
+
+PARTS: Mapping[str, Part] = {
+    "words": Part(words_of),
+    "places": Part(lambda text: places_of("a" + text, frozenset(["zz"]))),
+    "ranks by words": Part(_search),
+    **{f"cuts of {kind}s": Part(partial(_cuts, kind)) for kind in ("sentence", "paragraph", "chapter")},
+    "stop strings": Part(_stops),
+    "a form": Part(_form),
+    "the head of a field": Part(_head_of_field, longest=2048),
+    "headers": Part(_headers, longest=1 << 15),
+    "events": Part(_events),
+    "JSON of a text": Part(_json_text),
+    "JSON as it comes": Part(partial(_json, SearchRequest, "HERE")),
+    "JSON of a list": Part(partial(_json, CompletionRequest, '{"prompt": [HERE1]}'), LISTS),
+    "JSON of a chat": Part(partial(_json, ChatRequest, '{"messages": [HERE1]}'), LISTS),
+    "tokens of SentencePiece as text": Part(partial(_decoded, sentence_piece_bpe()), longest=1 << 16),
+    **{
+        f"tokens of {name}": Part(partial(_of_tokeniser, make), longest=1 << 17)
+        for name, make in (
+            ("our BPE", small_bpe),
+            ("byte-level BPE", foreign_bpe),
+            ("byte-level BPE of Llama 3", llama_bpe),
+            ("SentencePiece", sentence_piece_bpe),
+            ("Unigram", unigram),
+            ("word pieces", _word_pieces),
+            ("Unigram as a whole", partial(_library, "t5")),
+            ("BPE as a whole", partial(_library, "gemma")),
+        )
+    },
 }
 
 
-def growth(read: Callable[[bytes], object], unit: str, size: int) -> tuple[float, float]:
-    """CPU seconds at 2n bytes over those at n, at best, and those at n."""
-    texts = [(unit * (n // len(unit.encode()))).encode() for n in (size, 2 * size)]
-    best = [float("inf")] * 2
+# ---- growth --------------------------------------------------------------------------------------
+
+
+def _seconds(read: Callable[[str], object], text: str) -> float:
+    gc.collect(0)
+    gc.disable()  # what it finds is of others
+    began = time.thread_time()
+    try:
+        read(text)
+        return time.thread_time() - began
+    finally:
+        gc.enable()
+
+
+def growth(part: Part, unit: str) -> tuple[float, int, float]:
+    """How many times as long twice the text takes, at most bytes; 0 where all of it takes no time worth the name.
+
+    Timed again while the growth is too large: the shortest of several times is the least disturbed one.
+    """
+    size = min(SMALLEST, part.longest)
+    while (once := _seconds(part.read, text_of(unit, size))) < LEAST_SECONDS and size < part.longest:
+        size *= 2
+    if once < LEAST_SECONDS:
+        return 0.0, size, once
+    twice = math.inf
     for _ in range(TRIES):
-        for place, text in enumerate(texts):
-            begun = time.process_time()
-            with suppress(InputError, ServiceError):
-                read(text)
-            best[place] = min(best[place], time.process_time() - begun)
-        if best[1] <= WORST * best[0]:
+        twice = min(twice, _seconds(part.read, text_of(unit, 2 * size)))
+        if twice <= MOST_GROWTH * once:
             break
-    return best[1] / best[0], best[0]
+        once = min(once, _seconds(part.read, text_of(unit, size)))
+    return twice / once, size, once
+
+
+def findings(part: Part) -> list[str]:
+    """The texts whose time grows too much, in words."""
+    found = []
+    for name, unit in part.units.items():
+        times, size, seconds = growth(part, unit)
+        if times > MOST_GROWTH:
+            found.append(f"{name}: {times:.1f} times as long for twice {size} bytes, which take {seconds:.3f} s")
+    return found
 
 
 def main() -> None:
-    """Print each reader with its slowest growth and its slowest text."""
+    """Print what grows too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=int, default=1 << 18)
-    size = parser.parse_args().bytes
-    for name, read in READERS.items():
-        found = {text: growth(read, unit, size) for text, unit in TEXTS.items()}
-        steepest, slowest = (max(found, key=lambda text: found[text][place]) for place in (0, 1))
-        print(
-            f"{name:22} {found[steepest][0]:5.2f} times ({steepest}), {found[slowest][1] * 1e3:8.1f} ms for {size} "
-            f"bytes ({slowest})",
-            flush=True,
-        )
+    parser.add_argument("--only", default="", help="parts whose name holds this")
+    for name, part in PARTS.items():
+        if parser.parse_args().only in name:
+            print(f"{name:32}", "; ".join(findings(part)) or "linear", flush=True)
 
 
 if __name__ == "__main__":

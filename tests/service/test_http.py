@@ -1,5 +1,7 @@
 """What holds for every route: request ids, log lines, readiness, the head's bounds, the documentation."""
 
+import asyncio
+import gzip
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+from dist_attn_service.http.exchange import RequestBody
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import Answer, head
@@ -211,3 +214,28 @@ def test_an_unforeseen_error_is_a_500_with_an_id(tmp_path: Path, monkeypatch: py
             "the traceback",
         )
         assert httpx.get(f"{service.url}/livez").status_code == 200
+
+
+def test_each_member_of_a_body_in_gzip_lets_others_run() -> None:
+    """Also of members that hold nothing or one byte, thousands of which may arrive at once."""
+    members = [gzip.compress(b""), gzip.compress(b"a")] * 500
+    turns = 0
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"".join(members), "more_body": False}
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read() -> bytes:
+        busy = asyncio.create_task(others())
+        body = RequestBody(receive, idle_seconds=60, gzip=True)
+        data = b"".join([piece async for piece in body.chunks()])
+        busy.cancel()
+        return data
+
+    assert asyncio.run(read()) == b"a" * 500
+    assert turns >= len(members)
