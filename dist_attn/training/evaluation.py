@@ -176,9 +176,8 @@ def evaluate_file(
     watch, share = Watch(), Share(compute.device, comm)
     with compute.autocast(), watching(watch):
         score = score_tokens(model.to(compute.device), tokeniser.encode(data), len(data), context, share)
-    guarded, divided = share.sum(
-        torch.tensor([sum(map(sum, watch.guarded)), watch.denominators], device="cpu")
-    ).tolist()
+    counts = torch.tensor([sum(map(sum, watch.guarded)), watch.denominators], device="cpu")
+    guarded, divided = share.sum(send(counts, share.device)).tolist()
     return {
         "bits_per_byte": round(score.bits_per_byte, 5),
         "tokens": score.num_tokens,
