@@ -98,11 +98,14 @@ def test_what_was_asked_of_a_part_is_asked_again(browser: "Browser", tmp_path: P
         page.wait_for_selector("#plan-figures:not([aria-busy])")
         page.click("#start")
 
+        found: list[str] = []
+
         def asked() -> bool:
             page.fill("#query", "ships")
             page.keyboard.press("Enter")
-            page.wait_for_selector("#found > .fine:not(:has-text('Looking'))", state="attached")
-            return "that were read by then" in page.inner_text("#found")
+            page.wait_for_selector("#found:not(:has-text('Looking'))")
+            found.append(page.inner_text("#found"))
+            return "that were read by then" in found[-1]
 
         eventually(asked, "results of a part")
         service.engine_port.resume()

@@ -64,7 +64,7 @@ export class Headings {
     const last = before.at(-1);
     const part = before.findLast(({ isPart }) => isPart);
     const above = last?.isNumeral ? before.findLast(({ isNumeral }) => !isNumeral) : undefined;
-    const inside = above && !above.isPart && !IS_ALONE.test(above.text) ? `${above.text}, ` : "";
+    const inside = above && !above.isPart && !IS_ALONE.test(above.text) ? `${above.text.replace(/\.$/, "")}, ` : "";
     return { part: part?.text ?? "", chapter: last && !last.isPart ? inside + last.text : "" };
   }
 }
