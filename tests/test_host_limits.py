@@ -7,6 +7,7 @@ import pytest
 from dist_attn import host_limits
 from dist_attn.host_limits import (
     MemoryLimit,
+    available_memory,
     compute_environment,
     core_quota,
     given_threads,
@@ -78,6 +79,16 @@ def test_a_container_that_sees_its_own_group_alone(root: Path, own: str) -> None
     """A container's group stands at the root of what it sees, however the host calls it."""
     lay(root, own, {"": {"memory.max": f"{64 * MIB}", "cpu.max": "200000 100000", **V2}})
     assert (usable_cores(), memory_limit()) == (2, MemoryLimit(64 * MIB, 32 * MIB))
+
+
+def test_the_less_of_machine_and_group_is_available(root: Path) -> None:
+    """Without limits the machine's memory counts, with one the lesser of either, in all and of what is free."""
+    lay(root, "0::/\n", {"": {}})
+    (root / "proc/meminfo").write_text(f"odd line\nMemTotal: {100 << 10} kB\nMemAvailable: {20 << 10} kB\n")
+    assert available_memory() == (100 * MIB, 20 * MIB)
+    for name, text in {"memory.max": f"{60 * MIB}", **V2}.items():
+        (root / "sys/fs/cgroup" / name).write_text(text)
+    assert available_memory() == (60 * MIB, 20 * MIB)
 
 
 def test_used_beyond_the_limit(root: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dist_attn.control import keeping
 from dist_attn.wire.messages import FinishDrawing, Generated, Rows, RowSpec, Tokens
-from dist_attn.wire.rank_messages import PrefillOp
+from dist_attn.wire.rank_messages import PrefillOp, SavedState
 from dist_attn.wire.specs import LONGEST_TEXT
 from tests.control.test_replay import check, open_all
 from tests.support.examples import examples
@@ -287,6 +287,19 @@ def test_a_state_that_stops_coming_ends_its_request():
     client.listen()
     assert client.failed.code == "body_timeout" and "of the state to begin with" in client.failed.message
     nothing_is_left(engine)
+
+
+def test_credit_for_another_state_than_the_one_announced_counts_for_nothing():
+    """Neither before there is one nor for another position does credit move bytes or the reader's deadline."""
+    offers = keeping.Offers()
+    assert offers.grant(700, 64, 9.0) is None
+    saved = SavedState(1, 700, 0, 100, snapshot=True)
+    offers.add(saved)
+    offers.announce(5.0)
+    assert offers.grant(701, 64, 9.0) is None
+    assert (offers.credit, offers.since) == (0, 5.0)
+    assert offers.grant(700, 64, 9.0) == saved
+    assert (offers.credit, offers.since) == (64, 9.0)
 
 
 def test_a_state_that_nobody_fetches_ends_the_session():

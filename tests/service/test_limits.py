@@ -1,5 +1,6 @@
 """What all requests together may take: places and the memory of JSON bodies are bounded, shared, and given back."""
 
+import asyncio
 import hashlib
 import socket
 import time
@@ -83,6 +84,15 @@ def test_a_full_service_tells_when_the_next_of_all_places_comes_free():
         assert refused(requests, "d")[0] == 20
         now[0] += 20  # the line is over, and what is held is 40 s old
         assert refused(requests, "d")[0] == 20
+
+
+def test_a_service_that_closes_waits_for_what_is_under_way():
+    """It is drained once nothing is under way, at once where nothing was, and says so when that took too long."""
+    requests = OpenRequests(2)
+    assert asyncio.run(requests.drained(60.0))
+    with requests.one("a"):
+        assert not asyncio.run(requests.drained(0.0))
+    assert asyncio.run(requests.drained(60.0))
 
 
 def test_those_who_come_back_when_told_find_a_place():
