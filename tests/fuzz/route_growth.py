@@ -74,7 +74,7 @@ def _empty_members(text: str) -> Sent:
 
 
 def _state(text: str) -> Sent:
-    tag = text.encode().decode("latin-1").translate(dict.fromkeys((*range(32), *range(127, 160)), " "))
+    tag = text.encode("ascii", "replace").decode().translate(dict.fromkeys(range(32), " "))
     headers = {"content-type": OCTETS, "if-match": f"x{tag[: 1 << 14]}x", "content-digest": f",{tag[: 1 << 14]}x"}
     return Sent("/v1/sessions/SESSION/state", text.encode(), headers, "PUT")
 
@@ -101,7 +101,7 @@ ROUTES: Mapping[str, Route] = {
     "documents by sentence": Route(_search(granularity="sentence")),
     "documents by paragraph": Route(_search(granularity="paragraph")),
     "whole documents": Route(_search(granularity="document")),
-    "queries": Route(lambda text: _json("/v1/search", query=f"a{text}", documents=["a b c"], mode="lexical")),
+    "queries": Route(lambda text: _json("/v1/search", query=text[:8192], documents=["a b c"], mode="lexical")),
     "reranked": Route(lambda text: _json("/v1/rerank", query="a", documents=[f"a{text}"]), engine=True),
     "embeddings": Route(lambda text: _json("/v1/embeddings", input=f"a{text}"), engine=True),
     "tokens": Route(lambda text: _json("/tokenize", prompt=text)),

@@ -9,8 +9,8 @@ import pytest
 from dist_attn_service.base import parsing
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import parse_query
-from dist_attn_service.schemas.completions import CompletionRequest
-from dist_attn_service.schemas.documents import DetokenizeRequest, EncodingOptions
+from dist_attn_service.schemas.completions import ChatRequest, CompletionRequest
+from dist_attn_service.schemas.documents import DetokenizeRequest, EncodingOptions, SearchRequest
 from pydantic import BaseModel
 
 from tests.support.service_server import RunningService, running_service
@@ -236,6 +236,12 @@ def test_as_many_options_as_fit_in_a_head_cost_little() -> None:
         (CompletionRequest, {"prompt": "a", "logit_bias": {str(n): "x" for n in range(3000)}}, "logit_bias"),
         (CompletionRequest, {"prompt": "a", "stream_options": {str(n): 1 for n in range(3000)}}, "stream_options"),
         (DetokenizeRequest, {"tokens": ["x"] * 3000}, "tokens"),
+        (SearchRequest, {"query": "a", "documents": [{"text": "a"}, {str(n): 1 for n in range(3000)}]}, "documents"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{str(n): 1 for n in range(3000)}]}]},
+            "messages",
+        ),
     ],
 )
 def test_a_body_full_of_errors_is_refused_at_the_first(
