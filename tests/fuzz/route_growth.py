@@ -216,6 +216,7 @@ def examine(whole: Served, size: int, only: str = "", texts: tuple[str, ...] = H
     """Each route with each of the texts."""
     api = whole.parts()["api"]
     session = httpx.post(f"{whole.url}/v1/sessions", json={}, timeout=600).json()["id"]
+    httpx.post(f"{whole.url}/v1/sessions/{session}/append", json={"input": "a"}, timeout=600).raise_for_status()
     for name, route in ROUTES.items():
         for text in texts:
             if only in name:
