@@ -285,6 +285,6 @@ def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView
     chunk = max(1, min(view.chunk, ROW_BYTES_PER_BLOCK // max(1, row_bytes)) // grid) * grid
     # Texts too short to be cut go to the ranks in turn, by their numbers: one rank alone reads a sequence, or a short
     # text of a stream encoder. Where a longer text ends on a rank that depends on nothing else, so do its bits.
-    whole = view.start == 0 and view.available <= chunk
+    whole = view.start == 0 and view.available < chunk  # such a text is cut only once it is whole
     home = view.number if of_sequences or whole else 0
     return dataclasses.replace(view, grid=grid, chunk=chunk, row_bytes=row_bytes, home=home)

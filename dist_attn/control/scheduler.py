@@ -355,28 +355,24 @@ def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple
     here = [r for r in view.requests if r.opened]
     waiting = [r for r in view.requests if not r.opened and not r.blocked and has_work(r)]
     waiting.sort(key=lambda request: request.queued_at)
-    places = Counter(r.caller for r in here)
+    places, several = Counter(r.caller for r in here), len({r.caller for r in view.requests}) > 1
     # The least urgent first; of these the one that came last.
     victims = sorted((r for r in reversed(here) if r.swappable), key=lambda r: -r.priority)
     held = {r.number: r.state_bytes for r in here}
     chosen: list[RequestView] = []
     swaps: list[int] = []
     for request in _by_callers(waiting, lambda r: (r.priority, places[r.caller], r.queued_at)):
-        has_most = places[request.caller] >= _most_places(view.limits)
-        while has_most or not _has_room(request, held, view.limits):
-            gives_way = (v for v in victims if _goes_before(request, v, places, view.limits.short_tokens))
-            victim = next((v for v in gives_way if not has_most or v.caller == request.caller), None)
-            if victim is None:
-                break
-            has_most = False
+        has_most = several and places[request.caller] >= _most_places(view.limits)
+        leaving = _giving_way(request, has_most, victims, places, held, view.limits)
+        if leaving is None and has_most:
+            continue
+        if leaving is None:
+            break
+        for victim in leaving:
             victims.remove(victim)
             swaps.append(victim.number)
             places[victim.caller] -= 1
             del held[victim.number]
-        if has_most:
-            continue
-        if not _has_room(request, held, view.limits):
-            break
         chosen.append(request)
         places[request.caller] += 1
         held[request.number] = request.state_bytes
@@ -385,8 +381,33 @@ def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple
     return tuple(r for r in view.requests if r.number in working), tuple(swaps)
 
 
+def _giving_way(
+    request: RequestView,
+    has_most: bool,
+    victims: Iterable[RequestView],
+    places: Mapping[str, int],
+    held: Mapping[int, int],
+    limits: Limits,
+) -> list[RequestView] | None:
+    """The victims after which there is room for a request; None where there would be none. `has_most`: its caller has
+    all the places it may have, so that one of its own goes first.
+    """
+    leaving: list[RequestView] = []
+    left, counts = dict(held), dict(places)
+    while has_most or not _has_room(request, left, limits):
+        others = (v for v in victims if v.number in left and (not has_most or v.caller == request.caller))
+        victim = next((v for v in others if _goes_before(request, v, counts, limits.short_tokens)), None)
+        if victim is None:
+            return None
+        has_most = False
+        leaving.append(victim)
+        counts[victim.caller] -= 1
+        del left[victim.number]
+    return leaving
+
+
 def _most_places(limits: Limits) -> int:
-    """Of one caller: a batch of slots is left to others where there are several, since who draws keeps its place."""
+    """Of one caller beside others: a batch of slots is left to others free, since who draws keeps its place."""
     return limits.max_active - SLOTS if limits.max_active >= 2 * SLOTS else limits.max_active
 
 

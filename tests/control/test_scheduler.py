@@ -225,6 +225,27 @@ def test_places_go_to_callers_that_have_fewest():
     drawing = [decoder(n, opened=False, caller="many") for n in range(128)]
     chosen, _ = admitted(View(replace(LIMITS, max_active=128), (*drawing, late)), lambda request: True)
     assert len(chosen) == 128 - SLOTS + 1 and chosen[-1] == late
+    chosen, _ = admitted(View(replace(LIMITS, max_active=128), tuple(drawing)), lambda request: True)
+    assert len(chosen) == 128
+
+
+def test_no_state_is_put_aside_for_a_request_that_then_does_not_fit():
+    """What gives way is known before anything does: here a state that stays leaves too little room."""
+    stays = long_document(0, caller="many", state_bytes=60)
+    reading = [long_document(n, caller="many", swappable=True, state_bytes=10) for n in (1, 2, 3)]
+    large = long_document(4, caller="one", opened=False, state_bytes=100)
+    view = View(replace(LIMITS, state_bytes=100), (stays, *reading, large))
+    chosen, swaps = admitted(view, lambda request: True)
+    assert [r.number for r in chosen] == [0, 1, 2, 3] and swaps == ()
+
+
+@pytest.mark.parametrize("come", [512, 513, 5000])
+def test_the_rank_of_a_first_block_does_not_depend_on_how_much_has_come(come):
+    """Of a text that goes on, whose rows are so wide that a block is no longer than what one rank takes."""
+    request = Request.opened_by(OpenWork("e", rows=RowSpec("token")), 3, b"api", 0.0, 512)
+    request.reading.push(bytes(4 * come), final=False, now=0.0)
+    view = view_of(request, Cutting(chunk=2048, hidden_size=4096), blocked=False)
+    assert (view.chunk, view.home) == (512, 0)
 
 
 @pytest.mark.parametrize("text_tokens", [14, None])
