@@ -122,13 +122,13 @@ class Decoding:
         """One round; what it gives goes out at once if anything of the step is still to be read."""
         began, self.under_way = time.monotonic(), True
         results = self._executor.decode(op) if op.entries else []
-        self.under_way = False
         self.seconds += time.monotonic() - began
         if not self._left:
             self._results += results
         elif results:
             drawn, faults = _sorted(results)
             self._send(Draws(self._step.epoch, self._step.k, self._rank, drawn, faults))
+        self.under_way = False
 
     def pause(self) -> None:
         """A part of the current block is done: decode if it is time."""
@@ -314,14 +314,11 @@ class ReceivedStates:
         return bytes(state)
 
 
-def _send_state(op: SaveOp, step: Step, rank: int, executor: Executor, send: Send) -> list[SavedState]:
-    result = executor.save(op.request, op.snapshot)
-    if result is None:
-        return []
+def _send_state(op: SaveOp, step: Step, rank: int, result: tuple[SavedState, bytes], send: Send) -> SavedState:
     saved, state = result
     for start in range(0, len(state), STATE_PART_BYTES):
         send(StatePart(step.epoch, rank, op.request, start, state[start : start + STATE_PART_BYTES], op.ordinal))
-    return [msgspec.structs.replace(saved, ordinal=op.ordinal)]
+    return msgspec.structs.replace(saved, ordinal=op.ordinal)
 
 
 def _unmet(fault: RequestFault, exchanges: int) -> None:
@@ -365,7 +362,8 @@ def perform(
                 pulse.phase = "decode"
                 decoding.draw(op)
             case SaveOp():
-                saved += net.perform(op, partial(_send_state, op, step, rank, executor, send)) or []
+                state = net.perform(op, partial(executor.save, op.request, op.snapshot))
+                saved += [] if state is None else [_send_state(op, step, rank, state, send)]
             case CloseOp():
                 executor.close(op.request)
         pulse.advance()
