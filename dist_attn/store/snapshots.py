@@ -139,7 +139,7 @@ class Snapshots:
 
     async def _first_piece(self, record: SnapshotRecord) -> bytes:
         async with contextlib.aclosing(cast("AsyncGenerator[bytes]", self._place.blobs.read(record.blob))) as pieces:
-            return await anext(pieces)
+            return await anext(pieces, b"")
 
     async def check(self, tenant: str, name: str) -> None:
         """Read a snapshot to its end. Cost: a read and a SHA-256 of its bytes.

@@ -61,7 +61,7 @@ class StoreService:
             finally:
                 await stop_tasks(task)
 
-    async def warn_of_strangers(self, watch: EngineWatch) -> None:
+    async def warn_of_other_models(self, watch: EngineWatch) -> None:
         """Once the engine is ready, tell the log how many sessions cannot go on with its model."""
         while (status := watch.health().status) is None or not status.ready:  # noqa: ASYNC110 - others make it so
             await asyncio.sleep(FRESH_SECONDS)
@@ -73,7 +73,7 @@ class StoreService:
                 async for beginning in newest:
                     looked_at += 1
                     with contextlib.suppress(WireError):  # damaged: who reads it is told
-                        theirs.update(_stranger(header_of(beginning).manifest.model, served))
+                        theirs.update(_other_revisions(header_of(beginning).manifest.model, served))
         if theirs:
             self._log.warning(
                 "sessions of another model cannot go on; serve its folder until they have ended "
@@ -128,7 +128,7 @@ class StoreService:
             )
 
 
-def _stranger(stored: ModelIdentity, served: ModelIdentity) -> list[str]:
+def _other_revisions(stored: ModelIdentity, served: ModelIdentity) -> list[str]:
     """The revision of a model whose states cannot go on with the one that is served."""
     try:
         require_same_model(stored, served)
