@@ -90,7 +90,7 @@ class ChatTemplate:
         """The values that the template for a chat with or without tools looks at."""
         return self._asks_for[self._name(tools)]
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[str | int]:
+    async def render(self, messages: Sequence[Mapping[str, Any]], /, **more: Any) -> list[str | int]:
         """The prompt up to where the assistant begins to write: texts, and the ids of special tokens between them.
 
         `more` is what the template is told besides, such as `tools` and `documents`.
@@ -173,12 +173,14 @@ class ChatTemplate:
             raise
 
     async def _end(self, process: Process, patience: float = 0) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience)
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        self._running.discard(process)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), patience)
+        finally:  # also where the request is cancelled meanwhile
+            with suppress(ProcessLookupError):
+                process.kill()
+            self._running.discard(process)
+            await process.wait()
 
 
 def _exit(process: Process) -> str:
