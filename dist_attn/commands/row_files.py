@@ -185,7 +185,8 @@ class _Columns(RowsWriter):
         self._writer.close()
 
     def _flush(self) -> None:
-        batch = self._batch(self._waiting or [FileRows(np.empty((0, 4), np.int64), np.empty((0, 0), np.float32))])
+        # Of a text without rows the width is not known, and pyarrow divides by it.
+        batch = self._batch(self._waiting or [FileRows(np.empty((0, 4), np.int64), np.empty((0, 1), np.float32))])
         if self._writer is None:
             self._writer = self._open(batch.schema)
         self._writer.write_batch(batch)

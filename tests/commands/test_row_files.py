@@ -77,6 +77,15 @@ def test_columns_wait_in_groups_of_bounded_size(tmp_path: Path, ending: str) -> 
     assert [row["start"] for row in rows_of(target)] == list(range(count))
 
 
+@pytest.mark.parametrize("ending", ENDINGS[1:])
+def test_a_text_without_rows_gives_a_file_without_rows(tmp_path: Path, ending: str) -> None:
+    """As one of blanks, of which a text encoder makes no token."""
+    target = tmp_path / f"x{ending}"
+    with file_of(target, tmp_path / "t", partial(open_rows, target, About("t"))) as out:
+        out.finish()
+    assert rows_of(target) == []
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path, ending: str) -> None:
     """Work that fails half-way leaves no file of any format, and no words of a library's either."""
