@@ -7,6 +7,7 @@ rank 0 would, and is said once.
 
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from urllib.request import url2pathname
 
 import msgspec
 
+from dist_attn.control.memory import why_killed
 from dist_attn.control.processes import GroupMark, PrivateFolder, kill_processes
 from dist_attn.control.ranks import LOOPBACK, TAIL_BYTES, rank_environment
 from dist_attn.errors import InputError
+from dist_attn.host_limits import oom_kills
 from dist_attn.launchers import MEETING_VARIABLE, SIGNALS, read_launch
 from dist_attn.wire.agent_messages import HostShare, StartGroup
 
@@ -32,6 +35,8 @@ SRUN_VARIABLE = "SLURM_STEP_NUM_TASKS"  # how many srun has started; a batch scr
 PATIENCE_S = 2.0  # of a failed exchange with whoever may have caused it, and says so a moment later
 GRACE_S = 5.0  # to end after SIGTERM, or after rank 0
 LAST_S = 30.0  # to end after rank 0 has ended well
+STOPPING_S = 60.0  # to end after a signal: a run saves its state first
+POLL_S = 1.0  # of whether a signal has come
 
 
 class LastWords(msgspec.Struct, frozen=True):
@@ -63,15 +68,12 @@ def run_over_ranks(ranks: int, arguments: Sequence[str]) -> LastWords:
         folder.remove()
 
 
-def leave_words(message: str, code: int, *, of_others: bool = False) -> bool:
-    """In a rank that `run_over_ranks` has started, leave the last words to it; False in every other process."""
-    url = os.environ.get(MEETING_VARIABLE)
-    if url is None:
-        return False
-    path = _words_path(Path(url2pathname(urlsplit(url).path)).parent, int(os.environ["RANK"]))
+def leave_words(message: str, code: int, *, of_others: bool) -> None:
+    """In a rank that `run_over_ranks` has started, leave the last words to it."""
+    meeting = Path(url2pathname(urlsplit(os.environ[MEETING_VARIABLE]).path))
+    path = _words_path(meeting.parent, int(os.environ["RANK"]))
     with suppress(OSError):  # the folder is gone: so is whoever would read it
         path.write_bytes(msgspec.json.encode(LastWords(message, code, of_others)))
-    return True
 
 
 def _words_path(folder: Path, rank: int) -> Path:
@@ -99,6 +101,7 @@ class _Rank:
     def __init__(self, rank: int, command: list[str], environment: dict[str, str], folder: Path) -> None:
         self.rank = rank
         self.tail = b""
+        self._kills_before = oom_kills()
         self._words = _words_path(folder, rank)
         first = rank == 0
         # In a session of its own: Ctrl-C on the terminal reaches the ranks through this process, and once.
@@ -141,8 +144,8 @@ class _Rank:
             message = f"rank {self.rank} of {ranks} ended with exit code {code}" if self.rank else ""
             return LastWords(message, code, traceback=self.tail.decode(errors="replace"))
         name = signal.Signals(-code).name
-        why = "; most often memory has run out" if -code == signal.SIGKILL else ""
-        return LastWords(f"rank {self.rank} of {ranks} was ended by {name}{why}", 1)
+        why = why_killed(code, self._kills_before, lambda: 0)
+        return LastWords(f"rank {self.rank} of {ranks} was ended by {name}{', ' if why else ''}{why}", 1)
 
 
 @final
@@ -152,7 +155,7 @@ class _Ranks:
     def __init__(self, count: int, arguments: Sequence[str], folder: Path) -> None:
         start = StartGroup(
             epoch=0,
-            engine=f"command-{os.getpid()}",
+            engine=secrets.token_hex(8),
             hosts=[HostShare(LOOPBACK, count)],
             node=0,
             launcher="direct",
@@ -194,9 +197,12 @@ class _Ranks:
         ended: list[_Rank] = []
         until: float | None = None
         while len(ended) < len(self._ranks):
-            one = self._next(until)
-            if one is None:  # too late
+            one = self._next(time.monotonic() + POLL_S if until is None else until)
+            if one is None and until is not None:  # too late
                 break
+            if one is None:
+                until = None if self._signal is None else time.monotonic() + STOPPING_S
+                continue
             ended.append(one)
             if self._signal is not None or not one.process.returncode:
                 # Rank 0 may be saving what it has; its own exchanges have deadlines.
