@@ -134,7 +134,7 @@ class PlanOptions:
     """Options of `plan`."""
 
     tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")]
-    ranks: Ranks = 1
+    ranks: Annotated[int, typer.Option(help="Processes that share each document.", min=1, max=1024)] = 1
     model: Model = None
     gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None
     measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False
