@@ -125,7 +125,7 @@ class MismatchError(CommError):
 
 
 class WireError(DistAttnError):
-    """A message between processes that cannot be read or is out of order; what can be read of it is its request."""
+    """A message between processes that cannot be read or is out of order; `request_id`: what it is about, if known."""
 
     request_id: str = ""
 

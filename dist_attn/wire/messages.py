@@ -258,7 +258,7 @@ PROTOCOL_VERSION = zlib.crc32(f"{PROTOCOL_REVISION} {msgspec.inspect.type_info(A
 
 
 class _Addressed(msgspec.Struct):
-    """What can still be read of a message that cannot."""
+    """The request that a message is about which cannot be decoded."""
 
     request_id: Name = ""
 

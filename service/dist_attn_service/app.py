@@ -95,14 +95,14 @@ def create_app(
                 contexts = _contexts(settings, ports, stores.states.store, metrics, threads, log)
                 chats = [await parts.enter_async_context(ChatService.opened(context)) for context in contexts]
             except (DistAttnError, ServiceError) as error:
-                application.state.cannot_start = str(error)
+                application.state.cannot_start = error
                 raise
             services = _services(contexts, chats, stores, disk, open_requests)
             metrics.watch(services.gauges, version=__version__)
             await asyncio.gather(*(port.start() for port in ports))
             services.jobs.runner.start()
-            strangers = stores.states.warn_of_strangers(services.writer.watch)
-            parts.push_async_callback(stop_tasks, asyncio.create_task(strangers))
+            looking = stores.states.warn_of_other_models(services.writer.watch)
+            parts.push_async_callback(stop_tasks, asyncio.create_task(looking))
             try:
                 yield {"services": services}
             finally:
@@ -132,7 +132,7 @@ def create_app(
     # what the server below the app, which sees broken requests and the end first, needs of it
     app.state.refused = envelope.refused
     app.state.open_requests = open_requests
-    app.state.cannot_start = ""
+    app.state.cannot_start = None
     for family in ROUTERS:
         app.include_router(family.router)
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ GZIP_FREE_BYTES = 16 << 20  # so much may come out of however little
 GZIP_MOST_TIMES = 200  # text shrinks to a tenth, the most repetitive logs to a hundredth, and zeros to a thousandth
 LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
 BREAK_OFF = "break_off"  # and where the server's way to close the connection in mid-answer stands
-PASS = "pass"  # and its way to take an answer's last bytes though the client has not taken those before
+RELEASE_WRITER = "release_writer"  # and its way to let the last bytes out though the client has not taken all before
 _RANGE = re.compile(r"[ \t]*bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECASE)
 
 
@@ -295,7 +295,7 @@ class StreamedResponse(Response):
                 writer.break_off()
                 return
             await writer.finish(words)
-        scope["state"].get(PASS, lambda: None)()
+        scope["state"].get(RELEASE_WRITER, lambda: None)()
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await writer.close()

@@ -18,7 +18,7 @@ from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dist_attn_service.base.errors import PROBLEM_JSON, Code, ServiceError
-from dist_attn_service.http.exchange import BREAK_OFF, LAST_WORDS, PASS
+from dist_attn_service.http.exchange import BREAK_OFF, LAST_WORDS, RELEASE_WRITER
 
 __all__ = ["BoundedProtocol", "bounded_protocol"]
 
@@ -173,7 +173,7 @@ class BoundedProtocol(HttpToolsProtocol):
             write=self.transport.write, is_closing=self.transport.is_closing, close=self._close
         )
         self.scope["state"][BREAK_OFF] = partial(self._break_off, self.cycle)
-        self.scope["state"][PASS] = self.flow.resume_writing
+        self.scope["state"][RELEASE_WRITER] = self.flow.resume_writing
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _Unframed(self.cycle).send  # type: ignore[method-assign]
         while self._requests and self._requests[0].response_complete:
