@@ -76,8 +76,7 @@ def create_app(
 ) -> FastAPI:
     """The service for one model, or two; `engines` and `tracing` replace what the settings name in tests.
 
-    Raises: ConfigError for keys of either kind that cannot be read; at start-up ModelFolderError when the model folder
-        cannot be used.
+    Raises: ConfigError for keys that cannot be read; at start-up ModelFolderError for a folder that cannot be used.
     """
     log = log or make_log(level=settings.log_level, form=settings.log_format)
     metrics, keys = Metrics(), KeyRing.read(settings)

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,8 @@ def running_program(command: list[str], log: Path, **options: object) -> Iterato
         if process.poll() is None:
             family = program.family()
             for member in family:
-                member.kill()
+                with suppress(psutil.NoSuchProcess):  # it has ended since
+                    member.kill()
             psutil.wait_procs(family, STOP_SECONDS)
         process.wait(STOP_SECONDS)
 
