@@ -100,8 +100,7 @@ def create_app(
             metrics.watch(services.gauges, version=__version__)
             await asyncio.gather(*(port.start() for port in ports))
             services.jobs.runner.start()
-            looking = stores.states.warn_of_other_models(services.writer.watch)
-            parts.push_async_callback(stop_tasks, asyncio.create_task(looking))
+            parts.push_async_callback(stop_tasks, _look_at_sessions(stores, services))
             try:
                 yield {"services": services}
             finally:
@@ -153,6 +152,11 @@ async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> S
         await parts.enter_async_context(JobCatalogue.opened(settings)),
         await parts.enter_async_context(FileService.opened(settings, log)),
     )
+
+
+def _look_at_sessions(stores: "Stores", services: Services) -> asyncio.Task[None]:
+    """Warn of those that cannot go on with the models that are served, beside everything else."""
+    return asyncio.create_task(stores.states.warn_of_other_models(services.writer.watch))
 
 
 def _connections(settings: Settings, log: Log) -> list[EnginePort]:
