@@ -20,7 +20,7 @@
     ├── StorageError                  a file could not be written, as on a full disk
     │   ├── QuotaError                a caller's share of the store is used up
     │   ├── StateDamagedError         a stored state whose bytes are gone, or are not those that were stored
-    │   └── CatalogueDamagedError     a catalogue whose file is no database, or a damaged one
+    │   └── CatalogueDamagedError     a catalogue that is missing beside what it lists, no database, or damaged
     ├── ClientError                   a call to a service ended without success; kinds in dist_attn_client/errors.py
     └── MissingExtraError             an optional dependency is needed; says what to run (`extra_hint`)
 
@@ -151,7 +151,7 @@ class StateDamagedError(StorageError):
 
 
 class CatalogueDamagedError(StorageError):
-    """A catalogue whose file is no database, or a damaged one."""
+    """A catalogue that is missing beside what it lists, is no database, or is damaged."""
 
 
 class MissingExtraError(DistAttnError):

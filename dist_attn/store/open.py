@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, final
 
-from dist_attn.errors import ConfigError, StorageError
+from dist_attn.errors import CatalogueDamagedError, ConfigError
 from dist_attn.store.disk import CATALOGUE, SNAPSHOTS, DiskBlobs, DiskRecords, has_records
 from dist_attn.store.entries import StoreLimits, Usage
 from dist_attn.store.ledger import unknown_beside
@@ -84,9 +84,9 @@ def open_blobs(address: str) -> Blobs:
             return MemoryBlobs()
 
 
-def lost_catalogue(place: object, contents: str, name: str = "", way_back: str = "") -> StorageError:
+def lost_catalogue(place: object, contents: str, name: str = "", way_back: str = "") -> CatalogueDamagedError:
     """The refusal to begin a new catalogue beside bytes, which it would take for bytes that nobody needs."""
-    return StorageError(
+    return CatalogueDamagedError(
         f"{place} holds {contents}, and their catalogue{name and f' {name}'} is not there or empty; put a backup of it "
         f"in its place{way_back}; to begin without them move the folder away"
     )
@@ -168,7 +168,7 @@ async def open_store(address: str, limits: StoreLimits | None = None, *, blobs: 
     return store
 
 
-def _without_catalogue(address: str, blobs: str, number: int) -> StorageError:
+def _without_catalogue(address: str, blobs: str, number: int) -> CatalogueDamagedError:
     place = (blobs or address).rpartition("@")[2]  # no password
     if kind_of(address) != "folder":
         return lost_catalogue(place, f"{number} states")

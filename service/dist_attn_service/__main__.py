@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from dist_attn.errors import InputError, StorageError
+from dist_attn.errors import CatalogueDamagedError, InputError, StorageError
 from dist_attn.settings import read_settings
 from dist_attn.wire.curve import check_exposure, open_to_others
 from dist_attn.wire.sockets import check_address
@@ -178,8 +178,9 @@ def serve(settings: Settings, descriptor: int | None = None) -> int:
         if not app.state.cannot_start:
             raise
         print(app.state.cannot_start, file=sys.stderr)
-        # What is stored may be within reach again soon; a setting or a model folder does not mend itself.
-        return 1 if isinstance(app.state.cannot_start, StorageError) else USAGE_ERROR
+        # A store may be within reach again soon; a setting, a model folder or a lost catalogue does not mend itself.
+        soon = isinstance(app.state.cannot_start, StorageError)
+        return 1 if soon and not isinstance(app.state.cannot_start, CatalogueDamagedError) else USAGE_ERROR
     return 0 if server.started else 1
 
 
