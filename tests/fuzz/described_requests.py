@@ -44,7 +44,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
     "invalid_value": (
         "(top_logprobs|return_progress|stream_options) needs",
         "expected_position is [0-9]+ in the query and [0-9]+ in the body",
-        "[a-z]+ and [a-z]+ were given",
+        "[a-z_]+ and [a-z_]+ were given",
         "input and file_id are two documents",
         "the sample has",
         "boundaries (must rise|has|and)",
@@ -80,7 +80,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
     ),
     "unsupported_parameter": (
         "dimensions=",
-        "the model's chat template does not look at tools",
+        "the model's chat template does not look at",
         "best_of",
     ),
     "unsupported_media_type": (
