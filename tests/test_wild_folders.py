@@ -224,10 +224,12 @@ def test_reading_takes_time_linear_in_what_is_there(folder: Path, what: str) -> 
         for _ in range(3):
             work = grow(folder, size)
             gc.disable()  # it would go through all that earlier tests have left
-            before = os.times()
-            work()
-            times.append(sum(os.times()[:4]) - sum(before[:4]))
-            gc.enable()
+            try:
+                before = os.times()
+                work()
+                times.append(sum(os.times()[:4]) - sum(before[:4]))
+            finally:
+                gc.enable()
         return min(times)
 
     assert best(4 * n) <= 8 * best(n)
