@@ -155,7 +155,7 @@ def test_the_same_key_is_fed_once(service: RunningService, form: str) -> None:
         assert (other.status_code in (400, 409) and "x-should-retry" in other.headers) or other.status_code == 400
     assert fed(service.engine, before) == [] and position(client, session) == 9
     assert json.loads(send("once only", "k2").text.splitlines()[-1])["position"] == 18
-    for key in ("", "ä", "x" * 257, "a b"):
+    for key in ("", "ä", "x" * 257, "a b", '"', '""k1'):
         refused = client.post(f"/v1/sessions/{session}/append", content=b"x", headers={"idempotency-key": key.encode()})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "Idempotency-Key", key
 

@@ -44,7 +44,7 @@ from dist_attn_service.schemas.stored import (
     GenerateRequest,
     StateOptions,
 )
-from dist_attn_service.sessions.answers import Outlet, content_digest, idempotency_key, names_tag, watch
+from dist_attn_service.sessions.answers import KEY_PATTERN, Outlet, content_digest, idempotency_key, names_tag, watch
 from dist_attn_service.sessions.append import AppendSource
 from dist_attn_service.sessions.generate import GenerateWork, TextPiece
 from dist_attn_service.text.choice_text import choice_logprobs
@@ -53,7 +53,7 @@ from dist_attn_service.text.tokenising import cut
 
 router = APIRouter(tags=["sessions"])
 _FILE = {BYTES: ANY_BYTES}
-IDEMPOTENCY_KEY = header("Idempotency-Key", {"type": "string", "pattern": "^[!#-~]{1,256}$"})
+IDEMPOTENCY_KEY = header("Idempotency-Key", {"type": "string", "pattern": KEY_PATTERN})
 NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
 """What may differ in a request that is sent again under the same key."""
 

@@ -34,7 +34,7 @@ from dist_attn_service.base.errors import (
 )
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 
-_KEY = re.compile(r"[\x21\x23-\x7e]{1,256}")
+KEY_PATTERN = r'^[ \t]*"?([!#-~]{1,256})"?[ \t]*$'
 _TAG = re.compile(r'(W/)?"([\x21\x23-\x7e]*)"\s*(?:,|$)')
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]{0,128}):\s*(?:;[^,]*)?(?=,|$)")
 
@@ -102,12 +102,12 @@ def idempotency_key(headers: Headers) -> str:
     value = headers.get("idempotency-key")
     if value is None:
         return ""
-    key = value.strip().strip('"')
-    if not _KEY.fullmatch(key):
+    found = re.fullmatch(KEY_PATTERN, value)
+    if found is None:
         raise BadRequest(
             f"Idempotency-Key is {value[:80]!r}; needed are 1 to 256 visible ASCII characters", param="Idempotency-Key"
         )
-    return key
+    return found[1]
 
 
 def _failed(message: str, tag: str) -> ServiceError:
