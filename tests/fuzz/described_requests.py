@@ -44,7 +44,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
     "invalid_value": (
         "(top_logprobs|return_progress|stream_options) needs",
         "expected_position is that of a session",
-        "expected_position is [0-9]+ in the query and [0-9]+ in the body",
+        "[a-z_]+ is .* in the query and .* in the body",
         "[a-z_]+ and [a-z_]+ were given",
         "input and file_id are two documents",
         "the sample has",
