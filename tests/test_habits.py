@@ -32,8 +32,8 @@ def test_no_page_or_message_installs_from_an_index() -> None:
         for path in (ROOT / tree).rglob("*.py")
     ]
     told = [path for path in places if re.search(r"pip install '?dist-attn\b", path.read_text(encoding="utf-8"))]
-    # The log says what was; the checklist of a release comes after it is on an index.
-    assert {path.name for path in told} <= {"log.md", "release.md"}
+    # The checklist of a release comes after it is on an index.
+    assert {path.name for path in told} <= {"release.md"}
 
 
 def test_serving_installs_less_than_the_tests_need(tmp_path: Path) -> None:
