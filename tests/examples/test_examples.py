@@ -58,6 +58,14 @@ def test_each_says_what_it_does(name: str) -> None:
     assert f"examples/{name})" in (ROOT / "docs/how-to/examples.md").read_text()
 
 
+@pytest.mark.parametrize(("tokens", "ranks"), [(1000, 4), (7, 9), (5, 1)])
+def test_engine(tokens: int, ranks: int) -> None:
+    """Rows, gradients, the library's rows and the next token are those of one rank, with empty slices too."""
+    first, *differences = run("engine_in_100_lines.py", "--tokens", tokens, "--ranks", ranks).splitlines()
+    assert first.startswith(f"{tokens} tokens over {ranks} ranks") and len(differences) == 4
+    assert all(float(line.split(": ")[1].split()[0]) < 1e-11 for line in differences)
+
+
 def test_search(service: Served, book: Path) -> None:
     """A passage is nearest to itself; a question is answered with as many passages as are asked for."""
     alike = run(
