@@ -114,8 +114,9 @@ def _making(folder: Path) -> Iterator[None]:
     """Raises: ModelFolderError in place of what a model of impossible sizes raises while it is made."""
     try:
         yield
-    except (RuntimeError, MemoryError, OverflowError) as error:
-        raise ModelFolderError(f"the model that {folder}/config.json describes cannot be made: {error}") from None
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # TypeError: a size over 64 bits
+        words = str(error).partition("\n")[0]
+        raise ModelFolderError(f"the model that {folder}/config.json describes cannot be made: {words}") from None
 
 
 def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:

@@ -118,6 +118,8 @@ BROKEN = {
     "wrong shape": (_weights(lambda t: t.update({"norm.bias": torch.zeros(3)})), r"'norm.bias' has shape \(3,\)"),
     "other weights": (_weights(lambda t: t["norm.bias"].add_(1)), "model.safetensors has sha256 .* mixed or damaged"),
     "other size": (_config(mlp_size=64), r"'blocks.0.mlp_in.bias' has shape \(32,\), .* needs \(64,\)"),
+    "a size over 64 bits": (_config(mlp_size=1 << 64), "the model that .*config.json describes cannot be made: "),
+    "a size over all memory": (_config(mlp_size=1 << 50), "the model that .*config.json describes cannot be made: "),
     "no tokeniser": (_remove("tokenizer.json"), "tokenizer.json"),
     "other tokeniser": (_other_tokeniser, r"tokenizer.json has \d+ tokens, .* says 257"),
     "manifest is not JSON": (_write("manifest.json", b"x"), "manifest.json is not a manifest"),
