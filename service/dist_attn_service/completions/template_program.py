@@ -168,7 +168,7 @@ def _words(error: Exception) -> str:
 
 
 def _answer(templates: _Templates | None, message: bytes) -> tuple[_Templates | None, bytes]:
-    """The answer to a message, and the templates before it: None where the process cannot go on."""
+    """The templates, None where the process cannot go on, and the answer to a message."""
     try:
         told = json.loads(message)
         if templates is None:

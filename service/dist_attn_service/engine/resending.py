@@ -36,7 +36,7 @@ class GivenMemory:
         return True
 
     def give_back(self, holder: "GivenTokens", count: int) -> None:
-        """Free these bytes of a holder that has no others."""
+        """Free the bytes of a holder, which are so many in all."""
         self._left += count
         self._holders.discard(holder)
 
