@@ -42,6 +42,12 @@ OBJECT_COLLECTIVES = {
     "send_object_list",
 }  # fmt: skip
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
+PLAIN_FOLDERS = ("service", "client")
+# A docstring is an imperative, or a noun phrase with its article: neither a clause nor a pronoun begins it.
+RIDDLE = re.compile(
+    r"(Those|What|Whether|How|Where|When|Who|As|The same|So many|It is|Likewise|That of|One that|Which|Whose|Why"
+    r"|Whatever|They|It)\b"
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -128,6 +134,18 @@ def test_every_module_says_what_it_is() -> None:
     """Every Python file begins with a docstring."""
     found = [place(path) for path in python_files(*SOURCE_FOLDERS, "tests") if not ast.get_docstring(tree_of(path))]
     assert not found, found
+
+
+def test_docstrings_say_what_things_are() -> None:
+    """No docstring of the product begins with a clause or a pronoun, such as Those, Whether or What."""
+    found = [
+        f"{place(path, node.body[0].lineno)} {text.splitlines()[0]}"
+        for path in python_files(*PLAIN_FOLDERS)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, Function | ast.ClassDef | ast.Module)
+        if RIDDLE.match(text := ast.get_docstring(node) or "")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_every_test_says_what_it_promises() -> None:

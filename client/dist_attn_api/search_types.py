@@ -6,14 +6,14 @@ from dist_attn_api.types import Answer, ListName, Usage
 
 
 class SearchPart(Answer):
-    """The place of a passage by one way to look for it, from 1, and its score there."""
+    """The place of a passage in one kind of search, counted from 1, and its score there."""
 
     rank: int
     score: float
 
 
 class SearchParts(Answer):
-    """What a passage is found by; null where it has no place, or this was not asked for."""
+    """The places of a passage by kind of search; null where it has none, or the kind was not asked for."""
 
     lexical: SearchPart | None = None
     dense: SearchPart | None = None
@@ -72,7 +72,7 @@ class RerankResult(Answer):
 
 
 class RankedText(Answer):
-    """The same in the words of text-embeddings-inference."""
+    """The place of a text in the request and its score, in the shape of text-embeddings-inference."""
 
     index: int
     score: float

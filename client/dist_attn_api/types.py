@@ -17,7 +17,7 @@ class Answer:
     """Base of all: each subclass is a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
-        """Make it one."""
+        """Make the subclass a frozen dataclass."""
         dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -29,13 +29,13 @@ class Usage(Answer):
 
 
 class PromptTokensDetails(Answer):
-    """Of the prompts' tokens, those that were in a stored state and not read again."""
+    """The number of the prompts' tokens that were in a stored state and not read again."""
 
     cached_tokens: int = 0
 
 
 class CompletionUsage(Answer):
-    """Tokens in, tokens out."""
+    """The tokens of the prompts, and those that were drawn."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -160,7 +160,7 @@ class SessionList(Answer):
 
 
 class Deleted(Answer):
-    """That something is no more; `object` says what it was."""
+    """The answer to a deletion; `object` says what was deleted."""
 
     id: str
     object: str
@@ -185,7 +185,7 @@ class CheckpointList(Answer):
 
 
 class AppendProgress(Answer):
-    """How far an append has come: all up to `position` is read, all up to `kept` is in the store."""
+    """The progress of an append: all up to `position` is read, all up to `kept` is in the store."""
 
     object: Literal["session.append.progress"] = "session.append.progress"
     position: int
@@ -193,7 +193,7 @@ class AppendProgress(Answer):
 
 
 class RestoreFacts(Answer):
-    """How work went on from a stored state, and how many tokens had to be computed again."""
+    """The position of the stored state from which work went on, and the tokens that had to be computed again."""
 
     restored_position: int = 0
     recomputed_tokens: int = 0
@@ -215,7 +215,7 @@ class AppendSummary(RestoreFacts):
 
 
 class GenerationSummary(RestoreFacts):
-    """Where a session stands after what was drawn: the tokens [start, position) are in it."""
+    """The end of a complete generation: tokens [start, position) are in the session; `replayed`: of a former try."""
 
     id: str
     start: int
@@ -236,12 +236,12 @@ class Generation(Answer):
 
     @property
     def text(self) -> str:
-        """The text."""
+        """The text that was drawn."""
         return self.choices[0].text
 
 
 class TextEvent(TypedDict, total=False):
-    """An event of a streamed completion or generation; what it does not tell of is not there."""
+    """An event of a streamed completion or generation; a member that it says nothing about is absent."""
 
     id: str
     object: str
@@ -329,7 +329,7 @@ class Figure(Answer):
 
 
 class MemoryEstimate(Answer):
-    """Where a rank's memory goes, by the formulas of `dist-attn plan`. Units: bytes.
+    """The parts of a rank's memory, by the formulas of `dist-attn plan`. Units: bytes.
 
     `loading` is held while weights are read, before there is a state; `peak` is `process` plus the larger of `loading`
     and the sum of the other parts.
@@ -345,7 +345,7 @@ class MemoryEstimate(Answer):
 
 
 class Estimate(Answer):
-    """What the work would take if it were sent now. Units: seconds, bytes.
+    """The time, memory and output of work if it were sent now. Units: seconds, bytes.
 
     `seconds` is reading (and drawing) alone; `queue_seconds` what work that is under way adds; `total_seconds` both.
     `memory_bytes_per_rank` is null for models that have no formulas. `output_bytes` is by format.
@@ -365,7 +365,7 @@ class Estimate(Answer):
 
 
 class JobProgress(Answer):
-    """How far a job is. `rows` are those that are safe; `expected_tokens` may be an estimate, null: not known yet."""
+    """The progress of a job. `rows` counts the safe ones; `expected_tokens` may be an estimate, null: not known yet."""
 
     tokens: int
     expected_tokens: int | None = None
@@ -396,7 +396,7 @@ class Job(Answer):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Return whether nothing more will happen to the job."""
         return self.status in ("succeeded", "failed", "cancelled")
 
 
@@ -429,7 +429,7 @@ class Model(Answer):
 
 
 class ModelList(Answer):
-    """All models: those that are served, under each of their names, the one that writes first."""
+    """All served models, under each of their names; the one that draws text comes first."""
 
     object: ListName = "list"
     data: list[Model]
@@ -468,7 +468,7 @@ class Rank(Answer):
 
 
 class EngineStatus(Answer):
-    """What a model's engine does now, null while it has not answered; `replayed_tokens` were read or drawn again."""
+    """The status of a model's engine, nulls until it has answered; `replayed_tokens` were read or drawn again."""
 
     ready: bool
     reason: str
@@ -485,7 +485,7 @@ class EngineStatus(Answer):
 
 
 class Status(EngineStatus):
-    """What the service and its engine are doing now; `encoder` is that of a second model, and `ready` means both."""
+    """The status of the service and its engine; `encoder` is that of a second model, and `ready` means both."""
 
     version: str
     uptime_seconds: float

@@ -49,7 +49,7 @@ LONGEST_DEADLINE_S = 2_592_000.0  # the service accepts no longer one: it is the
 
 
 class WorkSize(TypedDict, total=False):
-    """Work that is thought of: its size in `tokens`, in bytes (`size`), as a text or a file, and what is asked of it.
+    """Work to estimate: its size in `tokens`, in bytes (`size`), as a text or a file, and what is asked of it.
 
     `text` beside `size` is a sample of it; with `max_tokens` it is a completion, otherwise an encoding.
     """
@@ -65,7 +65,7 @@ class WorkSize(TypedDict, total=False):
 
 
 class SearchOptions(TypedDict, total=False):
-    """How passages are looked for; rows are those of documents that the search encodes."""
+    """The options of a search; those of rows apply to the documents that the search encodes."""
 
     mode: Literal["hybrid", "dense", "lexical"] | None
     top_k: int | None
@@ -76,7 +76,7 @@ class SearchOptions(TypedDict, total=False):
 
 
 class Flows:
-    """What both clients do, over either transport."""
+    """The methods of both clients, over either transport."""
 
     def __init__(
         self, transport: Transport, url: str, *, key: str | None = None, retry: Retry = DEFAULT_RETRY, silence_s: float
@@ -207,7 +207,7 @@ class Flows:
         return (await self._exchange.value(call, Detokenized)).prompt
 
     async def estimate(self, *, deadline_s: float | None = None, **work: Unpack[WorkSize]) -> Estimate:
-        """What work would take, by its size in tokens or bytes, its text, or a file; with `max_tokens`: a completion.
+        """Estimate work by its size in tokens or bytes, its text, or a file; with `max_tokens` it is a completion.
 
         `text` beside `size` is a sample of it. Nothing is started. Raises: ClientError.
         """
@@ -231,7 +231,7 @@ class Flows:
         return await self._exchange.get("/v1/status", Status, deadline_s)
 
     async def ready(self) -> bool:
-        """Whether the engine takes work now. Raises: Unreachable, ClientError."""
+        """Return whether the engine takes work now. Raises: Unreachable, ClientError."""
         attempts = self._exchange.attempts(None)
         try:
             await self._exchange.whole(Call("GET", "/readyz", repeatable=True), attempts)
@@ -267,7 +267,6 @@ class AsyncClient(Flows):
         super().__init__(AsyncTransport(http), url, key=key, retry=retry, silence_s=silence_s)
 
     async def __aenter__(self) -> Self:
-        """Itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -276,7 +275,7 @@ class AsyncClient(Flows):
 
 
 def _terms(deadline_s: float | None, priority: Priority | None = None) -> dict[str, str]:
-    """The headers of how soon."""
+    """The headers that say how urgent a request is, and for how long its answer is wanted."""
     headers: dict[str, str] = {} if priority is None else {"x-request-priority": priority}
     if deadline_s is not None and 0 < deadline_s <= LONGEST_DEADLINE_S:
         headers["x-request-deadline"] = f"{deadline_s:.3f}"

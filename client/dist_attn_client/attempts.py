@@ -1,4 +1,4 @@
-"""When a request is sent again, and after how long: the service's rules, as decisions without a clock of their own."""
+"""The rules by which a request is sent again, and after how long: decisions without a clock of their own."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _PASSING = {Code.ENGINE_FAILED, Code.ENGINE_TIMEOUT, Code.INTERNAL_ERROR}
 
 @dataclass(frozen=True)
 class Retry:
-    """How patient a client is. Units: seconds.
+    """The patience of a client. Units: seconds.
 
     A request is sent up to `tries` times without any progress; between two of them the client waits `first_s`, then
     twice as long each time, up to `longest_s`, less a random part of up to half. A `Retry-After` of the service takes
@@ -32,7 +32,7 @@ DEFAULT_RETRY = Retry()
 
 @final
 class Attempts:
-    """One piece of work: how often it has failed since it last moved, and until when it is wanted."""
+    """The tries of one piece of work: the failures since it last progressed, and the time until which it is wanted."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Attempts:
         self._looks = 0  # at a session that is busy
 
     def progressed(self) -> None:
-        """Something new came: failures before it do not count any more."""
+        """Note that something new came: failures before it no longer count."""
         self.failed = self._looks = 0
         self._free_by = None
 
@@ -68,7 +68,7 @@ class Attempts:
         return left
 
     def wait_after(self, error: ClientError, *, repeatable: bool) -> float:
-        """Seconds to wait before it is sent again; `repeatable` says that doing it twice does no harm.
+        """The seconds to wait before a request is sent again; `repeatable` says that doing it twice does no harm.
 
         Raises: `error` itself when it is not to be sent again, OutOfTime when that would be too late.
         """
@@ -89,9 +89,9 @@ class Attempts:
         return wait
 
     def _polls(self, error: ClientError, asked: float | None) -> bool:
-        """Whether a session is only busy for the time in which its writer will have ended, as often as that is seen.
+        """Return whether a session is still busy within the time by which its writer will have ended; count the look.
 
-        `Retry-After` is an upper bound then, by which a writer that died is given up; one that lives ends much sooner.
+        `Retry-After` is an upper bound, by which a writer that died is given up; one that lives ends much sooner.
         """
         if not isinstance(error, Busy) or asked is None:
             return False
@@ -102,10 +102,10 @@ class Attempts:
 
 
 def _may_repeat(error: ClientError, repeatable: bool) -> bool:
-    """Whether sending it again can help and does no harm.
+    """Return whether sending a request again can help and does no harm.
 
-    What never reached the service, or was refused before it was begun, may always be sent again; where nobody knows
-    whether it was done, only what is repeatable: POST without a key that makes it so is not.
+    A request that never reached the service, or was refused before it was begun, may always be sent again; one that
+    may have been done, only if it is repeatable: a POST without an idempotency key is not.
     """
     match error:
         case Unreachable():

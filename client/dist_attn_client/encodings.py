@@ -19,7 +19,7 @@ Pooling = Literal["mean", "last"]
 
 
 class RowOptions(TypedDict, total=False):
-    """Which rows of a document; what is left out, or None, depends on the model."""
+    """The choice of a document's rows; the model decides about options that are left out, or None."""
 
     granularity: Granularity | None
     window: int | None
@@ -28,7 +28,7 @@ class RowOptions(TypedDict, total=False):
 
 
 def check_keywords(method: str, options: Mapping[str, object], known: type) -> None:
-    """Raises: TypeError for a keyword that `method` does not have, as one that lists its parameters would."""
+    """Refuse a keyword that `method` does not have, as one that lists its parameters would. Raises: TypeError."""
     if unknown := sorted(options.keys() - known.__annotations__.keys()):
         raise TypeError(f"{method}() has no parameter {unknown[0]!r}; it has {', '.join(known.__annotations__)}")
 
@@ -42,7 +42,7 @@ def row_query(options: RowOptions) -> dict[str, str | int | None]:
 def what_to_encode(
     document: Document | None, file_id: str | None, boundaries: Sequence[int] | None
 ) -> tuple[Source | None, dict[str, Any] | None]:
-    """The document that is the body of a request, or the JSON that is: of a file of the service, or with boundaries.
+    """The body of a request: the document itself, or JSON for a file of the service or for boundaries.
 
     Raises: InputError unless there is either a document or a file, for a document that cannot be read, and for
         boundaries of one that is no text.
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class EncodingProgress:
-    """How far an encoding has come. Units: bytes; `total_bytes` is None where it is not known.
+    """The progress of an encoding. Units: bytes; `total_bytes` is None where it is not known.
 
     `sent_bytes` counts from the beginning again when the document has to be sent again; rows never do.
     """
@@ -121,7 +121,7 @@ class RowsPlan(Plan[Row, EncodingSummary]):
         return self._call(self.next_row)
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        """Raises: NotOurAnswer for something else than rows."""
+        """Check that rows come. Raises: NotOurAnswer for something else."""
         kind = headers.get("content-type", "").partition(";")[0]
         if kind != "application/x-ndjson":
             raise NotOurAnswer(f"{self.call().what}: rows were asked for as lines of JSON, and {kind!r} came")

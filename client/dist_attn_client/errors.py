@@ -1,16 +1,16 @@
-"""What calling a service can come to other than success, as exceptions that say what was given, needed, and to do.
+"""The exceptions of calls to a service; each says what was given, what was needed and what to do.
 
 ClientError (DistAttnError)       anything below; see dist_attn_api/errors.py
 ├── Unreachable                   no connection: nothing was sent
 ├── BrokenOff                     the answer did not come, or not to its end
 ├── OutOfTime                     the caller's deadline has passed
-├── NotOurAnswer                  something answered that is no dist-attn service
+├── NotOurAnswer                  the answer is not one of a dist-attn service
 └── Refused                       the service answered an error: status, code, param, facts, retry_after_s
     ├── Unusable (InputError)     400 and the like: what was sent cannot be used
     ├── KeyRefused (InputError)   401, 403
     ├── Missing (InputError)      404, 410: no such session, job, file, model, route
     ├── TooLarge (InputError)     413: over a limit that the message names
-    ├── Conflict (InputError)     409, 412, 428: it stands elsewhere than the caller thinks
+    ├── Conflict (InputError)     409, 412, 428: the session, job or file is not as the caller thinks
     ├── Busy                      409 with Retry-After: somebody else writes to the session
     ├── Overloaded                429, 503: not now; come back
     ├── QuotaUsed                 this caller's share is used up
@@ -46,7 +46,7 @@ class OutOfTime(ClientError):
 
 
 class NotOurAnswer(ClientError):
-    """What answered is no dist-attn service, or one of another version."""
+    """The answer is not one of a dist-attn service, or one of another version."""
 
 
 @dataclass(eq=False)
@@ -72,11 +72,11 @@ class Refused(ClientError):
 
 
 class Unusable(Refused, InputError):
-    """What was sent cannot be used."""
+    """The service cannot use what was sent."""
 
 
 class KeyRefused(Refused, InputError):
-    """No key, or one that does not open this."""
+    """There was no key, or one that does not allow this request."""
 
 
 class Missing(Refused, InputError):
@@ -84,15 +84,15 @@ class Missing(Refused, InputError):
 
 
 class TooLarge(Refused, InputError):
-    """Over a limit that the message names."""
+    """The request exceeds a limit that the message names."""
 
 
 class Conflict(Refused, InputError):
-    """What was asked for does not go with how things stand; `position` says where a session does."""
+    """The session, job or file is not as the request needs it; `position` is that of a session."""
 
     @property
     def position(self) -> int | None:
-        """Where the session stands, if it was about that. Units: tokens."""
+        """The position of the session, None where the conflict is about something else. Units: tokens."""
         position = self.facts.get("position")
         return position if isinstance(position, int) else None
 
@@ -127,7 +127,7 @@ def error_of_answer(status: int, headers: Mapping[str, str], body: bytes, *, wha
         error = document["error"]
         words, code, param = str(error["message"]), str(error.get("code") or ""), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
-        # What answers HEAD has no body, and a proxy before the service has bodies of its own.
+        # An answer to HEAD has no body, and a proxy before the service has bodies of its own.
         ours = not body and headers.get("content-type") == "application/problem+json"
         if ours or status in (429, 502, 503, 504):
             return _kind("", status)(
@@ -154,7 +154,7 @@ def error_of_words(document: Mapping[str, Any], *, what: str) -> Refused:
 
 
 def _kind(code: str, status: int) -> type[Refused]:
-    """By the code, its usual status, and that of the answer: a newer service has codes that are unknown here."""
+    """The exception of the code, of its usual status, or of the answer's status: a newer service has more codes."""
     known = Code.of(code)
     usual = status if known is None else known.status
     kind = _KIND_OF_CODE.get(code) or _KIND_OF_STATUS.get(usual) or _KIND_OF_STATUS.get(status)

@@ -27,11 +27,11 @@ class Page(Protocol[Listed]):
 
     @property
     def data(self) -> list[Listed]:
-        """Its entries."""
+        """The entries of the page."""
 
     @property
     def has_more(self) -> bool:
-        """Whether others follow."""
+        """Return whether more entries follow."""
 
 
 @final
@@ -58,7 +58,7 @@ class Exchange:
         return Attempts(self._retry, monotonic, deadline_s)
 
     async def pause(self, attempts: Attempts, error: ClientError, *, repeatable: bool) -> None:
-        """Wait until it may be sent again.
+        """Wait until the request may be sent again.
 
         Raises: `error`, or OutOfTime.
         """
@@ -84,7 +84,7 @@ class Exchange:
                 await self.pause(attempts, error, repeatable=call.repeatable)
 
     async def get(self, path: str, kind: type[T], deadline_s: float | None = None) -> T:
-        """What is at a path. Raises: Missing, ClientError."""
+        """Get the JSON at a path, checked against `kind`. Raises: Missing, ClientError."""
         return await self.value(Call("GET", path, repeatable=True), kind, deadline_s)
 
     async def all(self, path: str, kind: type["Page[Listed]"], limit: int = 100) -> list[Listed]:
@@ -98,7 +98,7 @@ class Exchange:
                 return entries
 
     async def delete(self, path: str) -> None:
-        """Delete what is at a path; that it is gone after a lost connection is what was wanted. Raises: ClientError."""
+        """Delete what is at a path; if it is gone after a lost connection, that is success. Raises: ClientError."""
         attempts = self.attempts(None)
         while True:
             try:
@@ -110,20 +110,20 @@ class Exchange:
                 await self.pause(attempts, error, repeatable=True)
 
     async def whole(self, call: Call, attempts: Attempts) -> tuple[Answer, bytes]:
-        """One try: the head of the answer, and its body. Raises: ClientError."""
+        """Try once; return the head of the answer and its body. Raises: ClientError."""
         async with self._opened(call, attempts) as answer:
             return answer, await _all(answer, attempts)
 
     def stream(self, plan: Plan[Item, End], deadline_s: float | None = None) -> AsyncStream[Item, End]:
-        """What a plan comes to, through lost connections; the source that it sends is closed when it has ended.
+        """Stream the items of a plan through lost connections; the source that it sends is closed at the end.
 
-        Raises: InputError for a deadline that is none.
+        Raises: InputError for a deadline that is not above 0.
         """
         parts = self._through(plan, self.attempts(deadline_s))
         return AsyncStream(parts)
 
     async def _through(self, plan: Plan[Item, End], attempts: Attempts) -> AsyncGenerator[Item | Finished[End], None]:
-        """Part by part. Raises: ClientError once it cannot go on."""
+        """Yield a plan's items, asking again after lost connections. Raises: ClientError once it cannot go on."""
         try:
             while True:
                 one = self._once(plan, attempts)
@@ -201,7 +201,7 @@ class Exchange:
 
 
 def _checked(headers: dict[str, str]) -> dict[str, str]:
-    """Raises: InputError for what cannot stand in a header, without telling it: it may be a key."""
+    """Refuse what cannot stand in a header, without repeating it: it may be a key. Raises: InputError."""
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()):
             raise InputError(f"what was given for the header {name} holds other characters than visible ASCII")
@@ -218,7 +218,7 @@ async def _all(answer: Answer, attempts: Attempts) -> bytes:
 
 
 def _decoded(body: bytes, kind: type[T], call: Call) -> T:
-    """Raises: NotOurAnswer."""
+    """The body as a value of this kind. Raises: NotOurAnswer."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:

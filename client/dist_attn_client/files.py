@@ -56,7 +56,7 @@ class AsyncFiles:
         return await self._exchange.all("/v1/files", FileList, PAGE)
 
     async def get(self, file: str) -> File:
-        """What is known of a file. Raises: Missing, ClientError."""
+        """Get the metadata of a file. Raises: Missing, ClientError."""
         return await self._exchange.get(path_of("v1", "files", file), File)
 
     def content(self, file: str, *, deadline_s: float | None = None) -> AsyncStream[bytes, int]:
@@ -74,7 +74,7 @@ class AsyncFiles:
 
 @dataclass(frozen=True)
 class UploadMetadata:
-    """What is said of a file that is sent."""
+    """The metadata of a file that is sent."""
 
     filename: str
     mime_type: str
@@ -118,13 +118,13 @@ async def send_file(
             known = False
             if isinstance(error, Conflict) and "expected_position" in error.facts:
                 raise  # it is about the session
-            # A conflict: it stands elsewhere than this side thinks, as after a break that one side has not noticed.
+            # A conflict: the upload's offset is not the one sent here, as after a break that one side has not noticed.
             passing = BrokenOff(str(error)) if isinstance(error, Conflict) else error
             await exchange.pause(attempts, passing, repeatable=True)
 
 
 async def _begin(exchange: Exchange, size: int, upload: UploadMetadata, attempts: Attempts) -> tuple[str, str]:
-    """The path of a new upload, and the file that it is already, if it is to have no bytes."""
+    """Create an upload; return its path, and the id of its file if it is complete already, having no bytes."""
     metadata = {"filename": upload.filename, "filetype": upload.mime_type, "purpose": upload.purpose}
     if upload.session is not None:
         metadata["session"] = upload.session
@@ -146,7 +146,7 @@ async def _begin(exchange: Exchange, size: int, upload: UploadMetadata, attempts
 
 
 async def _standing(exchange: Exchange, place: str, attempts: Attempts) -> tuple[str, int]:
-    """The file that an upload has become, if it has, and the byte that it stands at."""
+    """The id of the file that an upload has become, empty before, and the number of bytes that are safe."""
     call = Call("HEAD", place, headers=TUS, repeatable=True)
     answer, _ = await exchange.whole(call, attempts)
     offset = answer.headers.get("upload-offset", "")
@@ -158,7 +158,7 @@ async def _standing(exchange: Exchange, place: str, attempts: Attempts) -> tuple
 async def _go_on(
     exchange: Exchange, place: str, source: Source, offset: int, attempts: Attempts, on_sent: OnSent | None
 ) -> str:
-    """Send all from a byte on; the id of the file that it makes."""
+    """Send the bytes from `offset` on; return the id of the file that they complete."""
     headers = {**TUS, "upload-offset": str(offset), "content-type": STREAM}
     call = Call("PATCH", place, headers=headers, source=source, start=offset, on_sent=on_sent)
     answer, _ = await exchange.whole(call, attempts)
@@ -182,7 +182,7 @@ class ContentPlan(Plan[bytes, int]):
         self._skip = 0
 
     def call(self) -> Call:
-        """All bytes, or those that are missing."""
+        """The request for all bytes, or for those that are missing."""
         headers = {"range": f"bytes={self._had}-", "if-range": self._tag} if self._had and self._tag else {}
         return Call("GET", self._path, headers=headers, repeatable=True)
 
@@ -196,7 +196,7 @@ class ContentPlan(Plan[bytes, int]):
         self._due = start + int(length) if length.isdecimal() else None
 
     def take(self, part: bytes | Event) -> Iterator[bytes | Finished[int]]:
-        """Bytes that were not there yet."""
+        """Yield the bytes that had not come before."""
         assert isinstance(part, bytes)
         new, self._skip = part[self._skip :], max(0, self._skip - len(part))
         if new:
@@ -204,7 +204,7 @@ class ContentPlan(Plan[bytes, int]):
             yield new
 
     def end(self) -> Iterator[bytes | Finished[int]]:
-        """That was all. Raises: BrokenOff when it was less than announced."""
+        """Finish with the number of bytes. Raises: BrokenOff when fewer came than announced."""
         if self._due is not None and self._had < self._due:
             raise BrokenOff(f"GET {self._path}: {self._had} of {self._due} bytes came")
         yield Finished(self._had)

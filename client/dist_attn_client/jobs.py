@@ -20,7 +20,7 @@ LAST_EVENTS = {"succeeded", "failed", "cancelled"}
 
 @dataclass(frozen=True)
 class JobEvent:
-    """What happened to a job; `data` has the members of the event beside its type and time."""
+    """An event of a job; `data` has its members beside its type and time."""
 
     number: int
     type: str
@@ -74,11 +74,11 @@ class AsyncJobs:
         return await self._exchange.all("/v1/jobs", JobList)
 
     async def get(self, job: str) -> Job:
-        """How a job stands. Raises: Missing, ClientError."""
+        """Get the status and progress of a job. Raises: Missing, ClientError."""
         return await self._exchange.get(_path(job), Job)
 
     def events(self, job: str, *, after: int = 0, deadline_s: float | None = None) -> AsyncStream[JobEvent, JobEvent]:
-        """What happens to a job behind event number `after`, until it has ended; `end` is the last event.
+        """Stream the events of a job after number `after`, until it has ended; `end` is the last event.
 
         Raises: Missing, ClientError.
         """
@@ -106,7 +106,7 @@ class AsyncJobs:
         return self._exchange.stream(plan, deadline_s)
 
     async def completion(self, job: str) -> Completion:
-        """What a completion came to. Raises: Conflict before it is done or when it failed, ClientError."""
+        """Get the result of a completion. Raises: Conflict before it is done or when it failed, ClientError."""
         return await self._exchange.get(_path(job, "result"), Completion)
 
     async def cancel(self, job: str) -> Job:
@@ -120,7 +120,7 @@ class AsyncJobs:
 
 @final
 class _EventsPlan(Plan[JobEvent, JobEvent]):
-    """The events of a job behind a number, each once, to the one that ends it."""
+    """The events of a job after a number, each once, to the one that ends it."""
 
     decoder = EventDecoder
 
@@ -128,7 +128,7 @@ class _EventsPlan(Plan[JobEvent, JobEvent]):
         self._job, self._after = job, after
 
     def call(self) -> Call:
-        """The events that were not there yet."""
+        """The request for the events that had not come before."""
         return Call("GET", _path(self._job, "events"), {"after": self._after}, repeatable=True)
 
     def take(self, part: bytes | Event) -> Iterator[JobEvent | Finished[JobEvent]]:

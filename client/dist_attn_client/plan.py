@@ -18,14 +18,14 @@ End = TypeVar("End")
 
 @dataclass(frozen=True)
 class Reached:
-    """How far the sending has come. Units: bytes; `total` is None where it is not known."""
+    """The part of a body that has been sent. Units: bytes; `total` is None where it is not known."""
 
     sent: int
     total: int | None
 
 
 OnSent = Callable[[Reached], None]
-"""Hears how far it has come, whenever more has gone out."""
+"""Called with the progress whenever more bytes have gone out."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Call:
     """A request as the routes have it. `repeatable`: sent twice it does no harm (RFC 9110, 9.2.2; or it has a key).
 
     Values of the query that are None are left out. The body is `json`, or `source` from byte `start` on, and `on_sent`
-    hears how far that has come.
+    is called with the progress of sending it.
     """
 
     method: str
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def what(self) -> str:
-        """As messages name it."""
+        """The request as messages name it: `POST /v1/jobs`."""
         return f"{self.method} {self.path}"
 
 
@@ -58,7 +58,7 @@ def path_of(*parts: str) -> str:
 
 
 def told(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that are not left out."""
+    """Drop the values that are None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -82,7 +82,7 @@ class Event:
 
 
 class Decoder(Protocol):
-    """Takes bytes however they were cut, gives the parts that are whole."""
+    """A reader of bytes, however they were cut, that gives the parts that are whole."""
 
     def push(self, piece: bytes) -> "Iterator[bytes | Event]":
         """The parts that `piece` completes."""
@@ -167,7 +167,7 @@ class Plan(ABC, Generic[Item, End]):
     """
 
     decoder: ClassVar[type[Decoder]]
-    """What cuts an answer into parts."""
+    """The decoder that cuts an answer into parts."""
 
     @abstractmethod
     def call(self) -> Call:
@@ -175,7 +175,7 @@ class Plan(ABC, Generic[Item, End]):
 
     @abstractmethod
     def take(self, part: bytes | Event) -> Iterable[Item | Finished[End]]:
-        """What a part of the answer says.
+        """Turn a part of the answer into items.
 
         Raises: ClientError for a part that says that the stream has failed.
         """
@@ -184,7 +184,7 @@ class Plan(ABC, Generic[Item, End]):
         """Look at the head of an answer."""
 
     def end(self) -> Iterable[Item | Finished[End]]:
-        """What the end of a body says; of most streams that it came too early.
+        """Take the end of the body, which for most streams came too early.
 
         Raises: BrokenOff.
         """
@@ -192,5 +192,5 @@ class Plan(ABC, Generic[Item, End]):
 
     @property
     def resumable(self) -> bool:
-        """Whether `call` may be sent again, now."""
+        """Return whether `call` may be sent again now."""
         return True

@@ -1,4 +1,4 @@
-"""Sessions of a service: what the model knows of a text, kept between requests."""
+"""Sessions of a service: the model's state of a text, kept between requests."""
 
 import hashlib
 import secrets
@@ -35,7 +35,7 @@ POLL_SECONDS = 0.5  # while a session reads what was uploaded
 
 @dataclass(frozen=True)
 class State:
-    """The snapshot file of a state: where it stands, its entity tag, and its bytes. It tells nothing of its text."""
+    """The snapshot file of a state: its position, its entity tag, and its bytes. It does not hold the text."""
 
     position: int
     etag: str
@@ -62,7 +62,7 @@ class AsyncSessions:
         ttl_seconds: float | None = None,
         model: str | None = None,
     ) -> Session:
-        """A session without a text. Raises: ClientError."""
+        """Create a session without a text. Raises: ClientError."""
         body = told({"name": name, "metadata": metadata, "ttl_seconds": ttl_seconds, "model": model})
         return await self._exchange.value(Call("POST", "/v1/sessions", json=body), Session)
 
@@ -71,7 +71,7 @@ class AsyncSessions:
         return await self._exchange.all("/v1/sessions", SessionList)
 
     async def get(self, session: str) -> Session:
-        """Where a session stands. Raises: Missing, ClientError."""
+        """Get a session with its position. Raises: Missing, ClientError."""
         return await self._exchange.get(_path(session), Session)
 
     async def delete(self, session: str) -> None:
@@ -87,12 +87,12 @@ class AsyncSessions:
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: float | None = None,
     ) -> Session:
-        """A session that goes on from a checkpoint of this one, or from where it stands. Raises: ClientError."""
+        """Create a session that goes on from a checkpoint of this one, or from its position. Raises: ClientError."""
         body = told({"position": position, "name": name, "metadata": metadata, "ttl_seconds": ttl_seconds})
         return await self._exchange.value(Call("POST", _path(session, "fork"), json=body), Session)
 
     async def checkpoints(self, session: str) -> list[Checkpoint]:
-        """The positions that it can be forked from and read at. Raises: ClientError."""
+        """List the checkpoints that a session can be forked from and read at. Raises: ClientError."""
         return (await self._exchange.get(_path(session, "checkpoints"), CheckpointList)).data
 
     def append(
@@ -108,7 +108,9 @@ class AsyncSessions:
         """Read a text of any length into a session; `end` is the summary, and `rest()` waits for it.
 
         `key` makes it safe to be sent again, by this call after a lost connection or by a later one after a crash; one
-        is made up where none is given. Raises: Conflict when it stands elsewhere than expected, ClientError.
+        is made up where none is given.
+
+        Raises: Conflict when the session has another position than expected, ClientError.
         """
         source = Source(document)
         headers = {"idempotency-key": key or new_key()}
@@ -126,12 +128,12 @@ class AsyncSessions:
         deadline_s: float | None = None,
         on_sent: OnSent | None = None,
     ) -> Feeding:
-        """Upload a text, which the session reads while it arrives; returns when it stands at the end of it.
+        """Upload a text, which the session reads while it arrives; return when all of it is read.
 
         As `append`, but what was sent need not be sent again after a lost connection: it goes on at the byte that the
         service has, and the text becomes a file too. A stream is read to its end first.
 
-        Raises: Conflict when the session stands elsewhere, ServiceFailed when the text could not be read into it,
+        Raises: Conflict when the session has another position, ServiceFailed when the text could not be read into it,
             OutOfTime, ClientError.
         """
         source = Source(document)
@@ -177,7 +179,7 @@ class AsyncSessions:
         deadline_s: float | None = None,
         **options: Unpack[Drawing],
     ) -> AsyncStream[Choice, DrawnEnd]:
-        """As `generate`, in pieces while they are drawn. Raises: ClientError."""
+        """Stream what `generate` returns, in pieces while they are drawn. Raises: ClientError."""
         body = drawing_body(options, expected_position=expected_position, stream=True)
         return self._exchange.stream(TextPlan(_generate(session, key, body)), deadline_s)
 
@@ -223,11 +225,11 @@ class AppendPlan(Plan[AppendProgress, AppendSummary]):
         self._position = self._kept = -1  # the furthest that was reported
 
     def call(self) -> Call:
-        """The same request with the same key."""
+        """The request, with the same key each time."""
         return self._call
 
     def take(self, part: bytes | Event) -> Iterator[AppendProgress | Finished[AppendSummary]]:
-        """How far it is; at the end the summary. Raises: Refused for an error line."""
+        """Yield the progress, and at the end the summary. Raises: Refused for an error line."""
         assert isinstance(part, bytes)
         try:
             line = msgspec.json.decode(part, type=dict)

@@ -1,4 +1,4 @@
-"""What a client sends: a text, bytes, a file, or a stream, each of which can be sent again from any byte on."""
+"""The document that a client sends: a text, bytes, a file, or a stream, which can be sent again from any byte on."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ The asynchronous client also takes an asynchronous iterable.
 
 
 class Blocking(Protocol):
-    """Runs what may wait for a disk without holding anybody up."""
+    """A way to run work that may wait for a disk, without holding anything else up."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
         """The result of `work`."""
@@ -107,7 +107,7 @@ class Source:
             self._copy.close()
 
     async def _streamed(self, blocking: Blocking, start: int) -> AsyncIterator[bytes]:
-        """What was read before, from its copy, and then what comes."""
+        """Yield the bytes that were read before, from their copy, and then those that still come."""
         if self._copy is None:
             self._copy = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115 - `close` closes it
         copy, at = self._copy, start
@@ -162,7 +162,7 @@ class Source:
 
 
 def _refuse_name(text: str) -> None:
-    """Raises: InputError for a short text that is the name of an existing file: the file is almost surely meant."""
+    """Refuse a short text that names an existing file: the file is almost surely meant. Raises: InputError."""
     if len(text) < 1024 and "\n" not in text and "\0" not in text and os.path.isfile(text):
         raise InputError(
             f"{text!r} is a text of {len(text)} characters, and there is a file of that name: give Path({text!r}) for "

@@ -13,7 +13,7 @@ End = TypeVar("End")
 
 @final
 class AsyncStream(Generic[Item, End]):
-    """The items of an answer while they come; `end` is what it came to.
+    """The items of an answer while they come; `end` is the result of the whole.
 
     Leave it early by `break` inside `async with stream:`, or by `aclose`: that closes the connection, and with it ends
     the work where the service ties it to its client.
@@ -24,7 +24,7 @@ class AsyncStream(Generic[Item, End]):
         self._end: Finished[End] | None = None
 
     def __aiter__(self) -> Self:
-        """Itself: it can be gone through once."""
+        """Return itself: a stream can be gone through once."""
         return self
 
     async def __anext__(self) -> Item:
@@ -38,13 +38,13 @@ class AsyncStream(Generic[Item, End]):
 
     @property
     def end(self) -> End:
-        """What the whole answer came to. Raises: ClientError before the last item was taken."""
+        """The result of the whole answer. Raises: ClientError before the last item was taken."""
         if self._end is None:
             raise ClientError("the stream has not come to its end yet; take all items first")
         return self._end.value
 
     async def rest(self) -> End:
-        """Pass over what still comes, and tell what the answer came to."""
+        """Pass over the items that still come, and return `end`."""
         async for _ in self:
             pass
         return self.end
@@ -54,11 +54,10 @@ class AsyncStream(Generic[Item, End]):
         await self._parts.aclose()
 
     async def __aenter__(self) -> Self:
-        """Itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the connection."""
         await self.aclose()
 
 
@@ -70,7 +69,7 @@ class Stream(Generic[Item, End]):
         self._stream = stream
 
     def __iter__(self) -> Self:
-        """Itself: it can be gone through once."""
+        """Return itself: a stream can be gone through once."""
         return self
 
     def __next__(self) -> Item:
@@ -82,11 +81,11 @@ class Stream(Generic[Item, End]):
 
     @property
     def end(self) -> End:
-        """What the whole answer came to. Raises: ClientError before the last item was taken."""
+        """The result of the whole answer. Raises: ClientError before the last item was taken."""
         return self._stream.end
 
     def rest(self) -> End:
-        """Pass over what still comes, and tell what the answer came to."""
+        """Pass over the items that still come, and return `end`."""
         return at_once(self._stream.rest())
 
     def close(self) -> None:
@@ -94,13 +93,12 @@ class Stream(Generic[Item, End]):
         at_once(self._stream.aclose())
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the connection."""
         self.close()
 
     def __del__(self) -> None:
-        """Close what was left in the middle."""
+        """Close a stream that was left in the middle."""
         self.close()

@@ -21,7 +21,7 @@ End = TypeVar("End")
 
 
 def _whole(flow: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """A coroutine method as one that returns when it is done."""
+    """Turn a coroutine method into one that returns when it is done."""
 
     @functools.wraps(flow)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -33,7 +33,7 @@ def _whole(flow: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Calla
 def _streamed(
     flow: Callable[Concatenate[Any, P], AsyncStream[Item, End]],
 ) -> Callable[Concatenate[Any, P], Stream[Item, End]]:
-    """A method that gives an asynchronous stream as one that gives a plain one."""
+    """Turn a method that gives an asynchronous stream into one that gives a plain one."""
 
     @functools.wraps(flow)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Stream[Item, End]:
@@ -137,7 +137,6 @@ class Client:
     close = _whole(Flows.close)
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ Priority = Literal["high", "normal", "low"]
 
 
 class Drawing(TypedDict, total=False):
-    """How tokens are drawn; docs/reference/service.md says what each option does, and which values it takes."""
+    """The options of drawing tokens; docs/reference/service.md says what each does, and which values it takes."""
 
     max_tokens: int
     temperature: float
@@ -31,7 +31,7 @@ class Drawing(TypedDict, total=False):
 
 
 class Sampling(Drawing, total=False):
-    """What completions take besides."""
+    """The options of completions: those of drawing, and more."""
 
     model: str
     n: int
@@ -51,7 +51,7 @@ def drawing_body(options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DrawnEnd:
-    """What a streamed text came to; `session` says where a session stands after it, None of a completion."""
+    """The result of a streamed text; `session` has the session's position after it, None for a completion."""
 
     usage: CompletionUsage
     model: str
@@ -63,7 +63,7 @@ class TextPlan(Plan[Choice, DrawnEnd]):
     """Pieces of text, each once, through lost connections.
 
     The request that is sent again draws the same text again, by its seed, or is told again what was drawn under its
-    key. What was handed out is left out of it then, and compared with what was.
+    key. The text that was handed out before is compared with what comes, and left out.
     """
 
     decoder = EventDecoder
@@ -71,24 +71,24 @@ class TextPlan(Plan[Choice, DrawnEnd]):
     def __init__(self, call: Call, on_progress: Callable[[PromptProgress], None] | None = None) -> None:
         self._call, self._on_progress = call, on_progress
         self._had: dict[int, str] = {}  # what was handed out, by choice
-        self._due: dict[int, str] = {}  # of that, what has to come again first
+        self._due: dict[int, str] = {}  # the part of it that has yet to come again
         self._ended: set[int] = set()  # choices whose last piece was handed out
         self._usage: CompletionUsage | None = None
         self._session: GenerationSummary | None = None
         self._model = ""
 
     def call(self) -> Call:
-        """The same request."""
+        """The request, the same each time."""
         return self._call
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        """What was handed out comes once more."""
+        """Check that events come, and expect all that was handed out to come once more."""
         if not headers.get("content-type", "").startswith("text/event-stream"):
             raise NotOurAnswer(f"{self._call.what}: events were asked for, and {headers.get('content-type')!r} came")
         self._due = dict(self._had)
 
     def take(self, part: bytes | Event) -> Iterator[Choice | Finished[DrawnEnd]]:
-        """Pieces of text; at the end what they came to. Raises: Refused, BrokenOff when another text comes."""
+        """Yield pieces of text, and at the end their result. Raises: Refused, BrokenOff when another text comes."""
         assert isinstance(part, Event)
         if part.data == b"[DONE]":
             if self._usage is None:
@@ -110,7 +110,7 @@ class TextPlan(Plan[Choice, DrawnEnd]):
                 yield new
 
     def _new(self, choice: Choice) -> Choice | None:
-        """What of a piece was not handed out yet."""
+        """The part of a piece that was not handed out before; None where there is none."""
         due, text, last = self._due.get(choice.index, ""), choice.text, choice.finish_reason is not None
         again = min(len(due), len(text))
         if due[:again] != text[:again] or (last and due[again:]):

@@ -1,4 +1,4 @@
-"""How bytes travel: httpx, synchronous or asynchronous, behind one interface with awaitable methods.
+"""The transport of bytes: httpx, synchronous or asynchronous, behind one interface with awaitable methods.
 
 The synchronous transport's methods never wait in the sense of `await`, so that `at_once` runs any coroutine over it to
 its end without an event loop. All that is above is therefore written once, for both.
@@ -50,7 +50,7 @@ class Answer(Protocol):
 
 
 class Transport(Protocol):
-    """Sends requests, and does the other things that take time."""
+    """A sender of requests, which does the other things that take time too."""
 
     async def send(self, request: Outgoing) -> Answer:
         """Send a request and return when the head of its answer is there.
@@ -59,7 +59,7 @@ class Transport(Protocol):
         """
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for so many seconds."""
 
     async def blocking(self, work: Callable[[], T], /) -> T:
         """Run something that may wait for a disk."""
@@ -85,7 +85,7 @@ def at_once(work: Awaitable[T]) -> T:
 
 
 def _done(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A method as a coroutine that is done as soon as it is asked."""
+    """Turn a method into a coroutine that is done as soon as it is awaited."""
 
     @functools.wraps(call)
     async def answer(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -99,7 +99,7 @@ def _built(
     request: Outgoing,
     body: bytes | Iterator[bytes] | AsyncIterator[bytes] | None,
 ) -> httpx.Request:
-    """As httpx has it, with what the client adds to each request."""
+    """The request as httpx sends it, with what the httpx client adds to each."""
     timeout = httpx.Timeout(request.silence_s, connect=min(CONNECT_S, request.silence_s))
     query, headers = request.query, request.headers
     return client.build_request(
@@ -129,12 +129,11 @@ class SyncTransport:
 
     @_done
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
     @_done
     def blocking(self, work: Callable[[], T], /) -> T:
-        """Run it here."""
+        """Run the work in this thread."""
         return work()
 
     @_done
@@ -192,11 +191,10 @@ class AsyncTransport:
             raise _failure(error, request) from error
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
         await anyio.sleep(seconds)
 
     async def blocking(self, work: Callable[[], T], /) -> T:
-        """Run it in a thread, beside the event loop."""
+        """Run the work in another thread, beside the event loop."""
         return await anyio.to_thread.run_sync(work)
 
     async def close(self) -> None:
@@ -227,7 +225,7 @@ class _AsyncAnswer:
 
 
 def _failure(error: Exception, request: Outgoing) -> Exception:
-    """httpx's exception as ours: whether anything was sent is what decides about sending it again."""
+    """The client's exception for one of httpx; Unreachable says that nothing was sent, so that it may be sent again."""
     if isinstance(error, NO_URL):
         return InputError(f"{request.url} is no URL of a service ({error}); give one like http://127.0.0.1:8000")
     if isinstance(error, NOT_CONNECTED):

@@ -60,7 +60,7 @@ class ApiServer(uvicorn.Server):
             self._announcing = asyncio.create_task(self._announce(self.lifespan.state["services"]))
 
     async def _announce(self, services: Services) -> None:
-        """Two lines on stdout: what is loaded and where this process listens; then, once the engine has it, ready."""
+        """Print what is loaded and where this process listens; then, once every engine is ready, that they are."""
         ids = " and ".join(served.model.id for served in services.models)
         _say(f"loading {ids}, listening on {self._url}  (stop with Ctrl-C)")
         while not all(served.watch.health().ready for served in services.models):  # noqa: ASYNC110 - others make it so
@@ -76,7 +76,7 @@ class ApiServer(uvicorn.Server):
         stopped, deadline = clock(), clock() + (self.config.timeout_graceful_shutdown or 0)
         if self._announcing is not None:
             self._announcing.cancel()
-        await asyncio.sleep(0)  # who has connected by now is let in
+        await asyncio.sleep(0)  # so that clients that have connected by now are let in
         for server in self.servers:
             server.close()
         for listener in sockets or []:
@@ -108,7 +108,7 @@ def _say(line: str) -> None:
 
 
 def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
-    """How uvicorn serves the app."""
+    """The configuration with which uvicorn serves the app."""
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -165,13 +165,13 @@ def serve(settings: Settings, descriptor: int | None = None) -> int:
     app = create_app(settings, log=log)
     place = f"[{host}]" if ":" in host else host
     server = ApiServer(server_config(settings, app), app, f"http://{place}:{port}")
-    # What the service cannot start over is said below in words; the traceback of it tells nothing more.
+    # The error that keeps the service from starting is printed below; its traceback tells nothing more.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (app.state.cannot_start and record.getMessage().startswith("Traceback"))
     )
     # uvicorn raises the signal again once everything is closed: then this exit is a clean one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # What is loaded by now stays: looking through it for garbage would hold up every request for some 50 ms.
+    # All that is loaded by now stays: looking through it for garbage would hold up every request for some 50 ms.
     gc.freeze()
     try:
         server.run(sockets=[listener])

@@ -66,7 +66,7 @@ ROUTERS = (completions, encodings, texts, search, jobs, sessions, files, uploads
 
 
 class LifespanState(TypedDict):
-    """What requests find in `request.state`."""
+    """The members of `request.state`."""
 
     services: Services
 
@@ -108,7 +108,7 @@ def create_app(
                 await asyncio.gather(*(served.prefixes.close() for served in services.models))
                 await services.feeds.stop()
                 await asyncio.gather(*(port.close() for port in ports))
-                # what was cut off still writes its last words and gives its spools back
+                # requests that were cut off still write their last words and give their spools back
                 await open_requests.drained(FAREWELL_SECONDS)
                 await beside(threads, tracing.flush)
 
@@ -127,7 +127,7 @@ def create_app(
         log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(ports), tracing=tracing
     )
     app.add_middleware(envelope.around)
-    # what the server below the app, which sees broken requests and the end first, needs of it
+    # for the server below the app, which sees broken requests and the end first
     app.state.refused = envelope.refused
     app.state.open_requests = open_requests
     app.state.cannot_start = None
@@ -138,7 +138,7 @@ def create_app(
 
 
 class Stores(NamedTuple):
-    """What outlives this process."""
+    """The stores that outlive this process: states, jobs and files."""
 
     states: StoreService
     jobs: JobCatalogue
@@ -146,7 +146,7 @@ class Stores(NamedTuple):
 
 
 async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> Stores:
-    """Raises: DistAttnError, ServiceError for a folder whose contents cannot be used."""
+    """Open the stores. Raises: DistAttnError, ServiceError for a folder whose contents cannot be used."""
     return Stores(
         await parts.enter_async_context(StoreService.opened(settings, log)),
         await parts.enter_async_context(JobCatalogue.opened(settings)),
@@ -155,12 +155,12 @@ async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> S
 
 
 def _look_at_sessions(stores: "Stores", services: Services) -> asyncio.Task[None]:
-    """Warn of those that cannot go on with the models that are served, beside everything else."""
+    """Warn of sessions that cannot go on with the served models, beside everything else."""
     return asyncio.create_task(stores.states.warn_of_other_models(services.writer.watch))
 
 
 def _connections(settings: Settings, log: Log) -> list[EnginePort]:
-    """The ways to the controllers; what is kept of open requests to be sent again is bounded for all together."""
+    """The connections to the controllers, which share one bound on what is kept of open requests to send it again."""
     limits = stream_limits(settings)
     memory = GivenMemory(limits.resend_bytes)
     return [
@@ -201,7 +201,7 @@ def _whereabouts(engines: Sequence[EnginePort]) -> dict[str, Any]:
 def _contexts(
     settings: Settings, engines: Sequence[EnginePort], store: StateStore, metrics: Metrics, threads: Executor, log: Log
 ) -> list[ServiceContext]:
-    """Read the model folders, and what every kind of work with each of the models shares.
+    """Read the model folders; return for each model what all kinds of work with it share.
 
     Raises: ModelFolderError when a folder cannot be used, or two models would answer to one name or are told apart by
         nothing else.
@@ -262,7 +262,7 @@ def _services(
 
 
 def _model_services(context: ServiceContext, chat: ChatService, spools: SpoolFactory) -> ModelServices:
-    """What is done with one model."""
+    """Build the services of one model."""
     prefixes = PrefixCache(context)
     return ModelServices(
         **vars(context),

@@ -1,4 +1,4 @@
-"""What routes share: built once by the lifespan, reached through the request, never a module's global."""
+"""The services that routes share: built once by the lifespan, reached through the request, never a module's global."""
 
 import time
 from collections.abc import Callable
@@ -37,11 +37,11 @@ __all__ = ["ModelServices", "Services"]
 P = ParamSpec("P")
 T = TypeVar("T")
 VECTORS = ("encodings", "embeddings", "search", "rerank")
-"""What the encoder does where a request names no model."""
+"""The work that the encoder does where a request names no model."""
 
 
 class SessionServices:
-    """The parts that sessions are served by, over one store, which is also the context's."""
+    """The services of sessions, over one store, which is also the context's."""
 
     def __init__(self, stored: StoreService, context: ServiceContext) -> None:
         self.stored = stored
@@ -53,7 +53,7 @@ class SessionServices:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelServices(ServiceContext):
-    """What is done with one model, and what its engine and all kinds of this work share."""
+    """The services of one model, and all that they share."""
 
     completions: CompletionService
     prefixes: PrefixCache
@@ -63,7 +63,7 @@ class ModelServices(ServiceContext):
     estimates: EstimateService
 
     def rows(self, granularity: str, window: int | None = None, pooling: str | None = None) -> RowSpec:
-        """The rows that are asked for; None was left out, and depends on the model.
+        """The spec of the rows that are asked for; the model decides about an option that is None.
 
         Raises: BadRequest for rows that the model does not give.
         """
@@ -75,14 +75,14 @@ class ModelServices(ServiceContext):
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Everything a route may need: the models that are served, and what they share.
+    """The services that a route may need: those of each model, and all that they share.
 
     Without an encoder the first model is the only one. Sessions are the first one's.
     """
 
     models: tuple[ModelServices, ...]
     searches: tuple[SearchService, ...]
-    """Of each model."""
+    """The searches of each model."""
     settings: Settings
     metrics: Metrics
     threads: Executor
@@ -102,12 +102,12 @@ class Services:
 
     @property
     def writer(self) -> ModelServices:
-        """The model that texts are written by where a request names none."""
+        """The model that draws texts where a request names none."""
         return self.models[0]
 
     @property
     def encoder(self) -> ModelServices:
-        """The model that vectors are made by where a request names none."""
+        """The model that makes vectors where a request names none."""
         return self.models[-1]
 
     def search_by(self, served: ModelServices) -> SearchService:
@@ -161,23 +161,23 @@ class Services:
         return BadRequest(f"{words}, or {remedy}", code=Code.UNSUPPORTED_PARAMETER, param="model")
 
     def count(self, record: RequestRecord, kind: str, tokens: int) -> None:
-        """Tokens that a request read, for its line of log and for the metrics."""
+        """Count the tokens that a request read, for its line of log and for the metrics."""
         record.note(tokens=tokens)
         self.metrics.tokens(kind, tokens)
 
     def count_completion(self, record: RequestRecord, usage: CompletionUsage) -> None:
-        """Likewise the tokens of a completion, however it ended."""
+        """Count the tokens of a completion, however it ended, for its line of log and for the metrics."""
         record.note(completion_tokens=usage.completion_tokens)
         record.reached["completion_tokens"] = usage.completion_tokens
         self.metrics.completion(usage)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for an engine."""
+        """The number of requests that wait for an engine."""
         return sum(served.watch.waiting for served in self.models)
 
     def gauges(self) -> Gauges:
-        """How things are now."""
+        """The gauges of this moment."""
         stored, files = self.sessions.stored.known_totals, self.files.catalogue.total
         return Gauges(
             {served.model.id: served.watch.health() for served in self.models},

@@ -1,7 +1,7 @@
-"""Uploads into sessions as their bytes come: disk -> tokens -> engine, states into the store; and how far they are.
+"""Uploads that feed sessions as their bytes come: disk -> tokens -> engine, states into the store; and their progress.
 
-A request begins it, the next one goes on with it, and HEAD tells of it. Bytes are read from the disk, where what has
-come is kept, so that neither a broken connection nor the death of this process costs more than what lies behind the
+A request begins the feeding, the next one goes on with it, and HEAD tells its progress. Bytes are read from the disk,
+where all that came is kept, so that a broken connection or the death of this process costs only what came after the
 last state. Memory: a block of the text and its tokens, a piece of a state.
 """
 
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.5
 LINGER_SECONDS = 2.0  # for a client that sends its next request
 CHARACTER_BYTES = 4
 LASTING = (400, 404, 409, 413)
-"""Statuses of errors that come again if the same is tried again."""
+"""The statuses of errors that would only come again if the same was tried again."""
 
 
 @final
@@ -41,7 +41,7 @@ class Feed:
     """One upload in this process: its sending requests report what has come, its feeding task what was read.
 
     `position` is that of the session after the last token that was handed to the engine, `kept` that of its last
-    state. It ends with the whole text, or some time after its senders have gone.
+    state. The feed ends with the whole text, or some time after its senders have gone.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Feed:
         self.size = size
         self.taken = 0
         self.position = self.kept = record.feed.expected
-        self.leaving = False  # its senders have gone: a request from now on needs another one
+        self.leaving = False  # its senders have gone: a request from now on needs another feed
         self.error: ServiceError | None = None
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.begun.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -70,7 +70,7 @@ class Feed:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """More of the upload may come in the block."""
+        """Count a sender for the block: more of the upload may come."""
         self._senders += 1
         try:
             yield
@@ -80,12 +80,12 @@ class Feed:
             self.notify()
 
     def reached(self, size: int) -> None:
-        """So many bytes are on disk."""
+        """Note that so many bytes are on disk."""
         self.size = max(self.size, size)
         self.notify()
 
     def keeps_up(self, size: int) -> bool:
-        """Whether what is read is not too far behind so many bytes.
+        """Return whether reading is not too far behind `size` bytes.
 
         Raises: ServiceError when the feeding has failed.
         """
@@ -94,7 +94,7 @@ class Feed:
         return self.task is None or self.task.done() or size - self.taken <= self._ahead
 
     async def finished(self) -> None:
-        """Return when the session stands at the end of the text.
+        """Wait until the session has read the text to its end.
 
         Raises: ServiceError when that cannot be.
         """
@@ -107,28 +107,28 @@ class Feed:
 
     @property
     def abandoned(self) -> bool:
-        """Whether its senders have gone."""
+        """Return whether all senders have gone, for LINGER_SECONDS."""
         return not self._senders and time.monotonic() - self._quiet_since > LINGER_SECONDS
 
     def took(self, size: int) -> None:
-        """So many bytes were read."""
+        """Note that so many bytes were read."""
         self.taken = size
         self.notify()
 
     # ---- both ----------------------------------------------------------------------------------
 
     def notify(self) -> None:
-        """Something has changed."""
+        """Wake all that wait for a change."""
         self._changes.notify()
 
     async def changed(self, seconds: float) -> None:
-        """Wait until something changes, at most so long."""
+        """Wait for a change, at most so many seconds."""
         await self._changes.wait(time.monotonic() + seconds)
 
 
 @final
 class FeedingService:
-    """What routes do with uploads that feed, and the feeding itself."""
+    """The service of uploads that feed sessions, and the feeding itself."""
 
     def __init__(self, context: ServiceContext, files: FileService) -> None:
         self._context = context
@@ -136,9 +136,9 @@ class FeedingService:
         self._feeds: dict[str, Feed] = {}
 
     async def wanted(self, caller: str, session: str, expected: int | None, *, is_text: bool) -> FeedRecord:
-        """What a new upload is told to feed, as the session stands now.
+        """The record of what a new upload feeds: the session, from its current position on.
 
-        Raises: NotFound; ServiceError (409) when it does not stand where it is expected to.
+        Raises: NotFound; ServiceError (409) when the session has another position than expected.
         """
         try:
             with store_refusals():
@@ -154,9 +154,9 @@ class FeedingService:
         return FeedRecord(session, stored.position, is_text)
 
     async def begin(self, caller: str, name: str) -> Feed:
-        """The feeding of an upload of this caller, which goes on in this process from now on.
+        """Begin, or join, the feeding of an upload of this caller, which goes on in this process from now on.
 
-        Raises: NotFound; ServiceError (409) when the session stands elsewhere by now, or another writer has it.
+        Raises: NotFound; ServiceError (409) when the session has another position by now, or another writer.
         """
         while (feed := self._feeds.get(name)) is not None and feed.leaving and feed.task is not None:
             await asyncio.wait({feed.task})
@@ -171,7 +171,7 @@ class FeedingService:
         return feed
 
     async def standing(self, caller: str, name: str, record: UploadRecord) -> Feeding:
-        """How far it is. One whose text is whole is gone on with, should its process have died.
+        """The progress of a feeding. If its text is whole and its process has died, this one goes on with it.
 
         Raises: NotFound; ServiceError (507).
         """
@@ -181,7 +181,7 @@ class FeedingService:
         idle = session is not None and not session.busy_until
         ended = recorded.state in ("done", "failed")
         if record.state == "completed" and not ended and idle and name not in self._feeds:
-            with suppress(ServiceError):  # the record says why it cannot be
+            with suppress(ServiceError):  # the record says why it failed
                 await self.begin(caller, name)
         feed = self._feeds.get(name)
         if feed is not None and feed.error is None:
@@ -204,11 +204,11 @@ class FeedingService:
         return None
 
     async def stop(self) -> None:
-        """Let go of all sessions: who sends on begins again behind their last states."""
+        """Stop all feeding: a client that goes on sending begins again after the last state."""
         await stop_tasks(*(feed.task for feed in self._feeds.values() if feed.task is not None))
 
     async def _work(self, feed: Feed) -> None:
-        """Feed, and say in the record how it ended."""
+        """Feed, and note in the record how it ended."""
         state: Literal["waiting", "failed"] = "waiting"
         try:
             await self._run(feed)
@@ -231,20 +231,20 @@ class FeedingService:
             if not was_writer:
                 feed.begun.set_exception(feed.error or UnforeseenError())
             feed.notify()
-        if not was_writer:  # who is may be another process: the record is its own
+        if not was_writer:  # another process may be the writer: the record is its own
             return
         recorded = changed(feed.recorded, state=state, error=feed.error.message if feed.error else "")
-        with suppress(ServiceError):  # it was deleted
+        with suppress(ServiceError):  # the upload was deleted
             await self._files.note_feed(feed.caller, feed.name, recorded)
         self._context.log.info("feed", upload=feed.name, state=state, position=feed.kept, error=recorded.error)
 
     # ---- feeding -------------------------------------------------------------------------------
 
     async def _run(self, feed: Feed) -> None:
-        """Feed the session until it stands at the end of the text.
+        """Feed the session to the end of the text.
 
-        Raises: ServiceError when it stands elsewhere, is being written to or cannot be fed; ClientGone when nobody
-            sends any more and every whole state of what came is kept.
+        Raises: ServiceError when the session has another position, has another writer or cannot be fed; ClientGone
+            when nobody sends any more and every whole state of what came is kept.
         """
         async with AsyncExitStack() as held:
             writer = await self._become_writer(feed, held)
@@ -258,9 +258,9 @@ class FeedingService:
         await self._note(feed, changed(feed.recorded, state="done", position=feed.position, marks=()))
 
     async def _become_writer(self, feed: Feed, held: AsyncExitStack) -> SessionWriter:
-        """The session's writer, for as long as `held`.
+        """Become the session's writer, for as long as `held`.
 
-        Raises: ServiceError; while another writer has it, only after a while.
+        Raises: ServiceError; while another writer has the session, only after BUSY_SECONDS.
         """
         until = time.monotonic() + BUSY_SECONDS
         while True:
@@ -343,7 +343,7 @@ class FeedingService:
             check.push(b"", final=True)
 
     async def _check(self, feed: Feed, start: int) -> Utf8Check:
-        """A check of what comes from byte `start` on; the character that it lies in began before."""
+        """A check of the text from byte `start` on, which may lie within a character that began before."""
         before = max(0, start - CHARACTER_BYTES)
         async with aclosing(self._files.read(feed.segments, before, start)) as pieces:
             tail = b"".join([piece async for piece in pieces])
@@ -353,7 +353,7 @@ class FeedingService:
         return check
 
     async def _advance(self, feed: Feed, writer: SessionWriter, mark: FeedMark, snapshot: str) -> None:
-        """The session stands there. What the state has read is safe on the disk before, and where it ends is noted."""
+        """Move the session to a mark. First its text is made safe on the disk, and the mark noted."""
         before = [other for other in feed.recorded.marks if other.position <= feed.kept]
         await self._note(feed, changed(feed.recorded, position=feed.kept, marks=(*before[-1:], mark)))
         await writer.advance(Reached(mark.position, snapshot))

@@ -1,1 +1,1 @@
-"""What every room of the service uses: errors, settings, logs, parsing, tracing."""
+"""The parts that every other package of the service uses: errors, settings, logs, parsing, tracing."""

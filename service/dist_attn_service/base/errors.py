@@ -4,7 +4,7 @@
     ├── BadRequest          400     what was sent cannot be used
     ├── NotFound            404     no such model, route
     ├── TooLarge            413     over a limit that the message names
-    ├── Conflict            409     things stand otherwise than the client thinks
+    ├── Conflict            409     a session, job or file is not as the client thinks
     ├── EngineUnavailable   503     try again soon: not ready, unreachable, stopping
     ├── EngineFailure       5xx     the engine gave up on this request; 503: it is gone, 504: it is silent
     ├── ServiceStopping     503     the server stops while the request is under way
@@ -127,7 +127,7 @@ class ServiceError(Exception):
 
 
 class BadRequest(ServiceError):
-    """What was sent cannot be used."""
+    """The service cannot use what was sent."""
 
     default_code = Code.INVALID_VALUE
 
@@ -139,13 +139,13 @@ class NotFound(ServiceError):
 
 
 class TooLarge(ServiceError):
-    """Over a limit that the message names."""
+    """The request exceeds a limit that the message names."""
 
     default_code = Code.BODY_TOO_LARGE
 
 
 class Conflict(ServiceError):
-    """Things stand otherwise than the client thinks: the same request would be refused again."""
+    """A session, job or file is not as the client thinks: the same request would be refused again."""
 
     default_code = Code.CONFLICT
     default_headers = NO_RETRY
@@ -179,7 +179,7 @@ class ServiceStopping(ServiceError):
 
 
 class UnforeseenError(ServiceError):
-    """A bug: what it was stands in the log."""
+    """A bug of the service; the log says which."""
 
     def __init__(self) -> None:
         super().__init__("the service met an error of its own; its log has the request id")

@@ -41,7 +41,7 @@ def warn_of_jump(log: Log, grace: ExpiryGrace, what: str) -> None:
 
 
 class LibraryLogs(logging.Handler):
-    """What libraries log, in our lines."""
+    """A handler that writes the records of libraries as lines of the service's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ def _none() -> int:
 
 @dataclass
 class RequestRecord:
-    """What is known about one request: filled while it runs, logged once when it ends.
+    """The record of one request: filled while it runs, logged once when it ends.
 
-    `reason` is "finished", an error code, or "client_gone". `received` tells the bytes of the body so far; what is
-    in `at_end` is called once, when the request has ended. `caller` tells callers apart: SHA-256 in hex of the key
-    that it came with, "" where no keys are asked for. `address` is the client's; `may_hurry` says whether it may ask
-    for the priority `high`. `reached` is what a stream that breaks off has given the client.
+    `reason` is "finished", an error code, or "client_gone". `received` counts the bytes of the body so far; the
+    functions in `at_end` are called once, when the request has ended. `caller` tells callers apart: SHA-256 in hex of
+    the key that it came with, "" where no keys are asked for. `address` is the client's; `may_hurry` says whether it
+    may ask for the priority `high`. `reached` is what a stream that breaks off has given the client.
     """
 
     request_id: str
@@ -90,12 +90,12 @@ class RequestRecord:
 
     @property
     def holder(self) -> str:
-        """Whose share of what all requests may take this one is counted in."""
+        """The key, or else the address, whose share of a shared limit this request counts towards."""
         return self.caller or self.address
 
     @property
     def seconds(self) -> float:
-        """Since the request's head was read."""
+        """The seconds since the request's head was read."""
         return time.monotonic() - self.started
 
     def note(self, **facts: Any) -> None:
@@ -103,12 +103,12 @@ class RequestRecord:
         self.facts.update(facts)
 
     def unexpected(self, error: BaseException) -> None:
-        """An unforeseen error: log it with its traceback, name it as the reason."""
+        """Log an unforeseen error with its traceback, and name it as the reason."""
         self.reason = "internal_error"
         self.log.error("unexpected error", request_id=self.request_id, exc_info=error)
 
     def write(self, *, polled: bool) -> None:
-        """The one line, at `debug` where what is `polled` was answered, "not ready" included, else at `info`."""
+        """Log the one line: at `debug` where a `polled` path was answered, "not ready" included, else at `info`."""
         quiet = polled and self.method in ("GET", "HEAD") and (self.status < 400 or self.status == 503)
         (self.log.debug if quiet else self.log.info)(
             "request",

@@ -1,4 +1,4 @@
-"""From bytes and headers to checked values; each refusal says what is wrong and what is right."""
+"""The checks that make values of bytes and headers; each refusal says what is wrong and what is right."""
 
 import gc
 import hashlib
@@ -51,7 +51,7 @@ def parse_json(data: bytes, kind: type[M]) -> M:
 
 
 def _read(text: str) -> Any:
-    """JSON as Python has it. Of many lists the search for garbage would take most of the time, and there is none."""
+    """Decode JSON without the search for garbage, which would take most of the time of many lists and find none."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -104,7 +104,7 @@ def parse_query(items: list[tuple[str, str]], kind: type[M]) -> M:
 
 
 def validated(kind: type[M], values: Any) -> M:
-    """These values as one of `kind`.
+    """Validate values as one of `kind`.
 
     Raises: BadRequest naming what is wrong.
     """
@@ -115,7 +115,7 @@ def validated(kind: type[M], values: Any) -> M:
 
 
 def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
-    """The first validation error as an answer."""
+    """Make the first validation error the answer."""
     first = errors[0]
     if isinstance(first["input"], dict):  # also tried as a text, where a field takes both
         first = next((error for error in errors if error["type"] == "missing"), first)
@@ -143,7 +143,7 @@ def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
 
 
 def _place(kind: type[BaseModel], path: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
-    """Where a value of a request stands, as `documents[0].text`, and of what kind the innermost object around it is."""
+    """The place of a value in a request, as `documents[0].text`, and the kind of the innermost object around it."""
     place = ""
     for part in path:
         if isinstance(part, int):
@@ -151,7 +151,7 @@ def _place(kind: type[BaseModel], path: tuple[int | str, ...]) -> tuple[str, typ
         elif part in kind.model_fields:  # else it says which of several types was tried
             place = f"{place}.{part}" if place else part
             if words_on(kind, (part,)) is not None:
-                break  # these words are on all that it holds
+                break  # these words are about all that the field holds
             kind = next(_objects(kind.model_fields[part].annotation), kind)
     return place, kind
 
@@ -165,7 +165,7 @@ def _objects(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _unknown(name: str, kind: type[BaseModel], place: str = "") -> BadRequest:
-    """What to say of a key that the object at this place cannot have."""
+    """The refusal of a key that the object at this place cannot have."""
     near = get_close_matches(name[:200], kind.model_fields, n=1, cutoff=0.75)
     meant = f"did you mean {near[0]}? " if near else ""
     known = ", ".join(sorted(field for field in kind.model_fields if words_on(kind, (field,)) is None))
@@ -234,7 +234,7 @@ def parse_drawing(
     vocab_size: int,
     defaults: Mapping[str, float | int],
 ) -> tuple[SamplingSpec, tuple[str, ...]]:
-    """How tokens are drawn, by the model's `defaults` where nothing is said, and the strings that end a text.
+    """The sampling of a request, with the model's `defaults` where it says nothing, and the strings that end a text.
 
     Raises: BadRequest naming the option that is over a limit of this service, or does not fit its model.
     """
@@ -282,9 +282,10 @@ class DeadlineExceeded(ServiceError):
 
 @dataclass(frozen=True)
 class RequestTerms:
-    """`deadline_at` is in seconds of the monotonic clock, None for none; with `progress` the client is told how far.
+    """The priority and deadline of a request; with `progress` the client is told how far its prompt is read.
 
-    `holder` is whose share of the engine it takes, as `RequestRecord.holder`.
+    `deadline_at` is in seconds of the monotonic clock, None for none. `holder` is whose share of the engine the request
+    takes, as `RequestRecord.holder`.
     """
 
     priority: int = NORMAL
@@ -293,7 +294,7 @@ class RequestTerms:
     holder: str = ""
 
     def for_engine(self, tokens: int | None = None) -> Terms:
-        """What the engine is told of a part of the request that has so many tokens.
+        """The terms that the engine gets with a part of the request that has so many tokens.
 
         Raises: DeadlineExceeded when it is too late for that.
         """

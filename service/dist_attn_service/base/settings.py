@@ -1,4 +1,4 @@
-"""What one API process needs to know: the parts of the settings tree that are its own, side by side."""
+"""The settings of one API process: its own parts of the settings tree, side by side."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -67,7 +67,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
         return cls(**values)
 
     def of_models(self) -> "tuple[Settings, ...]":
-        """The settings as each model has them, with its own folder, names and controller; those of the encoder last."""
+        """The settings of each model, with its own folder, names and controller; those of the encoder come last."""
         encoder = self.encoder
         if not encoder.model:
             return (self,)
@@ -76,16 +76,16 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
 
     @property
     def store_address(self) -> str:
-        """Where states of sessions are kept."""
+        """The address of the store that keeps the states of sessions."""
         return self.store.address or str(self.data_dir / DataFolder.STATES)
 
     @property
     def store_limits(self) -> StoreLimits:
-        """How much may be kept there."""
+        """The bounds on what the store keeps."""
         limits = self.store.model_dump(exclude={"address", "blobs", "upkeep_s"})
         return StoreLimits(**limits, grace_s=self.expired_seconds)
 
     @property
     def files_folder(self) -> Path:
-        """Where the bytes of files lie."""
+        """The folder that holds the bytes of files."""
         return Path(self.files.folder) if self.files.folder else self.data_dir / DataFolder.FILES

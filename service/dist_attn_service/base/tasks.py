@@ -33,7 +33,7 @@ async def beside(pool: Executor | None, work: Callable[P, T], *args: P.args, **k
     For a task that is cancelled meanwhile, work that waits for a thread is not begun. A thread cannot be stopped: work
     that has begun is waited for, so that nothing else uses or closes what it still uses.
     """
-    first = threading.Lock()  # held by who came first: the thread that begins, or the task that was cancelled
+    first = threading.Lock()  # held by the first of two: the thread that begins, or the task that was cancelled
 
     def begin() -> T:
         if not first.acquire(blocking=False):
@@ -52,7 +52,7 @@ async def beside(pool: Executor | None, work: Callable[P, T], *args: P.args, **k
 
 
 async def unbroken(work: Awaitable[T]) -> T:
-    """The result of `work`, of which no part is left out: a task that is cancelled meanwhile ends when it is over."""
+    """The result of `work`, which is always done to its end: a task that is cancelled meanwhile ends after it."""
     future = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(future)
@@ -62,7 +62,7 @@ async def unbroken(work: Awaitable[T]) -> T:
 
 
 async def stop_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel these, and wait until each of them has ended, however it does."""
+    """Cancel these tasks, and wait until each of them has ended, in whatever way."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,11 +1,11 @@
-"""Spans of OpenTelemetry: what becomes of a request, of its wait for the engine, and of the engine's work on it.
+"""Spans of OpenTelemetry: of a request, of its wait for the engine, and of the engine's work on it.
 
 Off unless there is a place to send them to, and then nothing of OpenTelemetry is imported here. Names are those of the
 semantic conventions (HTTP server spans, generative AI) where there are any, and `dist_attn.…` where there are none:
 
     POST /v1/completions                      the caller's `traceparent` above it, if there was one
-      engine.queue                            until the first thing comes of it
-      engine.session                          until its end
+      engine.queue                            until the engine has answered something
+      engine.session                          until the end of the work
         engine.epoch                          one for each group of ranks that works on it: its first and last step
 """
 
@@ -34,23 +34,23 @@ class RequestTrace:
     trace_id = ""
 
     def ended(self, route: str, status: int, reason: str) -> None:
-        """Its answer has ended, or broken off, for a reason from the closed set of the log."""
+        """Note that the answer has ended, or broken off, for a reason from the closed set of the log."""
 
 
 class EngineTrace:
     """The trace of one piece of work in the engine; this base class records nothing."""
 
     def worked(self) -> None:
-        """Something has come of it."""
+        """Note that the engine has answered something."""
 
     def moved(self, epoch: int, step: int) -> None:
-        """Where the engine is now."""
+        """Note the epoch and step that the engine has reached."""
 
     def told(self, event: str) -> None:
-        """Something that is worth a mark in time."""
+        """Mark an event in time."""
 
     def ended(self, tokens: int, error: str) -> None:
-        """It is over; so many tokens were sent to it."""
+        """Note that the work is over, after so many tokens were sent for it; `error` is its code, or ""."""
 
 
 _ACTIVE: ContextVar["Tracing | None"] = ContextVar("tracing", default=None)
@@ -63,7 +63,7 @@ def engine_trace(work: str) -> EngineTrace:
 
 
 class Tracing:
-    """The spans of one process; `exporter` takes them, None: there are none.
+    """The spans of one process, which `exporter` takes; with None nothing is recorded.
 
     Raises: ConfigError where OpenTelemetry is needed and not installed.
     """
@@ -86,7 +86,7 @@ class Tracing:
 
     @classmethod
     def of(cls, settings: TracingSettings) -> Self:
-        """As the settings say.
+        """The tracing that the settings ask for.
 
         Raises: ConfigError where OpenTelemetry is needed and not installed.
         """

@@ -19,7 +19,7 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 class ChatService:
-    """Turns chats into completions; without a template it refuses them."""
+    """The part that turns chats into completions; without a template it refuses them."""
 
     def __init__(self, context: ServiceContext, template: ChatTemplate | None) -> None:
         self._context = context
@@ -29,9 +29,9 @@ class ChatService:
     @classmethod
     @asynccontextmanager
     async def opened(cls, context: ServiceContext) -> AsyncIterator["ChatService"]:
-        """With the template of the model's folder, whose processes end with the block.
+        """Open the service with the template of the model's folder, whose processes end with the block.
 
-        Raises: ModelFolderError for a template that is none.
+        Raises: ModelFolderError for a template that cannot be read.
         """
         template = await ChatTemplate.started(context.settings.model, context.tokeniser.special_tokens)
         try:
@@ -42,7 +42,7 @@ class ChatService:
 
     @property
     def offered(self) -> bool:
-        """Whether the model folder has a chat template."""
+        """Return whether the model folder has a chat template."""
         return self._template is not None
 
     async def prepare(self, request: ChatRequest, terms: RequestTerms, caller: str | None) -> PreparedCompletion:
@@ -81,7 +81,7 @@ class ChatService:
         return replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}", stops=stops, lead=lead)
 
     async def _prompt(self, request: ChatRequest) -> tuple[list[int], str]:
-        """Its tokens, and what an answer may begin with that is no part of it: the blank behind "Assistant:"."""
+        """The prompt's tokens, and the lead that an answer's text goes without: the blank after "Assistant:"."""
         template = self._template
         if template is None:
             raise BadRequest(
@@ -109,9 +109,9 @@ class ChatService:
 
 
 def _told_besides(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-    """What the template is told beside the messages.
+    """The values that the template gets beside the messages.
 
-    Raises: BadRequest for what it does not look at.
+    Raises: BadRequest for tools or documents that it does not look at, or a value that has a field of its own.
     """
     more = dict(request.chat_template_kwargs or {})
     if reserved := sorted({"messages", "tools", "documents", "add_generation_prompt"} & more.keys()):
@@ -134,7 +134,7 @@ def _told_besides(request: ChatRequest, template: ChatTemplate) -> dict[str, Any
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it: one text, and the arguments of calls as objects."""
+    """A message as templates expect it: one text, and the arguments of calls as objects."""
     parts = message.content
     content = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts
     plain: dict[str, Any] = {"role": message.role, "content": content}

@@ -28,12 +28,12 @@ TOOLS_NAME = "tool_use"
 MOST_SOURCE_BYTES = 1 << 18
 MOST_ANSWER_BYTES = 8 * MOST_CHARACTERS
 EXIT_SECONDS = 1.0
-"""For a process that ends by itself."""
+"""The time that a process has to end by itself."""
 START_SECONDS = 60.0
-"""For the start on a busy machine; usually it takes a tenth of a second."""
+"""The time that a start may take on a busy machine; usually it takes a tenth of a second."""
 READ_BYTES = 1 << 20  # at a time
 PROCESSES = 2
-"""At most, of one template: one, and another while that one is at work, so that a long chat keeps nobody waiting."""
+"""The most of one template: a second one runs while the first is at work, so that no chat waits for a long one."""
 
 
 class TemplateRefusal(Exception):
@@ -41,7 +41,7 @@ class TemplateRefusal(Exception):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What the program answers: one of the first three, and whether it ends with that."""
+    """An answer of the program: one of the first three members; with `ends` its process ends after it."""
 
     asks_for: dict[str, frozenset[str]] = {}
     parts: list[str | int] = []
@@ -53,8 +53,8 @@ class _Answer(msgspec.Struct, frozen=True):
 class ChatTemplate:
     """The templates of a folder, and the processes that are warm for them; of one event loop.
 
-    What a client sends never becomes a special token, whatever the template does with it: it is followed which
-    characters stand in the template (traced_text.py), and a token whose text does not is none.
+    A client's text never becomes a special token, whatever the template does with it: traced_text.py follows which
+    characters come from the template, and the text of a special token counts only if all of it does.
     """
 
     def __init__(self, source: bytes) -> None:
@@ -69,7 +69,7 @@ class ChatTemplate:
         """The template of chat_template.jinja, else of tokenizer_config.json; None where there is neither.
 
         `special` has the ids of special tokens by their text.
-        Raises: ModelFolderError for a template that is none.
+        Raises: ModelFolderError for a template that cannot be read.
         """
         source = _read_source(folder, special)
         if source is None:
@@ -82,7 +82,7 @@ class ChatTemplate:
         return made
 
     async def close(self) -> None:
-        """End its processes."""
+        """End the processes."""
         for process in list(self._running):
             await self._end(process)
 
@@ -91,9 +91,9 @@ class ChatTemplate:
         return self._asks_for[self._name(tools)]
 
     async def render(self, messages: Sequence[Mapping[str, Any]], /, **more: Any) -> list[str | int]:
-        """The prompt up to where the assistant begins to write: texts, and the ids of special tokens between them.
+        """Render the prompt up to where the assistant begins: texts, and the ids of special tokens between them.
 
-        `more` is what the template is told besides, such as `tools` and `documents`.
+        `more` has further values for the template, such as `tools` and `documents`.
 
         Raises: TemplateRefusal where the template does not take these messages, or not with so much time and memory;
             ServiceError while others keep its processes at work.
@@ -130,7 +130,7 @@ class ChatTemplate:
         return answer
 
     async def _start(self) -> Process:
-        """A process that has read the template.
+        """Start a process that has read the template.
 
         Raises: TemplateRefusal where it cannot; ServiceError where there can be no process.
         """
@@ -150,7 +150,7 @@ class ChatTemplate:
         return process
 
     async def _exchange(self, process: Process, message: bytes, seconds: float) -> _Answer:
-        """What the process answers; one that does not is ended.
+        """Send a message and return the answer; a process that does not answer is ended.
 
         Raises: TemplateRefusal that says why there is no answer.
         """

@@ -1,4 +1,4 @@
-"""Beginnings of prompts that were read before: their states are looked up in the store, gone on from, and kept there.
+"""Prefixes of prompts: their states are looked up in the store, work goes on from them, and new ones are kept there.
 
 A state is found only by its own caller, for the very same tokens, read by the same model in the same way (the whole
 manifest is part of the key): with it a completion draws what it would draw if it read everything. Where anything goes
@@ -31,7 +31,7 @@ REST_SECONDS = 5.0  # no request waits for a store that has just failed
 
 @dataclass(frozen=True)
 class PromptPrefix:
-    """What is known of a prompt's beginning: the stored state to begin with, and where further ones shall be kept."""
+    """The prefix of a prompt: the stored state to begin with, and the positions at which further ones shall be kept."""
 
     caller: str = ""
     keys: Mapping[int, str] = field(default_factory=dict)
@@ -44,12 +44,12 @@ NO_PREFIX = PromptPrefix()
 
 
 def kept_positions(tokens: int, grid: int, least: int) -> tuple[int, ...]:
-    """Where states of a prompt are kept: at its last point of the grid, and at distances from its end that double.
+    """The positions at which states of a prompt are kept: its last grid point, and at doubling distances from its end.
 
     These are the last but one multiples of the grid, of twice the grid, of four times, and so on, so that prompts that
     share much of their text share states too. A later prompt that has all but the last n tokens in common with this
     one finds a state less than 4n tokens before this one's end, or two grid steps: what is read again is in proportion
-    to what is new, with as many states as the logarithm of the length. The last token is in none of them, for it is
+    to what is new, with as many states as the logarithm of the length. None of them holds the last token, which is
     fed with the first draw.
     """
     positions, step = {(tokens - 1) // grid * grid}, grid
@@ -61,7 +61,7 @@ def kept_positions(tokens: int, grid: int, least: int) -> tuple[int, ...]:
 
 @final
 class PrefixCache:
-    """Looks beginnings up and keeps new ones; holds no states, only the tasks that put them into the store."""
+    """The prefixes of one model, looked up and kept in the store; holds no states, only the tasks that keep them."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
@@ -73,7 +73,7 @@ class PrefixCache:
     # ---- before the engine ---------------------------------------------------------------------
 
     async def look_up(self, caller: str | None, tokens: TokenArray) -> PromptPrefix:
-        """The longest beginning of the prompt whose state is stored. Without a `caller` nothing is looked for.
+        """Find the longest prefix of the prompt that is stored. Without a `caller` nothing is looked for.
 
         Never fails, and never takes longer than `wait_s`.
         """
@@ -92,7 +92,7 @@ class PrefixCache:
                 info = None if stored is None else await self._context.store.snapshots.stat(caller, stored.snapshot)
         except (DistAttnError, TimeoutError) as error:
             self._failed("a prefix could not be looked up", error)
-            if not isinstance(error, UnknownStateError):  # one that went in this moment says nothing about the store
+            if not isinstance(error, UnknownStateError):  # one removed just now says nothing of the store
                 self._rest_until = time.monotonic() + REST_SECONDS
             return NO_PREFIX
         if stored is None or info is None:
@@ -103,7 +103,7 @@ class PrefixCache:
         return PromptPrefix(caller, dict(keys), BeginState(stored.position, info.size), stored.snapshot, later)
 
     async def _keys(self, caller: str, manifest: Manifest, tokens: TokenArray, grid: int) -> list[tuple[int, str]]:
-        """The keys of the prompt's beginnings, computed beside the event loop: a prompt may be long."""
+        """The keys of the prompt's prefixes, computed beside the event loop: a prompt may be long."""
         model = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
         hasher = self._context.store.prefixes.hasher(caller, model, grid)
         whole = (len(tokens) - 1) // grid * grid
@@ -129,7 +129,7 @@ class PrefixCache:
         return True
 
     async def _forget(self, caller: str, key: str) -> None:
-        """What cannot be gone on from must not be found again."""
+        """Drop a prefix whose state cannot be used, so that it is not found again."""
         try:
             async with asyncio.timeout(self._settings.wait_s):
                 await self._context.store.prefixes.forget(caller, key)
@@ -172,5 +172,5 @@ class PrefixCache:
         await self._context.store.prefixes.remember(prefix.caller, prefix.keys[state.position], state.position, info.id)
 
     async def close(self) -> None:
-        """Give up what is being kept."""
+        """Cancel the tasks that still put states into the store."""
         await stop_tasks(*self._tasks)

@@ -19,7 +19,7 @@ MOST_SCORES = 1 << 17  # log-probabilities of prompts in one answer, which is in
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a choice continues; `echo` is its text when that is to stand before the continuation."""
+    """A prompt that choices continue; `echo` is its text when that is to stand before the continuation."""
 
     tokens: TokenArray
     echo: str = ""
@@ -95,7 +95,7 @@ async def prepare(
 
 
 def _drawn_per_prompt(request: CompletionRequest, n: int, prompts: int, limit: int) -> int:
-    """How many choices are drawn for each prompt: `n`, or `best_of` of which the `n` best are answered."""
+    """The number of choices drawn for each prompt: `n`, or `best_of`, of which the `n` best are answered."""
     drawn, name = (n, "n") if request.best_of is None else (request.best_of, "best_of")
     if drawn < n:
         raise BadRequest(f"best_of={drawn} is less than n={n}; send at least that, or leave it out", param=name)
@@ -121,7 +121,7 @@ async def _prompt(context: ServiceContext, text: bytes | TokenArray, *, echo: bo
 
 
 def _check_scores(tokens: int, likeliest: int) -> None:
-    """Raises: BadRequest for more log-probabilities of prompts than an answer may hold."""
+    """Refuse more log-probabilities of prompts than an answer may hold. Raises: BadRequest."""
     if tokens * (1 + likeliest) > MOST_SCORES:
         raise BadRequest(
             f"echo with logprobs={likeliest} makes {tokens * (1 + likeliest)} log-probabilities of {tokens} prompt "

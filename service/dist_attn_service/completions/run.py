@@ -38,7 +38,7 @@ class Delta:
     text: str
     scored: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
-    processed: int | None = None  # where it says nothing but how far the prompt has been read
+    processed: int | None = None  # the prompt's tokens that have been read, of a delta that tells only this
 
 
 class ChoiceRun:
@@ -69,11 +69,11 @@ class ChoiceRun:
 
     @property
     def drawn(self) -> int:
-        """Tokens of its text so far; those behind a stop string are none."""
+        """The number of tokens of its text so far; those after a stop string do not count."""
         return self._text.drawn
 
     def close(self) -> None:
-        """Leave the engine."""
+        """End the choice in the engine."""
         self.stream.close()
 
     async def begin(self, prefixes: PrefixCache) -> None:
@@ -91,7 +91,7 @@ class ChoiceRun:
         await self.stream.admitted(admission_seconds)
 
     async def work(self, deltas: "asyncio.Queue[Delta]") -> None:
-        """Send the prompt as credit allows, and hand on what is drawn.
+        """Send the prompt as credit allows, and put what is drawn into `deltas`.
 
         Raises: ServiceError when the engine fails.
         """
@@ -124,14 +124,14 @@ class ChoiceRun:
             raise EngineFailure("the engine ended a completion before its last token")
 
     async def _scores(self, rows: Rows) -> Delta:
-        """How likely the next tokens of the prompt are; its text was handed on before."""
+        """The log-probabilities of the prompt's next tokens; their text was handed on before."""
         count = self._planned.sampling.prompt_logprobs
         if self._prompt is None or count is None:
             raise EngineFailure("the engine answered a completion with rows")
         return Delta(self._planned.index, "", tuple(await self._prompt.scored(rows, count)))
 
     def _take(self, event: Generated) -> Delta:
-        """The text of newly drawn tokens; behind them there may stand how likely the end token was."""
+        """The text of newly drawn tokens; the log-probability of the end token may follow theirs."""
         logprobs, end = event.logprobs or [], None
         if event.finish_reason == "stop" and len(logprobs) == len(event.tokens) + 1:
             *logprobs, end = logprobs
@@ -162,7 +162,7 @@ class CompletionRun:
 
     @property
     def progress(self) -> PromptProgress:
-        """How far the prompts have been read; every choice reads its own."""
+        """The tokens of the prompts that have been read; every choice reads its own prompt."""
         total = sum(len(planned.prompt.tokens) for planned in self.prepared.choices)
         took = round(1000 * (time.monotonic() - self._began))
         cached = [choice.cached for choice in self._choices]
@@ -171,14 +171,14 @@ class CompletionRun:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has had its finish reason."""
+        """Return whether every choice has had its finish reason."""
         return self._left == 0
 
     @property
     def usage(self) -> CompletionUsage:
         """Tokens so far; tokens drawn after a stop string are not counted."""
         prompt, drawn = self.prepared.prompt_tokens, sum(choice.drawn for choice in self._choices)
-        # As a prompt counts once, so does what it needed not to be read: the least of what its choices were spared.
+        # A prompt counts once, and so do its cached tokens: the fewest that any of its choices had.
         cached = [len(prompt.tokens) for prompt in self.prepared.prompts]
         for choice, planned in zip(self._choices, self.prepared.choices, strict=True):
             cached[planned.place] = min(cached[planned.place], choice.cached)
@@ -194,13 +194,13 @@ class CompletionRun:
         delta = await self._deltas.get()
         self._left -= delta.finish_reason is not None
         if delta.processed is not None:
-            # What is read again, for another controller, does not take anything back.
+            # Tokens that are read again, for another controller, do not lower the count.
             self._processed[delta.index] = max(self._processed[delta.index], delta.processed)
         return delta
 
 
 class CompletionService:
-    """Runs completions; holds what they share, nothing of any one of them."""
+    """The service that runs completions; holds what they share, nothing of any one of them."""
 
     def __init__(self, context: ServiceContext, prefixes: PrefixCache) -> None:
         self._context = context
@@ -210,7 +210,7 @@ class CompletionService:
     async def open(self, prepared: PreparedCompletion, name: str) -> AsyncIterator[CompletionRun]:
         """Hand the completion to the engine; leaving early cancels all of it there.
 
-        `name` is the request's in the log.
+        `name` is the request's id in the log.
 
         Raises: ServiceError when the engine does not take it, or fails.
         """
@@ -257,9 +257,9 @@ class CompletionService:
         return _best(prepared, choices), run.usage
 
     async def _look_up(self, prepared: PreparedCompletion) -> list[PromptPrefix]:
-        """What each choice begins with. All choices of a prompt begin alike, and the first one's states are kept.
+        """The prefix of each choice. All choices of a prompt have the same one, and the first one's states are kept.
 
-        A prompt that is scored is read from its first token on: what is not read has no scores.
+        A prompt that is scored is read from its first token on: tokens that are not read have no scores.
         """
         if any(planned.sampling.prompt_logprobs is not None for planned in prepared.choices):
             return [NO_PREFIX] * len(prepared.choices)
@@ -278,7 +278,7 @@ class CompletionService:
 
 
 class Gathered:
-    """What has come of one choice."""
+    """The deltas of one choice, put together."""
 
     def __init__(self, logprobs: int | None, planned: PlannedChoice) -> None:
         self._logprobs = logprobs
@@ -296,27 +296,26 @@ class Gathered:
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """The whole text of the choice."""
         return "".join(delta.text for delta in self._deltas)
 
     @property
     def scored(self) -> list[ScoredToken]:
-        """Its tokens, where log-probabilities were asked for."""
+        """The tokens of the choice, where log-probabilities were asked for."""
         return [token for delta in self._deltas for token in delta.scored]
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended."""
         return self._deltas[-1].finish_reason
 
     def whole(self, index: int) -> Choice:
-        """As a choice of a completion."""
+        """The choice as a completion answers it."""
         logprobs = choice_logprobs(self.scored, self._logprobs)
         return Choice(index=index, text=self.text, logprobs=logprobs, finish_reason=self.finish_reason)
 
 
 def _best(prepared: PreparedCompletion, choices: list[Gathered]) -> list[Gathered]:
-    """Of each prompt's choices the wanted number; where more were drawn, the likeliest first."""
+    """The choices to answer: of each prompt the wanted number, the likeliest first where more were drawn."""
     drawn = len(choices) // len(prepared.prompts)
     if drawn == prepared.answered:
         return choices

@@ -1,9 +1,9 @@
-"""The process in which a model folder's chat template makes prompts, so that it has little memory and time to take.
+"""The process in which a model folder's chat template makes prompts, so that its memory and time are bounded.
 
     python -m dist_attn_service.completions.template_program
 
-Each message on stdin and stdout is a JSON object behind its length. The first one brings the template; what it looks at
-is the answer. Each one after it brings what the template is told; the answer is the prompt, or why there is none.
+Each message on stdin and stdout is a JSON object after its length. The first one brings the template; the answer names
+the values that it looks at. Each later one brings values for the template; the answer is the prompt, or a refusal.
 """
 
 import json
@@ -49,23 +49,23 @@ class _GenerationBlocks(Extension):
 
 
 class _Traced(NodeTransformer):
-    """Has every text that stands in a template come as a TracedText, and `~` give one."""
+    """A change of templates after which each text of theirs is a TracedText, and `~` gives one."""
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
-        """A text of an expression."""
+        """Trace a text of an expression."""
         return nodes.Filter(node, "_owned", [], [], None, None) if isinstance(node.value, str) else node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        """A text between expressions."""
+        """Trace a text between expressions."""
         return nodes.Filter(nodes.Const(node.data), "_owned", [], [], None, None)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """A `~`."""
+        """Trace the text that `~` joins."""
         self.generic_visit(node)
         return nodes.Filter(nodes.List(node.nodes), "_joined", [], [], None, None)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """A name in brackets, which is never written."""
+        """Leave a constant in brackets as it is: it is a name, and never written."""
         node.node = self.visit(node.node)
         if not isinstance(node.arg, nodes.Const):
             node.arg = self.visit(node.arg)
@@ -73,7 +73,7 @@ class _Traced(NodeTransformer):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which texts of the template stay known as such."""
+    """A sandbox that knows the template's own texts from those of messages."""
 
     concat = staticmethod(joined)
 
@@ -98,7 +98,7 @@ def _join(context: Any, value: Iterable[Any], d: str = "", attribute: str | int 
 
 
 def _make_environment() -> _Environment:
-    """What templates of Hugging Face rely on and nothing else: no file, no import, no change of what they get."""
+    """The environment that templates of Hugging Face rely on: no file, no import, no change of the values they get."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlocks]
     )
@@ -138,12 +138,12 @@ class _Templates:
                 parsed = environment.parse(text)
                 asks_for = sorted(meta.find_undeclared_variables(parsed))
                 self._templates[name], self.asks_for[name] = environment.from_string(parsed), asks_for
-            except Exception as error:  # of a template that is nested too deep, Python's compiler raises what it likes
+            except Exception as error:  # Python's compiler may raise anything for a template that is nested too deep
                 if name == "default":  # without the other one tools are refused
                     raise _Refusal(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
 
     def prompt(self, name: str, told: dict[str, Any]) -> list[str | int]:
-        """Texts, which never become special tokens, and the ids of those that stand in the template.
+        """Make a prompt: texts, which never become special tokens, and the ids of those that stand in the template.
 
         Raises: _Refusal for a prompt that is too long, and in the template's own words.
         """
@@ -168,7 +168,7 @@ def _words(error: Exception) -> str:
 
 
 def _answer(templates: _Templates | None, message: bytes) -> tuple[_Templates | None, bytes]:
-    """The templates, None of a process that can be of no more use, and the answer to a message."""
+    """The templates, None where the process cannot go on, and the answer to a message."""
     try:
         told = json.loads(message)
         if templates is None:
@@ -184,7 +184,7 @@ def _answer(templates: _Templates | None, message: bytes) -> tuple[_Templates | 
 
 
 def _limit_time() -> None:
-    """Have this process ended where the next message takes too long, also when nobody is left who would do it."""
+    """Let the system end this process if the next message takes too long, even when the service is gone."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + MOST_SECONDS + 1)
 

@@ -1,4 +1,4 @@
-"""Texts of which is known which characters are a chat template's own, through whatever a template does with texts."""
+"""Texts that know which of their characters are a chat template's own, through all that a template does with them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,15 +13,15 @@ _OWN_RUN = re.compile(rb"\x01+")
 class TracedText(str):
     """A text with a byte for each of its characters: 1 for a character that is the template's own, else 0.
 
-    It is equal to the plain text. What is made of it in ways that are not followed here is plain text, all of whose
-    characters count as a client's.
+    It is equal to the plain text. Methods that are not overridden here give plain text, all of whose characters count
+    as a client's.
     """
 
     __slots__ = ("_own",)
     _own: bytes
 
     def __new__(cls, text: str = "", own: bytes | None = None) -> Self:
-        """Without `own` no character is."""
+        """Make a text; without `own` no character is the template's."""
         made = super().__new__(cls, text)
         made._own = bytes(len(made)) if own is None else own
         return made
@@ -35,7 +35,7 @@ class TracedText(str):
         return TracedText(str.__getitem__(self, slice(start, start + size)), self._own[start : start + size])
 
     def _parts(self, texts: Iterable[str], between: int = 0) -> list[str]:
-        """The texts, which stand here in this order, with so many characters between each two or, of 0, any blanks."""
+        """The parts of this text that are `texts`, in order; the gaps are `between` characters, or any if that is 0."""
         parts, at = list[str](), 0
         for text in texts:
             at = at if between else str.index(self, text, at)
@@ -44,7 +44,7 @@ class TracedText(str):
         return parts
 
     def __str__(self) -> str:
-        """Itself: templates turn everything into texts that they write."""
+        """Return itself: templates turn everything that they write into texts."""
         return self
 
     def __add__(self, other: str) -> str:
@@ -109,7 +109,7 @@ def _own(text: str) -> bytes:
 
 
 def joined(texts: Iterable[str]) -> TracedText:
-    """The texts, one behind the other."""
+    """The texts, one after the other."""
     return cast(TracedText, TracedText().join(texts))
 
 
@@ -125,7 +125,7 @@ class SpecialTokens:
         self._first = re.compile(f"[{''.join(map(re.escape, self._sizes))}]" if ids else "(?!)")
 
     def cut(self, text: TracedText) -> list[str | int]:
-        """The ids of those whose characters are all the template's own, and plain texts between them."""
+        """The ids of special tokens whose characters are all the template's own, and the plain texts between them."""
         parts: list[str | int] = []
         plain, behind = str.__getitem__(text, slice(None)), 0
         for run in _OWN_RUN.finditer(_own(text)):

@@ -28,10 +28,10 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Source:
-    """Where the document comes from: the body that still arrives, a text that came as JSON, or a stored file.
+    """The source of a document: the body that still arrives, a text that came as JSON, or a stored file.
 
-    `pieces` give it once, as it comes, and check what they give: ServiceError for what is not a document, ClientGone.
-    `size` is its length in bytes, where that is known; a form's may be a little less.
+    `pieces` gives it once, as it comes, and checks it. Raises: ServiceError for what is no document, ClientGone.
+    `size` is its length in bytes, where that is known; a document in a form may be a little shorter.
     """
 
     pieces: AsyncGenerator[bytes]
@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Which rows are sent, and how: from which row on, and in one of the formats by its name."""
+    """The rows that an answer has: their spec, the first of them, and the name of their format."""
 
     spec: RowSpec
     form: str = "ndjson"
@@ -61,11 +61,11 @@ class _Document:
     outbox: Spool
     record: RequestRecord
     input_bytes: int | None = None  # where all of it was tokenised beforehand
-    broken: bool = False  # the answer failed, and its format breaks off then
+    broken: bool = False  # the answer failed, in a format that can only break off
 
 
 class DocumentService:
-    """Answers encodings; holds what they share, nothing of any one of them."""
+    """The service that answers encodings; holds what they share, nothing of any one of them."""
 
     def __init__(self, context: ServiceContext, spools: SpoolFactory) -> None:
         self._context = context
@@ -171,8 +171,8 @@ class DocumentService:
             self._context.metrics.tokens("encoding", run.tokens)
 
     async def _take_body(self, document: _Document) -> None:
-        """Read the document to its end whether or not anybody takes the rows, then watch for the disconnect; while a
-        stored file is read the body has come, so that both is done at once.
+        """Read the document to its end whether or not the client takes the rows, then watch for its disconnect. For a
+        stored file the whole body of the request has come, so that both are done at once.
         """
         async with task_group() as group:
             reading = group.create_task(self._fill(document))
@@ -196,7 +196,7 @@ class DocumentService:
             inbox.fail(error)
 
     async def _deliver(self, document: _Document, form: RowFormat, writer: ResponseWriter) -> None:
-        """Rows to the client, as fast as it takes them; whole lines where an error would be one more."""
+        """Send rows to the client as fast as it takes them; whole lines where an error would be one more."""
         rest, reached = b"", document.record.reached
         reached["next_row"] = document.request.first_row
         while block := await document.outbox.read(self._context.settings.piece_bytes):
@@ -222,7 +222,7 @@ async def _blocks(spool: Spool, count: int) -> AsyncIterator[bytes]:
 
 
 async def _spooled(spool: Spool, count: int) -> AsyncIterator[Piece]:
-    """Tokens that were counted before. Their bytes were not kept: what needs the count has no byte ranges."""
+    """Read back the counted tokens, with no byte lengths: formats that need the count have no byte ranges."""
     rest = b""
     while block := await spool.read(count):
         data = rest + block

@@ -34,11 +34,11 @@ class Vectors:
     tokens: int = 0
 
     def as_numbers(self) -> list[list[float]]:
-        """As numbers with the fewest digits that keep float32."""
+        """The vectors as numbers with the fewest digits that keep float32."""
         return [shortest_float32(row_D).tolist() for row_D in self.rows_ND]
 
     def as_base64(self) -> list[str]:
-        """As little-endian float32 in base64, which is what OpenAI's client asks for by default."""
+        """The vectors as little-endian float32 in base64, which OpenAI's client asks for by default."""
         return [base64.b64encode(row_D.astype("<f4").tobytes()).decode("ascii") for row_D in self.rows_ND]
 
 
@@ -47,14 +47,14 @@ def _as_input(place: int) -> tuple[str, str]:
 
 
 class EmbeddingService:
-    """Answers embeddings; all requests together have at most `embeddings_at_once` inputs in the engine."""
+    """The service of embeddings; all requests together have at most `embeddings_at_once` inputs in the engine."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._places = asyncio.Semaphore(context.settings.embeddings_at_once)
 
     def prepare(self, request: EmbeddingRequest) -> list[bytes | TokenArray]:
-        """Check the options; the inputs.
+        """Check the options, and return the inputs.
 
         Raises: BadRequest naming the parameter.
         """
@@ -79,8 +79,8 @@ class EmbeddingService:
     ) -> Vectors:
         """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
 
-        `name` is the request's in the log. With `as_rows` vectors keep their length, to be compared with encoded rows.
-        `named` gives the name of an input in refusals, and its parameter.
+        `name` is the request's id in the log. With `as_rows` vectors keep their length, to be compared with encoded
+        rows. `named` gives the name of an input in refusals, and its parameter.
 
         Raises: ServiceError when the engine fails.
         """

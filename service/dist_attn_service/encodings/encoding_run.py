@@ -39,12 +39,12 @@ class RowBlock:
         return len(self.vectors_ND)
 
     def after(self, row: int) -> "RowBlock":
-        """Those from row `row` of the document on."""
+        """The rows from row `row` of the document on."""
         drop = min(max(row - self.first_row, 0), len(self))
         return RowBlock(self.first_row + drop, self.ranges_N4[drop:], self.vectors_ND[drop:])
 
     def first(self, count: int) -> "RowBlock":
-        """So many of them at most."""
+        """The first rows, at most `count`."""
         return RowBlock(self.first_row, self.ranges_N4[:count], self.vectors_ND[:count])
 
 
@@ -65,9 +65,9 @@ def row_block(rows: Rows, first: int, count: int, spans: list[tuple[int, int]], 
 async def pieces_of(
     tokeniser: ThreadTokeniser, spec: RowSpec, blocks: AsyncIterator[bytes], begin: TextMark, given: Sequence[int] = ()
 ) -> AsyncGenerator[Piece]:
-    """The tokens of a stream of bytes, marked where the rows' ends are to be found or are `given`, as byte offsets.
+    """The tokens of a stream of bytes, with marks at the ends of rows where these are to be found or are `given`.
 
-    Marked ones are those of a whole text: `begin` is its beginning.
+    `given` has byte offsets. Only a whole text can be marked: `begin` is then its beginning.
     """
     finder = CutFinder(spec.granularity, given) if spec.marked else None
 
@@ -89,7 +89,7 @@ async def pieces_of(
 
 
 def count_rows(spec: RowSpec, tokens: int) -> int:
-    """How many rows a document of so many tokens has, which are not marked."""
+    """The number of rows of a document of so many tokens, where rows do not end at marks."""
     match spec.granularity:
         case "token":
             return tokens
@@ -100,7 +100,7 @@ def count_rows(spec: RowSpec, tokens: int) -> int:
 
 
 class RunPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the work on a document may begin again: at row `row`, which begins with token `tokens` and byte `byte`.
+    """A point at which the work on a document may begin again: row `row`, which begins at these tokens and bytes.
 
     The text is tokenised from `mark` on, which lies there or before it.
     """
@@ -117,7 +117,7 @@ Keep = Callable[[RunPoint, AsyncIterator[bytes]], Awaitable[None]]
 
 @dataclass
 class EncodingRun:
-    """The work on one document. Rows before `first_row` are computed, as later ones need the state behind them, and
+    """The work on one document. Rows before `first_row` are computed, as later ones need the state after them, and
     not given to the sink. With `begin` the engine has the state there, and the text comes from its mark on.
     """
 
@@ -131,7 +131,7 @@ class EncodingRun:
     def __post_init__(self) -> None:
         begin, mark = self.begin, self.begin.mark
         self._offsets = ByteOffsets(self.spec, mark.tokens, mark.byte - mark.gap, (begin.tokens, begin.byte))
-        self._marks: TextMarks | None = None  # of those who will begin again: they grow with the text
+        self._marks: TextMarks | None = None  # of runs that may begin again: they grow with the text
         self.rows = begin.row
 
     @property
@@ -141,7 +141,7 @@ class EncodingRun:
 
     @property
     def text_bytes(self) -> int:
-        """Their bytes of the document."""
+        """The bytes of the document that these tokens stand for."""
         return self._offsets.bytes
 
     async def work(
@@ -170,7 +170,7 @@ class EncodingRun:
         self.load.done(self.tokens)
 
     async def _tokens(self, pieces: AsyncIterator[Piece]) -> AsyncGenerator[TokenArray]:
-        """Those that are not in the state to begin with."""
+        """Yield the tokens that are not in the state to begin with."""
         async for piece in pieces:
             known = max(0, self.begin.tokens - self._offsets.tokens)
             self._offsets.push(piece.byte_lengths, piece.tokens if self.spec.marked else None)
@@ -180,7 +180,7 @@ class EncodingRun:
             yield piece.tokens[known:]
 
     async def _take(self, event: Rows) -> None:
-        """Rows to the sink, by their places in the document."""
+        """Give rows to the sink, by their places in the document."""
         total, dim = len(event.starts), self.dim
         if len(event.stops) != total or len(event.vectors) != 4 * dim * total:
             raise EngineFailure(

@@ -1,4 +1,4 @@
-"""What work would take if it were sent now: tokens, seconds, memory and bytes, and where each figure comes from."""
+"""Estimates of work if it were sent now: tokens, seconds, memory and bytes, and where each figure comes from."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -19,9 +19,9 @@ __all__ = ["PIECES", "EstimateService", "Size"]
 T = TypeVar("T")
 FORMATS: tuple[OutputFormat, ...] = ("ndjson", "arrow", "npy")
 PIECES = 16  # that a sample is cut into, to see how they differ
-FEW_BYTES = 1 << 16  # less text says little about the next
+FEW_BYTES = 1 << 16  # less text says little about other texts
 PLANNED_SPREAD = 0.75  # the planner's rates are for one core of no particular machine
-ASSUMED_SPREAD = 0.5  # any text beside the one below
+ASSUMED_SPREAD = 0.5  # how much any text may differ from the one below
 ASSUMED_TEXT = b"""It was a cold morning in March when the surveyor first came down to the harbour, with 3 crates of
 instruments and a letter from the company. Nobody had expected him before the thaw. "You will want a room," said the
 keeper's wife, "and somebody who knows the ice." He answered that he wanted both, at once, and paid for a month.
@@ -38,7 +38,7 @@ class Size:
 
 
 class EstimateService:
-    """Puts together what was measured and what the formulas say."""
+    """The service that estimates work by what was measured and, before that, by the planner's formulas."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
@@ -79,7 +79,7 @@ class EstimateService:
         )
 
     async def tokens(self, size: Size) -> Figure:
-        """How many tokens a text has."""
+        """Estimate or count the tokens of a text."""
         if size.tokens is not None:
             return _exact(size.tokens, "given")
         if size.text is not None and size.size in (None, len(size.text)):
@@ -98,7 +98,7 @@ class EstimateService:
         return _around(total * assumed.tokens_per_byte, ASSUMED_SPREAD if assumed.spread else 0.0, "planned")
 
     async def delay(self, size: Size) -> tuple[float, float]:
-        """How long work would wait for what is under way, and how long it would take with that.
+        """The time that work would wait for other work under way, and the time it would take with that.
 
         Units: seconds; 0 and 0 before anything was measured.
         """
@@ -110,13 +110,13 @@ class EstimateService:
         return queue, queue + tokens / speed.tokens_per_second
 
     def queue_seconds(self, tokens: Figure, seconds: Figure) -> float:
-        """How much longer work takes because of what is under way."""
+        """The seconds that other work under way adds to this work."""
         if tokens.value <= 0:
             return 0.0
         return self._context.workload.tokens_before(tokens.value) * seconds.value / tokens.value
 
     def _seconds(self, tokens: Figure, plan: Plan | None) -> tuple[Figure, list[str]]:
-        """How long reading takes alone."""
+        """Estimate the seconds that reading alone takes; notes say where that is uncertain."""
         notes: list[str] = []
         speed = self._context.workload.speed.measured()
         spread = (tokens.high - tokens.low) / 2 / tokens.value if tokens.value else 0.0
@@ -132,7 +132,7 @@ class EstimateService:
         return _around(plan.prefill_seconds, PLANNED_SPREAD + spread, "planned"), notes
 
     async def _sampled(self, text: bytes) -> TextRatio:
-        """The ratio of a sample, over pieces of it."""
+        """The ratio of tokens to bytes of a sample, over pieces of it."""
         ratio = TextRatio()
         step = max(1, -(-len(text) // PIECES))
         for start in range(0, len(text), step):

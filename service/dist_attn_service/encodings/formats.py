@@ -19,7 +19,7 @@ from dist_attn_service.encodings.encoding_run import RowBlock
 
 @dataclass(frozen=True)
 class RowsAhead:
-    """What is known before the first row: numbers in a row, their count where it is known, and words about them."""
+    """The facts known before the first row: numbers in a row, the count of rows or None, and what was asked for."""
 
     dim: int
     count: int | None = None
@@ -27,7 +27,7 @@ class RowsAhead:
 
     @classmethod
     def of(cls, spec: RowSpec, model: str, dim: int, first_row: int, count: int | None) -> Self:
-        """What is known of rows of a model from one on; `count` is of all rows of the document."""
+        """The facts of the rows from `first_row` on; `count` is of all rows of the document."""
         about = {
             "model": model,
             "granularity": spec.granularity,
@@ -43,9 +43,9 @@ class RowFormat(ABC):
 
     media_type: ClassVar[str]
     needs_count: ClassVar[bool] = False
-    """Whether the bytes before the first row hold the number of rows."""
+    """True where the bytes before the first row hold the number of rows."""
     breaks_off: ClassVar[bool] = True
-    """Whether an answer that fails breaks off: the connection is closed without the end of the body."""
+    """True where an answer that fails breaks off: the connection is closed without the end of the body."""
 
     def __init__(self, ahead: RowsAhead) -> None:
         self.ahead = ahead
@@ -65,11 +65,11 @@ class RowFormat(ABC):
 
     @abstractmethod
     def end(self, summary: EncodingSummary) -> bytes:
-        """The bytes behind the last row of an answer that is complete."""
+        """The bytes after the last row of an answer that is complete."""
 
     @abstractmethod
     def failed(self, error: ServiceError) -> bytes:
-        """The bytes behind the last row of one that is not, in their place."""
+        """The bytes after the last row of an answer that failed."""
 
 
 class RowLine(msgspec.Struct):
@@ -103,7 +103,7 @@ class NdjsonFormat(RowFormat):
     breaks_off: ClassVar[bool] = False
 
     def head(self) -> bytes:
-        """Nothing."""
+        """No bytes: lines need no head."""
         return b""
 
     def rows(self, block: RowBlock) -> bytes:
@@ -121,7 +121,7 @@ class NdjsonFormat(RowFormat):
 
 @final
 class NpyFormat(RowFormat):
-    """Little-endian float32 [rows, dim] in C order, format version 1.0. One that ends early is too short."""
+    """Little-endian float32 [rows, dim] in C order, format version 1.0. An answer that ends early is too short."""
 
     media_type: ClassVar[str] = "application/x-npy"
     needs_count: ClassVar[bool] = True
@@ -146,7 +146,7 @@ class NpyFormat(RowFormat):
         return self._head
 
     def rows(self, block: RowBlock) -> bytes:
-        """Their vectors.
+        """The vectors of the rows.
 
         Raises: EngineFailure for more rows than the header has promised.
         """
@@ -156,7 +156,7 @@ class NpyFormat(RowFormat):
         return np.ascontiguousarray(block.vectors_ND, dtype="<f4").tobytes()
 
     def end(self, summary: EncodingSummary) -> bytes:
-        """Nothing.
+        """Check the number of rows; no bytes follow them.
 
         Raises: EngineFailure for fewer rows than the header has promised.
         """
@@ -165,7 +165,7 @@ class NpyFormat(RowFormat):
         return b""
 
     def failed(self, error: ServiceError) -> bytes:
-        """Nothing: what is there is shorter than its Content-Length."""
+        """No bytes: the answer is then shorter than its Content-Length."""
         return b""
 
 
@@ -177,7 +177,7 @@ RANGES = ("start", "stop", "byte_start", "byte_stop")
 class ArrowFormat(RowFormat):
     """Columns index, start, stop, byte_start and byte_stop (int64), embedding (a list of dim float32).
 
-    The schema's metadata say what was asked for. pyarrow is loaded by the first of these.
+    The schema's metadata says what was asked for. The first of these formats loads pyarrow.
     """
 
     media_type: ClassVar[str] = "application/vnd.apache.arrow.stream"
@@ -269,9 +269,9 @@ def _weight(parameters: list[str]) -> float:
 
 
 def make_format(name: str, ahead: RowsAhead) -> RowFormat:
-    """A format for one answer.
+    """Make the format of one answer.
 
-    Raises: BadRequest for one that this installation lacks.
+    Raises: BadRequest for a format that this installation lacks.
     """
     try:
         return FORMATS[name](ahead)

@@ -1,1 +1,1 @@
-"""The API's side of the engine: the connection, the streams of open requests, what is known of its speed."""
+"""The API's side of the engine: the connection, the streams of open requests, and the measures of its speed."""

@@ -1,4 +1,4 @@
-"""What Prometheus is told: counters of requests and tokens, and gauges that are read when it asks."""
+"""The metrics for Prometheus: counters of requests and tokens, and gauges that are read when it asks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,14 +21,14 @@ UNROUTED = "none"
 OUTCOMES = frozenset({"finished", "client_gone", *map(str, Code)})
 TOKEN_KINDS = ("prompt", "completion", "encoding", "embedding")
 PREFIX_LOOKUPS = ("hit", "miss", "failed")
-"""`failed`: the store did not answer in time, or what was a hit could not be gone on from: it was read anew."""
+"""`failed`: the store did not answer in time, or the state that it had could not be used; the prompt was read anew."""
 PREFIX_STATES = ("kept", "no_room", "failed")
 SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 
 @dataclass(frozen=True)
 class Gauges:
-    """How things are at one moment; `engines` are those of the models, by name."""
+    """The gauges of one moment; `engines` has the health of each model's engine, by the model's name."""
 
     engines: Mapping[str, EngineHealth]
     open_requests: int
@@ -144,7 +144,7 @@ class _GaugeCollector(Collector):
 
 
 def _engine_metrics(engines: Mapping[str, EngineHealth]) -> Iterable[Metric]:
-    """What each engine said lately, under the name of its model."""
+    """The latest status of each engine as metrics, under the name of its model."""
     heard = {model: (health.status, health.age) for model, health in engines.items() if health.status is not None}
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
     again = "Tokens that were read or drawn a second time after a loss"

@@ -33,7 +33,7 @@ from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 
 class OpenStreams:
-    """The requests in flight by id; hands each message of the controller to its own."""
+    """The requests in flight by id; each gets the messages of the controller that are its own."""
 
     def __init__(self, limits: StreamLimits, memory: GivenMemory | None = None) -> None:
         self._limits = limits
@@ -45,7 +45,7 @@ class OpenStreams:
         return len(self._streams)
 
     def open(self, work: OpenWork, post: Callable[[AnyMessage], None]) -> EngineStream:
-        """A new stream whose opening message has been posted, under the id of the work and what makes it unique."""
+        """Open a stream and post its opening message, under the id of the work with an ending that makes it unique."""
         draw = work.draw
         if draw is not None and draw.seed is None:  # settled here: another controller draws the same tokens
             draw = msgspec.structs.replace(draw, seed=secrets.randbits(63))
@@ -57,13 +57,13 @@ class OpenStreams:
         return stream
 
     def moved(self, epoch: int, step: int) -> None:
-        """Where the engine is now, for the traces."""
+        """Note the epoch and step that the engine has reached, for the traces."""
         self._epoch, self._step = epoch, step
         for stream in self._streams.values():
             stream.trace.moved(epoch, step)
 
     def route(self, message: AnyMessage) -> None:
-        """Deliver to the stream it belongs to; messages for requests that are over are dropped."""
+        """Deliver a message to the stream it belongs to, or drop it if the request is over."""
         stream = self._streams.get(getattr(message, "request_id", ""))
         if stream is not None:
             stream.deliver(message)
@@ -80,19 +80,19 @@ class OpenStreams:
             stream.fail(EngineFailure(message, code=code))
 
     def hold_all(self, message: str, code: Code) -> None:
-        """The controller is gone: streams whose work another one can do again wait for it, the others end."""
+        """Let streams whose work another controller can do again wait for one, and end the others: this one is gone."""
         for stream in list(self._streams.values()):
             if not stream.hold():
                 stream.fail(EngineFailure(message, code=code))
 
     def fail_held(self, message: str, code: Code) -> None:
-        """No other controller has come."""
+        """End the streams that wait for another controller: none has come."""
         for stream in list(self._streams.values()):
             if stream.held:
                 stream.fail(EngineFailure(message, code=code))
 
     def do_again(self) -> int:
-        """Another controller is there: it is given the work of the streams that wait for it; how many these are."""
+        """Give the work of the streams that wait to another controller; return how many they are."""
         held = [stream for stream in self._streams.values() if stream.held]
         for stream in held:
             del self._streams[stream.request_id]
@@ -117,7 +117,7 @@ _HANDSHAKE_FAILED = (
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """What is known about the engine now; `reason` says in words why it is not ready.
+    """The health of the engine now; `reason` says in words why it is not ready.
 
     `age` is that of `status` in seconds.
     """
@@ -129,19 +129,19 @@ class EngineHealth:
 
 
 class EnginePort(Protocol):
-    """What the service needs of an engine."""
+    """The connection to an engine, as the service needs it."""
 
     async def start(self) -> None:
         """Begin to talk to the engine; returns at once, whether or not it answers."""
 
     async def close(self) -> None:
-        """Fail what is open and let go of the engine."""
+        """Fail all open streams, and disconnect from the engine."""
 
     def health(self) -> EngineHealth:
         """The newest health, not ready where its status is older than the port accepts; never waits."""
 
     def open(self, work: OpenWork) -> EngineStream:
-        """Start it, under its request id and something that makes it unique.
+        """Start work, under its request id with an ending that makes it unique.
 
         Raises: EngineUnavailable without a connection to the controller.
         """
@@ -210,7 +210,7 @@ class ZmqEnginePort:
             task.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
-        """Fail what is open, stop the tasks, close the sockets; a second time there is nothing left to do."""
+        """Fail all open streams, stop the tasks, close the sockets; a second call does nothing."""
         self._streams.fail_all("the service is stopping; send the request again", Code.STOPPING)
         self._stop_giving_up()
         await stop_tasks(*self._tasks)
@@ -221,7 +221,7 @@ class ZmqEnginePort:
             self._socket = self._context = None
 
     def health(self) -> EngineHealth:
-        """The newest Status, unless it is too old."""
+        """The health by the newest Status; not ready if that is too old."""
         if not self._connected:
             return EngineHealth(False, f"no connection to the engine's controller at {self._address}{self._refused}")
         if self._status is None:
@@ -251,7 +251,7 @@ class ZmqEnginePort:
             try:
                 message = decode(data)
             except WireError as error:
-                # What is lost would be waited for: its request ends here, and the others do not hear of it.
+                # Its request would wait for the lost message, and so ends here; the other requests go on.
                 self._log.error("unreadable message from the controller", error=str(error))
                 self._streams.fail(error.request_id, f"the engine's answer could not be read: {error}")
                 continue
@@ -263,12 +263,12 @@ class ZmqEnginePort:
                 continue
             try:
                 self._streams.route(message)
-            except Exception as error:  # a bug of ours, which ends what it is about and not the reading of the rest
+            except Exception as error:  # a bug of ours, which ends this request and not the reading of other messages
                 self._log.exception("an answer of the engine could not be taken", error=repr(error))
                 self._streams.fail(getattr(message, "request_id", ""), "the engine's answer could not be taken")
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A task that ends by itself is a bug: say so, and let no request wait for it."""
+        """Log a task that has ended by itself, which is a bug, and let no request wait for it."""
         if not task.cancelled():
             self._connected = False
             self._log.error("engine port task ended", task=task.get_name(), error=repr(task.exception()))
@@ -281,20 +281,20 @@ class ZmqEnginePort:
             await asyncio.sleep(self._status_seconds)
 
     def _controller_lost(self) -> None:
-        """The controller is gone: what another one can do again waits for it a while."""
+        """Let work that another controller can do again wait for one, for a while: this one is gone."""
         words = "the connection to the engine's controller broke; send the request again"
         self._streams.hold_all(words, Code.ENGINE_UNREACHABLE)
         seconds = self._limits.resend_seconds
         self._give_up(seconds, f"{words}: no other one came within {seconds:g} s")
 
     def _controller_came(self) -> None:
-        """A controller is there; what waits for one goes on as soon as its ranks have told what they run."""
+        """Wait, for a while, until the ranks of the new controller say what they run; then the held work goes on."""
         self._model_unknown = True
         seconds = self._limits.silence_seconds
         self._give_up(seconds, f"the engine was started again, and no rank was there within {seconds:g} s")
 
     def _model_known(self, status: Status) -> None:
-        """What the engine runs: only by the very same model, in the same way, is work done again that had begun."""
+        """Let waiting work go on if the engine runs the very same model in the same way as before, and else end it."""
         serves = (status.model, status.vocab_size, status.hidden_size, status.manifest)
         before, self._served = self._served, serves
         if not self._model_unknown:
@@ -310,7 +310,7 @@ class ZmqEnginePort:
             self._log.info("open requests go on with another controller", requests=again)
 
     def _give_up(self, seconds: float, words: str) -> None:
-        """Let what waits for another controller wait so long from now."""
+        """End the work that still waits for another controller after so many seconds from now."""
         self._stop_giving_up()
         later = asyncio.get_running_loop().call_later
         self._giving_up = later(seconds, self._streams.fail_held, words, Code.ENGINE_UNREACHABLE)
@@ -343,6 +343,6 @@ class ZmqEnginePort:
 
 
 def _consume(future: "asyncio.Future[Any]") -> None:
-    """A send that fails at close is not an error to report."""
+    """Take the error of a send, so that asyncio does not report it: one that fails at close is no fault."""
     if not future.cancelled():
         future.exception()

@@ -1,4 +1,4 @@
-"""What was sent to the engine for a request and what came of it, so that another controller can do the work again."""
+"""The tokens sent for a request and the results that came, so that another controller can do the work again."""
 
 from array import array
 from collections import deque
@@ -15,9 +15,9 @@ TOKEN_BYTES = 4
 
 
 class GivenMemory:
-    """How much memory the tokens of all open requests may take together. Units: bytes.
+    """The memory that the tokens of all open requests may take together. Units: bytes.
 
-    When it is full the request that has most lets go of its own: a long text must not cost many short ones.
+    When it is full the request that has most forgets its tokens: a long text must not cost many short ones.
     """
 
     def __init__(self, limit: int) -> None:
@@ -25,7 +25,7 @@ class GivenMemory:
         self._holders: set[GivenTokens] = set()
 
     def take(self, holder: "GivenTokens", count: int) -> bool:
-        """Whether there is room for so much more of this one."""
+        """Take `count` more bytes for this holder, and return whether there was room for them."""
         while count > self._left:
             largest = max(self._holders, key=len, default=holder)
             if len(largest) <= len(holder):
@@ -36,7 +36,7 @@ class GivenMemory:
         return True
 
     def give_back(self, holder: "GivenTokens", count: int) -> None:
-        """So much is free again."""
+        """Free the bytes of a holder, which are so many in all."""
         self._left += count
         self._holders.discard(holder)
 
@@ -50,7 +50,7 @@ class GivenTokens:
         self.whole = True
 
     def push(self, data: bytes) -> None:
-        """Remember the next ones."""
+        """Keep the next tokens."""
         if not self.whole:
             return
         if self._memory.take(self, len(data)):
@@ -66,64 +66,64 @@ class GivenTokens:
         return len(self._data) // TOKEN_BYTES
 
     def let_go(self) -> None:
-        """Forget them all; from now on the work cannot be done again."""
+        """Forget all tokens; from now on the work cannot be done again."""
         self._memory.give_back(self, len(self._data))
         self._data = bytearray()
         self.whole = False
 
 
 Send = Callable[[int, bytes, bool], None]
-"""Sends tokens, as bytes, that begin at a position; whether these are the last ones."""
+"""Sends tokens: the position of the first, their bytes, and whether they are the last ones."""
 
 
 @final
 class SentTokens:
-    """The tokens of one request from position `start` on: sent as far as there is credit, and to another controller
-    again, if there is a `memory` for them.
+    """The tokens of one request from position `start` on: sent as far as there is credit, and again to another
+    controller, if there is a `memory` for them.
     """
 
     def __init__(self, start: int, memory: GivenMemory | None, message_tokens: int, send: Send) -> None:
         self.sent = start
-        """The position after the last one."""
+        """The position after the last token sent."""
         self.final = False
         self.credit = 0
         self.held = False
-        """Whether they wait for another controller."""
+        """True while the tokens wait for another controller."""
         self._given = None if memory is None else GivenTokens(memory)
         self._message_tokens = message_tokens
         self._send = send
-        self._again: int | None = None  # how many the next controller has got of those that were sent
+        self._again: int | None = None  # how many of the sent tokens the next controller has got
 
     @property
     def room(self) -> int:
-        """How many more may be sent."""
+        """The number of tokens that may still be sent."""
         return self.credit - self.sent
 
     @property
     def whole(self) -> bool:
-        """Whether all of them are there, from the first of the text on."""
+        """Return whether all sent tokens are kept, from the first of the text on."""
         return self._given is not None and self._given.whole and len(self._given) == self.sent
 
     def remember(self, data: bytes) -> None:
-        """These come next; another controller will need them."""
+        """Keep the next tokens, which another controller will need."""
         if self._given is not None:
             self._given.push(data)
 
     def forget(self) -> None:
-        """They will not be sent again."""
+        """Forget the tokens: they will not be sent again."""
         if self._given is not None:
             self._given.let_go()
 
     def push(self, data: bytes, *, final: bool) -> None:
-        """The next ones, for which there is room; `final` marks the end."""
+        """Send the next tokens, for which there is room; `final` marks the end."""
         self.remember(data)
-        if not (self.held or self._again is not None):  # else they go with what is sent again
+        if not (self.held or self._again is not None):  # otherwise `send_again` sends them
             self._send(self.sent, data, final)
         self.sent += len(data) // TOKEN_BYTES
         self.final = self.final or final
 
     def grant(self, upto: int) -> None:
-        """There is credit up to this position.
+        """Take credit up to this position, and send again what it allows.
 
         Raises: EngineFailure as `send_again`.
         """
@@ -135,18 +135,18 @@ class SentTokens:
         self.held, self.credit = True, 0
 
     def begin_again(self) -> None:
-        """Another controller is there.
+        """Begin again with another controller.
 
-        Raises: EngineFailure when there was no memory for them.
+        Raises: EngineFailure when there was no memory for the tokens.
         """
         self.held, self.credit = False, 0
         self._require_whole()
         self._again = 0 if self.sent or self.final else None
 
     def send_again(self) -> None:
-        """Send as many of those that were sent before as there is credit for.
+        """Send as many of the tokens that were sent before as there is credit for.
 
-        Raises: EngineFailure when there was no memory for them.
+        Raises: EngineFailure when there was no memory for the tokens.
         """
         while self._again is not None:
             given, at = self._require_whole(), self._again
@@ -166,7 +166,7 @@ class SentTokens:
 
 
 class Inbox:
-    """What came of a request and has not been taken yet: what comes of it a second time is not handed on again.
+    """The results of a request that have not been taken yet; those that come a second time are not handed on again.
 
     Rows are the same bits when they are made again, and tokens are drawn from the same random numbers.
     """
@@ -175,9 +175,9 @@ class Inbox:
         self._limit = limit
         self._events: deque[EngineEvent] = deque()
         self.bytes = 0
-        """Of the rows in it."""
+        """The bytes of the rows that wait."""
         self._rows = 0  # handed on
-        self._rows_come = 0  # of the engine that works on it now
+        self._rows_come = 0  # from the engine that works on the request now
         self._drawn = array("i")
         self._drawn_come = 0
 
@@ -192,22 +192,22 @@ class Inbox:
         return event
 
     def clear(self) -> None:
-        """Drop what was not taken."""
+        """Drop all events that were not taken."""
         self._events.clear()
         self.bytes = 0
 
     def begin_again(self) -> None:
-        """Another engine does the work from its beginning."""
+        """Expect the results from the first one on: another engine does the work from its beginning."""
         self._rows_come = self._drawn_come = 0
 
     def put(self, event: EngineEvent) -> None:
-        """The next event.
+        """Add the next event.
 
         Raises: EngineFailure for rows and tokens that do not follow the ones before; ServiceError for more rows than
             there is memory for.
         """
         if isinstance(event, Progress) and self._events and isinstance(self._events[-1], Progress):
-            self._events.pop()  # of several that were not taken yet only the last one says anything
+            self._events.pop()  # of several that were not taken yet only the last one counts
         new: EngineEvent | None = event
         if isinstance(event, Generated):
             new = self._new_tokens(event)
@@ -229,7 +229,7 @@ class Inbox:
         self.bytes += count
 
     def _new_rows(self, rows: Rows) -> Rows | None:
-        """Those of them that were not there before.
+        """The rows that had not come before; None where all had.
 
         Raises: EngineFailure for rows that do not follow the ones before.
         """
@@ -253,7 +253,7 @@ class Inbox:
         )
 
     def _new_tokens(self, generated: Generated) -> Generated | None:
-        """What of it was not drawn before; the end of drawing is always new.
+        """The tokens that were not drawn before, None where all were; the end of drawing is always new.
 
         Raises: EngineFailure where other tokens were drawn than the first time.
         """

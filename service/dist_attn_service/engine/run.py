@@ -1,4 +1,4 @@
-"""Work in the engine: what all kinds of it share, and one request: tokens in, results to where they belong."""
+"""Work in the engine: the parts that all kinds of it share, and one request, from its tokens to its results."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServiceContext:
-    """The engine and its health, the model that is served and its tokeniser, the store of states, and what counts."""
+    """The parts that all work with one model shares: engine, tokeniser, store of states, measures and threads."""
 
     settings: Settings
     model: ServedModel
@@ -50,7 +50,7 @@ class ServiceContext:
 
     @asynccontextmanager
     async def open(self, work: OpenWork) -> AsyncIterator[EngineStream]:
-        """A request in the engine, once its controller has taken it; leaving early cancels it there.
+        """Open a request in the engine, once its controller has taken it; leaving early cancels it there.
 
         Raises: ServiceError when the engine does not take it.
         """
@@ -65,10 +65,10 @@ FRESH = RestoreReport(0, 0, True, "")
 @final
 @dataclass
 class EngineRun:
-    """Feeds a request and hands on what comes of it, in order; what was not asked for is an error of the engine.
+    """One request: it is fed, and its results are handed on in order; one that was not asked for is an engine's error.
 
-    `on_state` gets a position and the bytes of the state there, all of which are taken before anything else comes. A
-    text whose end is not waited for is left by closing the stream. `waiting` is entered while the engine is waited for.
+    `on_state` gets a position and the bytes of the state there, all of which are taken before anything else comes.
+    Closing the stream leaves a text before its end. `waiting` is entered while the engine is waited for.
     """
 
     stream: EngineStream
@@ -78,18 +78,18 @@ class EngineRun:
     on_state: Callable[[int, AsyncIterator[bytes]], Awaitable[None]] | None = None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     rows: int = 0
-    """How many rows have come."""
+    """The number of rows that have come."""
     kept: int | None = None
     """The position of the last state that has come."""
     report: RestoreReport = FRESH
-    """How restoring the state that the request began with went."""
+    """The report on restoring the state that the request began with."""
 
     async def work(
         self, tokens: TokenArray | AsyncGenerator[TokenArray], state: AsyncIterable[bytes] | None = None
     ) -> None:
-        """Go through all of it: return when the engine has said that this was all, or the stream was closed.
+        """Feed the whole request; return when the engine has said that this was all, or the stream was closed.
 
-        Raises: ServiceError of the engine, of the tokens, of the state to begin with, or of those who take the results.
+        Raises: ServiceError of the engine, of the tokens, of the state to begin with, or of the callbacks.
         """
         with ExitStack() as until_done:
             async with task_group() as group:
@@ -98,7 +98,7 @@ class EngineRun:
                     await self._take(event)
 
     def ends_at(self, position: int) -> bool:
-        """Whether the text ends there, as far as is known by now."""
+        """Return whether the text ends at this position, as far as is known by now."""
         return self.stream.final_sent and position == self.stream.sent
 
     async def _feed(
@@ -146,7 +146,7 @@ class EngineRun:
                 raise EngineFailure(f"the engine answered a request with tokens {at}, with {event!r:.200}")
 
     def _require(self, tokens: int, rows: int) -> None:
-        """Raises: EngineFailure when these are not the tokens and rows that went through this service."""
+        """Check these counts against the tokens and rows that went through this service. Raises: EngineFailure."""
         if not self.stream.final_sent or (tokens, rows) != (self.stream.sent, self.rows):
             raise EngineFailure(
                 f"the engine counted {tokens} tokens and {rows} rows where {self.stream.sent} and {self.rows} "

@@ -1,4 +1,4 @@
-"""What the API knows of the model it serves, read from the model folder; never its weights."""
+"""The facts of a served model that the API reads from its folder; never its weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -68,11 +68,11 @@ class ServedModel:
     digest: str = ""
     num_layers: int | None = None
     names: tuple[str, ...] = ()
-    """What it answers to; nothing: the folder's name."""
+    """The names that the model answers to; if empty, the folder's name."""
     drawing: Mapping[str, float | int] = field(default_factory=dict)
-    """How tokens are drawn where a request does not say so, by the names of `SamplingSpec`."""
+    """The options of drawing that hold where a request says nothing, by the names of `SamplingSpec`."""
     stop_strings: tuple[str, ...] = ()
-    """What ends the answer of a chat where a request does not say so."""
+    """The strings that end the answer of a chat where a request names none."""
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -36,12 +36,12 @@ from dist_attn_service.engine.resending import EngineEvent, GivenMemory, Inbox, 
 
 PIECE_BYTES = 1 << 20
 STATE_WINDOW_BYTES = 4 << 20
-"""How much of a state may be under way to this process: what its memory holds of one at most."""
+"""The most bytes of a state that may be under way to this process, and in its memory."""
 
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """How much one request may have under way and how long the engine may be silent.
+    """The bounds on what one request may have under way and on how long the engine may be silent.
 
     Units: bytes, tokens, seconds.
     """
@@ -112,11 +112,11 @@ class EngineStream(AbstractContextManager["EngineStream"]):
 
     @property
     def final_sent(self) -> bool:
-        """Whether that was the last one."""
+        """Return whether the last token has been sent."""
         return self._tokens.final
 
     def close(self) -> None:
-        """Stop listening; the controller is told to cancel unless the request has ended already; see above."""
+        """Stop listening, and cancel the request unless it has ended; the class says when it stays open."""
         self._inbox.clear()
         if self._drawn and self._fetched and self._error is None:
             return
@@ -141,7 +141,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
             return
         self._accepted = True
         if isinstance(message, Credit) and message.upto <= self._tokens.credit:
-            return  # the controller looks whether we are still here: no progress
+            return  # the controller only asks if this process is alive: no progress
         if isinstance(message, Rows | Generated | Progress | Done):
             self.trace.worked()
         try:
@@ -152,7 +152,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._changed.notify()
 
     def _take(self, message: AnyMessage) -> None:
-        """Raises: ServiceError for what ends the request."""
+        """Act on a message. Raises: ServiceError for one that ends the request."""
         match message:
             case Credit(upto=upto):
                 self._tokens.grant(upto)
@@ -166,7 +166,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
             case Generated(finish_reason=reason):
                 self._inbox.put(message)
                 self._drawn = reason is not None and not self._work.keep.end
-                # While it is held its controller is gone, and so are the states.
+                # While the stream is held its controller is gone, and so are the states.
                 self._ended = self._drawn and (not self._with_states or self._tokens.held)
             case StateCredit(upto=upto):
                 self._state_credit = max(self._state_credit, upto)
@@ -196,11 +196,11 @@ class EngineStream(AbstractContextManager["EngineStream"]):
 
     @property
     def held(self) -> bool:
-        """Whether it waits for another controller. What was on its way from the old one may still end it."""
+        """Return whether it waits for another controller. A late message of the old one may still end it."""
         return self._tokens.held and not self._ended
 
     def hold(self) -> bool:
-        """The controller is gone: wait for another one. False where that could not do the work again."""
+        """Wait for another controller, as this one is gone. Return False where another could not do the work again."""
         if self._ended or self._error is not None or self._tokens.held:
             return True
         if self._drawn or self._coming is not None or not self._tokens.whole:
@@ -210,17 +210,17 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         return True
 
     def do_again(self, request_id: str) -> None:
-        """Have another controller do the work from its beginning, under a new id; what has been delivered is not again.
+        """Have another controller do the work from its beginning, under a new id; results are not delivered twice.
 
-        What was on its way to the controller before may reach this one, so that the old id is cancelled first. There
-        are no stored states any more: those that were not fetched are not handed out.
+        Messages that were on their way to the old controller may reach this one, so the old id is cancelled first.
+        There are no stored states any more: those that were not fetched are not handed out.
         """
         self._post(Cancel(self.request_id))
         self.request_id = request_id
         self._with_states = False
         self._states.clear()
         terms = self._work.terms
-        if terms.deadline_s is not None:  # it counts from when the request came first
+        if terms.deadline_s is not None:  # it counts from the request's first opening
             left = max(0.001, terms.deadline_s - (time.monotonic() - self._opened_at))
             terms = msgspec.structs.replace(terms, deadline_s=left)
         work = msgspec.structs.replace(self._work, request_id=request_id, begin=None, keep=Keep(), terms=terms)
@@ -238,7 +238,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._changed.notify()
 
     def stands_for(self, tokens: TokenArray) -> None:
-        """These tokens are in the state that it began with: where that is not, they have to be read."""
+        """Keep the tokens that the state to begin with stands for: another controller has to read them."""
         self._tokens.remember(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
 
     # ---- from the request ----------------------------------------------------------------------
@@ -296,7 +296,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     async def next(self) -> EngineEvent | None:
         """The next result, in order; None after the last. May be cancelled at any time without losing one.
 
-        The engine may only be silent for so long once it has the whole input.
+        The silence of the engine is bounded once it has the whole input.
         Raises: ServiceError when the request failed or the engine is silent for too long.
         """
         await self._until(lambda: bool(self._inbox) or self._drawn or self._ended, owed=lambda: self.final_sent)
@@ -330,7 +330,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
             raise EngineFailure(f"a stored state of {begin.num_bytes} bytes was announced, and {done} came")
 
     async def restored(self) -> None:
-        """Wait until the engine goes on from the state that it was sent.
+        """Wait until the engine has restored the state that it was sent.
 
         Raises: ServiceError when it does not take it, or the request failed otherwise.
         """
@@ -353,7 +353,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._coming = None
 
     def fetch_states(self) -> None:
-        """A task fetches the states from now on, and calls `end_states` when it is done."""
+        """Announce a task that fetches the states from now on, and calls `end_states` when it is done."""
         self._fetched = True
 
     async def next_state(self) -> Checkpoint | None:
@@ -362,16 +362,16 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         Raises: ServiceError when the request failed.
         """
         while not self._states and self._error is None and not (self._ended or self._closed):
-            # While the prompt is read there may be nothing to say for long; that is for who reads the text to judge.
+            # While the prompt is read there may be silence for long; the task that reads the text judges it.
             if not await self._changed.wait(time.monotonic() + self._limits.silence_seconds) and self._drawn:
                 return None
         self._check()
         return None if self._closed or not self._states else self._states.popleft()
 
     def end_states(self) -> None:
-        """The task that fetched states is done; the stream ends here if the last token has come."""
+        """End the fetching of states; the stream ends here if the last token has come."""
         self._fetched = False
-        if self._drawn:  # what its reader has not taken yet stays
+        if self._drawn:  # events that its reader has not taken stay
             self._leave()
 
     # ---- waiting -------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
             raise self._error
 
     async def _until(self, condition: Callable[[], bool], *, owed: Callable[[], bool] = lambda: True) -> None:
-        """Wait for a condition; while something is `owed` the engine may only be silent for so long.
+        """Wait for a condition; while something is `owed` the engine's silence is bounded by `silence_seconds`.
 
         Raises: ServiceError when the request failed or has ended before, or the engine is silent for too long.
         """

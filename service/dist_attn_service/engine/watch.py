@@ -1,4 +1,4 @@
-"""Whether the engine can take work, and the patience of new requests with one that restarts."""
+"""The readiness of the engine, and the waiting of new requests while it restarts."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.05
 
 
 class EngineWatch:
-    """Looks at the engine's health; never keeps more than `waiting_requests` requests waiting for it."""
+    """A watch over the engine's health, for which at most `waiting_requests` requests wait at a time."""
 
     def __init__(self, engine: EnginePort, model: ServedModel, settings: Settings) -> None:
         self._engine = engine
@@ -53,7 +53,7 @@ class EngineWatch:
         return health.status
 
     def manifest(self) -> Manifest:
-        """What the states of sessions say about themselves; the engine must have been ready.
+        """The manifest of the states of sessions; the engine must be ready.
 
         Raises: EngineUnavailable while it is not; BadRequest for a model whose states cannot be stored.
         """
@@ -88,12 +88,12 @@ class EngineWatch:
                 if other_model or time.monotonic() >= deadline:
                     waited = "" if other_model else f" after {seconds:g} s"
                     raise self._unavailable(f"{self._name} is not ready{waited}: {health.reason}")
-                await asyncio.sleep(POLL_SECONDS)  # what is waited for happens in other processes
+                await asyncio.sleep(POLL_SECONDS)  # it becomes ready in other processes
         finally:
             self.waiting -= 1
 
     def _unavailable(self, message: str) -> EngineUnavailable:
-        """An engine that has been missed for some time is as likely to be missed for as long again."""
+        """The refusal, which asks to come back after as long as the engine has been away: that is the best guess."""
         missed = 0.0 if self._missed_since is None else time.monotonic() - self._missed_since
         return EngineUnavailable(message, retry_after_seconds=missed)
 

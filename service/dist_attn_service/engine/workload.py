@@ -1,5 +1,5 @@
-"""The documents that this process has in the engine or waiting for it, what they mean for a new one, and what was
-measured lately: how fast the engine reads while a request waits for it, and tokens per byte of text.
+"""The documents that this process has in the engine or waiting for it, the delay that they mean for a new one, and two
+recent measures: how fast the engine reads while a request waits for it, and tokens per byte of text.
 """
 
 import math
@@ -20,14 +20,14 @@ LEAST_RATIO_SPREAD, FEW_PIECES = 0.01, 0.25
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of all that was read at the same time, and by which share a long document's may differ."""
+    """The tokens per second of all that is read at the same time, and the share by which a document's may differ."""
 
     tokens_per_second: float
     spread: float
 
 
 class EngineSpeed:
-    """Tokens that came back over the time in which the engine, and not a slow client, was what work waited for."""
+    """The tokens that came back, over the time in which work waited for the engine and not for a slow client."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class EngineSpeed:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Somebody waits for the engine."""
+        """Count the time of the block as waiting for the engine."""
         self._tick()
         self._waiting += 1
         try:
@@ -49,7 +49,7 @@ class EngineSpeed:
             self._waiting -= 1
 
     def done(self, tokens: int) -> None:
-        """So many tokens came back; they count while a request waits."""
+        """Count tokens that came back, if a request waits."""
         self._tick()
         if self._waiting:
             self._tokens += tokens
@@ -79,7 +79,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Tokens per byte of text, and by which share those of another text of this kind may differ."""
+    """The tokens per byte of text, and the share by which those of another text of this kind may differ."""
 
     tokens_per_byte: float
     spread: float
@@ -92,7 +92,7 @@ class TextRatio:
         self._pieces: deque[tuple[int, int]] = deque(maxlen=INTERVALS)
 
     def add(self, tokens: int, size: int) -> None:
-        """So many tokens came of so many bytes."""
+        """Count a piece of text."""
         if size > 0:
             self._pieces.append((tokens, size))
 
@@ -124,22 +124,22 @@ class DocumentLoad:
         return max(0.0, self.expected - self.done_tokens)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """It waits for the engine, not for its client."""
+        """Count the time of the block as waiting for the engine, not for the client."""
         return self._workload.speed.waiting()
 
     def tokenised(self, tokens: int, size: int) -> None:
-        """So many tokens came of so many bytes."""
+        """Count a piece of text that was tokenised."""
         self._workload.ratio.add(tokens, size)
 
     def done(self, upto: int) -> None:
-        """The tokens before this one have been read."""
+        """Note that the tokens before position `upto` have been read."""
         new = max(0, upto - self.done_tokens)
         self.done_tokens += new
         self._workload.speed.done(new)
 
 
 class Workload:
-    """What is under way, and what was measured of it."""
+    """The documents under way, and the measures of them."""
 
     def __init__(self) -> None:
         self.speed = EngineSpeed()
@@ -148,7 +148,7 @@ class Workload:
 
     @contextmanager
     def document(self, *, size: int | None = None, tokens: float | None = None) -> Iterator[DocumentLoad]:
-        """A document is under way, of so many bytes or tokens as far as they are known."""
+        """Count a document as under way for the block; `size` in bytes or `tokens`, as far as they are known."""
         ratio = self.ratio.measured()
         if tokens is None and size is not None and ratio is not None:
             tokens = size * ratio.tokens_per_byte
@@ -160,5 +160,5 @@ class Workload:
             self._documents.discard(load)
 
     def tokens_before(self, tokens: float) -> float:
-        """How many tokens of others are read before a new document of so many is done: long ones take turns."""
+        """The tokens of other documents that are read before a new one of `tokens` is done: long ones take turns."""
         return sum(min(document.remaining, tokens) for document in self._documents)

@@ -1,1 +1,1 @@
-"""What stands between sockets and routes: the protocol, the envelope, keys, limits, streaming."""
+"""The parts between sockets and routes: the protocol, the envelope, keys, limits, streaming."""

@@ -1,7 +1,7 @@
-"""Who may ask for what: keys as bearer tokens or in X-API-Key, known by their hashes, compared in constant time.
+"""The check of keys: bearer tokens or X-API-Key, known by their hashes and compared in constant time.
 
-Without keys every request is answered, except what a page of another site sends through a visitor's browser, be it
-under a name of that site that points here (DNS rebinding) or under ours.
+Without keys every request is answered, except those that a page of another site sends through a visitor's browser, be
+it under a name of that site that points here (DNS rebinding) or under a name of this service.
 """
 
 import hashlib
@@ -59,14 +59,14 @@ class KeyRing:
 
     @property
     def open(self) -> bool:
-        """Whether no key is asked for."""
+        """Return whether no key is asked for."""
         return not self.users and not self.admins
 
     def refusal(self, scope: Scope) -> ServiceError | None:
-        """Why this request may not pass, or None; notes in the scope's record which key it came with.
+        """The error for a request that may not pass, or None; notes in the scope's record the key it came with.
 
-        The record's `caller` is the digest of that key: whose files and sessions a request may see. While there are
-        admin keys only they may ask for the priority `high`.
+        The record's `caller` is the digest of that key, and a request may see the files and sessions of its caller.
+        While there are admin keys only they may ask for the priority `high`.
         """
         if scope["path"] in OPEN_ROUTES:
             return None
@@ -79,7 +79,7 @@ class KeyRing:
                 "this service asks for a key; send it as `Authorization: Bearer YOUR-KEY` or as `X-API-Key: YOUR-KEY`"
             )
         digest = hashlib.sha256(bearer[1].encode()).digest()
-        # Both are always looked through to their ends, so that the time tells nothing of what is in them.
+        # Both are always searched to their ends, so that the time tells nothing of the keys in them.
         is_user, is_admin = _holds(self.users, digest), _holds(self.admins, digest)
         if not is_user and not is_admin:
             return _unauthorised(
@@ -94,7 +94,7 @@ class KeyRing:
         return None
 
     def _wrong_host(self, host: str) -> ServiceError | None:
-        """A domain that its owner can point here is refused. An address points to itself, and a name without a dot, as
+        """Refuse a domain that its owner can point here. An address points to itself, and a name without a dot, as
         those of compose and of a local network, is no domain that anybody can register.
         """
         match = _HOST.fullmatch(host.strip())
@@ -117,7 +117,7 @@ def _is_address(name: str) -> bool:
 
 
 def _wrong_origin(method: str, headers: Headers) -> ServiceError | None:
-    """What a page of another site sends through its visitor's browser is refused, but for a link that is followed."""
+    """Refuse what a page of another site sends through its visitor's browser, but for a link that is followed."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is None:  # no browser, or one that does not say so of plain HTTP
         foreign = origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()

@@ -1,4 +1,4 @@
-"""What every answer gets: a request id, a problem document when something failed, one line of log."""
+"""The envelope of every answer: a request id, a problem document when something failed, one line of log."""
 
 import asyncio
 import contextlib
@@ -22,15 +22,15 @@ from dist_attn_service.http.pages import PAGE_FILES
 __all__ = ["EXCEPTION_HANDLERS", "Envelope"]
 
 POLLED = frozenset({"/health", "/livez", "/readyz", "/metrics", "/v1/status", *PAGE_FILES})
-"""Asked for every second, by probes and by the page."""
+"""The paths that probes and the page ask for every second."""
 CLIENT_GONE = 499  # as nginx writes it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Envelope:
-    """What is around the whole app; never touches `receive`.
+    """The middleware around the whole app; never touches `receive`.
 
-    `refusal` tells why a request may not pass, `whereabouts` what the engine is doing, for the log.
+    `refusal` gives the error for a request that may not pass, `whereabouts` the engine's epoch and step for the log.
     """
 
     log: Log
@@ -52,7 +52,7 @@ class Envelope:
         return wrapped
 
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> None:
-        """Run the app and answer for what it did not."""
+        """Run the app, and answer where it raised instead."""
         record = RequestRecord(
             request_id=RequestRecord.pick_id(Headers(scope=scope).get("x-request-id")),
             method=scope["method"],
@@ -93,20 +93,20 @@ class Envelope:
             self._write(record, route)
 
     def refused(self, error: ServiceError, request_id: str) -> None:
-        """Log and count what was no HTTP request, so that no app has seen it."""
+        """Log and count a refused message that was no HTTP request, and that the app has therefore not seen."""
         record = RequestRecord(request_id, method="", path="", log=self.log, reason=str(error.code))
         record.status = error.status
         self._write(record, UNROUTED)
 
     def _write(self, record: RequestRecord, route: str) -> None:
-        with contextlib.suppress(Exception):  # whatever is wrong with the engine's door: the line is written
+        with contextlib.suppress(Exception):  # the line is written whatever is wrong with the connection to the engine
             record.note(**self.whereabouts())
         record.write(polled=record.path in POLLED)
         self.metrics.ended(route, record.reason, record.seconds, received=record.received(), sent=record.sent)
 
 
 def _problem_response(error: ServiceError, record: RequestRecord) -> Response:
-    """The answer for an error before the head."""
+    """The answer to an error before the head was sent."""
     record.reason = str(error.code)
     return Response(
         error.body(record.request_id), status_code=error.status, headers=error.headers, media_type=PROBLEM_JSON
@@ -114,18 +114,18 @@ def _problem_response(error: ServiceError, record: RequestRecord) -> Response:
 
 
 async def _nobody_to_answer(request: Request, error: Any) -> Response:
-    """The client left before its answer began. Nobody gets this one; the log has its status."""
+    """Answer a client that left before its answer began. Nobody gets this one; the log has its status."""
     request.state.record.reason = "client_gone"
     return Response(status_code=CLIENT_GONE)
 
 
 async def _service_problem(request: Request, error: Any) -> Response:
-    """Anything of our own tree."""
+    """Answer an error of the service's own tree."""
     return _problem_response(error, request.state.record)
 
 
 async def _routing_problem(request: Request, error: Any) -> Response:
-    """What the router refuses (unknown path, wrong method)."""
+    """Answer a refusal of the router: an unknown path, a wrong method."""
     status, words = error.status_code, str(error.detail)
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     where = f"{request.method} {request.url.path[:200]}"
@@ -158,4 +158,4 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Corouti
     HTTPException: _routing_problem,
     ClientGone: _nobody_to_answer,
 }
-"""What routes and the router raise before an answer has begun, and the answer to it."""
+"""The exceptions that routes and the router raise before an answer has begun, and the functions that answer them."""

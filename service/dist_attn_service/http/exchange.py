@@ -31,20 +31,20 @@ PING = b": ping\n"  # one newline: a blank line would end an event, which the of
 DONE = b"data: [DONE]\n\n"
 FAREWELL_SECONDS = 1.0
 GZIP_PIECE_BYTES = 64 << 10
-GZIP_READ_BYTES = 4 << 10  # zlib copies what it was given behind the end of a member
+GZIP_READ_BYTES = 4 << 10  # zlib copies the bytes that follow the end of a member
 GZIP_EMPTY_MEMBERS = 1000  # files that were put together may have some; each costs as much as a page of text
-GZIP_FREE_BYTES = 16 << 20  # so much may come out of however little
+GZIP_FREE_BYTES = 16 << 20  # a body may always unpack to so much
 GZIP_MOST_TIMES = 200  # text shrinks to a tenth, the most repetitive logs to a hundredth, and zeros to a thousandth
-LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
-BREAK_OFF = "break_off"  # and where the server's way to close the connection in mid-answer stands
-RELEASE_WRITER = "release_writer"  # and its way to let the last bytes out though the client has not taken all before
+LAST_WORDS = "last_words"  # the key in the scope's state of the function that gives an answer's last bytes for an error
+BREAK_OFF = "break_off"  # the key of the server's function that closes the connection in mid-answer
+RELEASE_WRITER = "release_writer"  # the key of its function that lets the last bytes out to a slow client
 _RANGE = re.compile(r"[ \t]*bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECASE)
 
 
 class RequestBody:
-    """The one owner of `receive`: first the body's bytes, then only the news that the client left.
+    """The one owner of `receive`, which gives the body's bytes, and after them only the news that the client left.
 
-    At most one task uses it at a time. `bytes` counts what arrived, of a body in gzip less than `chunks` gives.
+    At most one task uses it at a time. `bytes` counts those that arrived: of a body in gzip, fewer than `chunks` gives.
     """
 
     def __init__(self, receive: Receive, *, idle_seconds: float, gzip: bool = False) -> None:
@@ -52,7 +52,7 @@ class RequestBody:
         self.gzip = gzip
         self._idle_seconds = idle_seconds
         self.ended = False
-        self.answered = False  # the end of the answer looks like a disconnect to what receives
+        self.answered = False  # `receive` reports the end of the answer as a disconnect
         self.bytes = 0
         self.heard = time.monotonic()
 
@@ -118,13 +118,13 @@ class RequestBody:
 
 
 async def _gunzipped(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """What a stream in gzip holds, of one or more members, in pieces of at most GZIP_PIECE_BYTES.
+    """Unpack a stream in gzip, of one or more members, in pieces of at most GZIP_PIECE_BYTES.
 
     Raises: BadRequest for a stream that is broken, cut off, followed by something else or has more than
         GZIP_EMPTY_MEMBERS, TooLarge for one that grows beyond GZIP_MOST_TIMES its size.
     """
     member, arrived, unpacked = zlib.decompressobj(zlib.MAX_WBITS | 16), 0, 0
-    begun, empty = 0, 0  # what had been unpacked before this member, and how many members held nothing
+    begun, empty = 0, 0  # the bytes unpacked before this member, and the number of members that held nothing
     async with aclosing(chunks):
         async for chunk in chunks:
             arrived, at, more = arrived + len(chunk), 0, False
@@ -154,7 +154,7 @@ async def _gunzipped(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
                 if piece:
                     yield piece
                 if piece or member.eof:
-                    await asyncio.sleep(0)  # a small body may hold much or many, and others want their turn
+                    await asyncio.sleep(0)  # a small body may hold much, or many members; other tasks get their turn
     if arrived and not member.eof:
         raise BadRequest("the body in gzip ends before its end; send all of it")
 
@@ -169,7 +169,7 @@ async def while_connected(body: RequestBody, work: Awaitable[T]) -> T:
 
 
 class ResponseWriter:
-    """The one owner of `send`; knows what has been promised to the client so far."""
+    """The one owner of `send`; knows whether the head has been sent and the body ended."""
 
     def __init__(
         self, send: Send, body: RequestBody, *, stall_seconds: float, break_off: Callable[[], None] = lambda: None
@@ -222,7 +222,7 @@ class ResponseWriter:
         self._break_off()
 
     async def _deliver(self, message: dict[str, object]) -> None:
-        """`send` waits for a slow client before it writes anything, so it may be given up and tried again."""
+        """Send a message: `send` waits for a slow client before it writes, so it may be cancelled and tried again."""
         since = time.monotonic()
         while True:
             try:
@@ -234,7 +234,7 @@ class ResponseWriter:
 
 
 class StreamedResponse(Response):
-    """Runs an exchange as the response. It never calls `receive`: the exchange's RequestBody owns it.
+    """A response that runs an exchange. It never calls `receive`: the exchange's RequestBody owns it.
 
     Starlette's StreamingResponse listens for the disconnect on the side and so eats chunks of a body
     that still arrives; an answer that streams while it reads must not do that.
@@ -304,7 +304,7 @@ class StreamedResponse(Response):
 
 
 class AnswerSink(Protocol):
-    """What an answer is written to, as ResponseWriter is."""
+    """A writer of answers, such as ResponseWriter."""
 
     async def start(self, media_type: str) -> None:
         """Send the head."""
@@ -317,7 +317,7 @@ class AnswerSink(Protocol):
 
 
 class EventWriter:
-    """Server-sent events as OpenAI's clients read them: no `id:`, no `retry:`, a comment as keep-alive."""
+    """A writer of server-sent events as OpenAI's clients read them: no `id:`, no `retry:`, a comment as keep-alive."""
 
     def __init__(self, writer: AnswerSink, *, ping_seconds: float) -> None:
         self._writer = writer
@@ -332,11 +332,11 @@ class EventWriter:
         await self._writer.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def done(self) -> None:
-        """Say that this was all."""
+        """End the stream with `[DONE]`."""
         await self._writer.finish(DONE)
 
     async def alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; pings while it takes its time."""
+        """The result of `work`, with pings to the client while it lasts."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=self._ping_seconds))[0]:

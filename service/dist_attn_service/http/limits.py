@@ -1,4 +1,4 @@
-"""How many requests may be under way at once, and the memory of their JSON bodies."""
+"""Limits on the requests that are under way at once, and on the memory of their JSON bodies."""
 
 import asyncio
 import time
@@ -15,9 +15,9 @@ GUESS_SECONDS = 5.0  # that a request takes, before any has ended
 
 
 class Turnover:
-    """How soon what requests hold comes free: by how long it was held lately, and is held by now.
+    """A guess of when a held place comes free: by how long places were held lately, and have been held by now.
 
-    Those who are told to come back form a line: each is told a later time, so that they do not all come at once.
+    Callers that are told to come back form a line: each is told a later time, so that they do not all come at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,10 +25,10 @@ class Turnover:
         self._lately: deque[float] = deque(maxlen=LATELY)
         self._held: dict[int, float] = {}
         self._number = 0
-        self._line: dict[str, float] = {}  # until when what comes free is spoken for
+        self._line: dict[str, float] = {}  # the time until which the places that come free are promised
 
     def begin(self) -> Callable[[], None]:
-        """Something is held; returns what says that it is free again."""
+        """Note that a place is held; return the function that frees it."""
         self._number += 1
         number = self._number
         self._held[number] = self._clock()
@@ -38,7 +38,7 @@ class Turnover:
         """The 429 for a request that waits for any held place, or with `caller` for one of the `own` of that caller."""
         now = self._clock()
         usual = sum(self._lately) / len(self._lately) if self._lately else GUESS_SECONDS
-        # What has been held for some time is as likely to be held for as long again.
+        # The best guess: a place that has been held for some time is held for as long again.
         age = now - sum(self._held.values()) / max(1, len(self._held))
         self._line = {name: until for name, until in self._line.items() if until > now}
         until = self._line.get(caller, now) + max(usual, 2 * age) / max(1, own or len(self._held))
@@ -47,7 +47,7 @@ class Turnover:
 
 
 class OpenRequests:
-    """Counts the requests that hold engine work or spools; over the limit the next one is told to come back.
+    """The count of requests that hold engine work or spools; over the limit the next one is told to come back.
 
     A caller may hold half of the places that others leave, so that no caller, and no few of them, can take all.
     """
@@ -58,7 +58,7 @@ class OpenRequests:
         self._turnover = Turnover(clock)
         self.count = 0
         self.stopping = False
-        """Whether the service ends with those that are under way."""
+        """True once the service only ends the requests that are under way."""
         self._none = asyncio.Event()
         self._none.set()
 
@@ -94,7 +94,7 @@ class OpenRequests:
                 self._none.set()
 
     async def drained(self, within_seconds: float) -> bool:
-        """Wait until none is under way; false when that took too long."""
+        """Wait until no request is under way; false when that took too long."""
         try:
             async with asyncio.timeout(within_seconds):
                 await self._none.wait()
@@ -104,8 +104,8 @@ class OpenRequests:
 
 
 class BodyMemory:
-    """Bytes of JSON bodies, or of `what` else, that requests under way hold together; what would go over the limit is
-    told to come back, or what to do `instead`.
+    """The bytes of JSON bodies, or of `what` else, that requests under way hold together; a request that would go over
+    the limit is told to come back, or to do what `instead` says.
 
     Several bodies of one caller may hold half of what others leave. Units: bytes as they arrive; parsed, a body takes
     several times as much.
@@ -124,7 +124,7 @@ class BodyMemory:
         self.held = 0
 
     def hold(self, caller: str, at_end: Callable[[Callable[[], None]], None]) -> Callable[[int], None]:
-        """A function that takes so many bytes more for one request; `at_end` is given what gives them all back.
+        """Return a function that takes so many more bytes for one request; `at_end` gets the one that gives all back.
 
         Raises: ServiceError (429) from that function over the limit, unless no other request holds any.
         """

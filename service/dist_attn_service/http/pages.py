@@ -1,4 +1,4 @@
-"""What people see in a browser: the files of the web page, and the OpenAPI document as HTML."""
+"""The pages for browsers: the files of the web page, and the OpenAPI document as HTML."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -29,12 +29,12 @@ PAGE_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",  # asked for again each time, and answered with 304 while it is the same
 }
-"""What every file of the page is sent with: nothing from elsewhere is loaded, and no other page frames it."""
+"""The headers of every file of the page: nothing from elsewhere is loaded, and no other page frames it."""
 
 
 @dataclass(frozen=True)
 class PageFile:
-    """One file: its bytes, what they are, and the entity tag that names them."""
+    """One file of the page: its bytes, their media type, and their entity tag."""
 
     data: bytes
     media_type: str
@@ -54,7 +54,7 @@ def _read(folder: Traversable, prefix: str) -> dict[str, PageFile]:
 
 
 PAGE_FILES = _read(files("dist_attn_service") / "page", PREFIX)
-"""By path: `/` is the page itself. Only these addresses and the health checks are answered without a key."""
+"""The files by path: `/` is the page itself. Only these addresses and the health checks are answered without a key."""
 
 
 METHODS = ("get", "post", "put", "patch", "delete", "head", "options")
@@ -100,7 +100,7 @@ def render_reference(document: dict[str, Any]) -> str:
 
 
 def _routes(paths: dict[str, Any]) -> Iterator[str]:
-    """Every operation, under the headings of their tags, in the order in which these first come."""
+    """Every operation, under the heading of its tag, in the order in which tags first come."""
     groups: dict[str, list[str]] = {}
     for path, operations in paths.items():
         for method in METHODS:
@@ -147,7 +147,7 @@ def _schema(name: str, schema: dict[str, Any]) -> str:
 
 
 def _table(heads: Iterable[str], rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """Rows of name, remark, value (which is HTML already) and words."""
+    """A table with rows of name, remark, value (which is HTML already) and words."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     lines = [
         f"<tr><td><code>{escape(name)}</code></td><td>{escape(remark)}</td><td>{kind}</td><td>{escape(words)}</td></tr>"
@@ -157,7 +157,7 @@ def _table(heads: Iterable[str], rows: Iterable[tuple[str, str, str, str]]) -> s
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """What a value may be, as HTML."""
+    """The kinds that a value may have, as HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

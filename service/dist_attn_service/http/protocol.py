@@ -23,14 +23,14 @@ from dist_attn_service.http.exchange import BREAK_OFF, LAST_WORDS, RELEASE_WRITE
 __all__ = ["BoundedProtocol", "bounded_protocol"]
 
 UNREAD_SECONDS = 300.0  # for a client to take the rest of its answer
-LINGER_SECONDS = 3.0  # for a client to send the rest of a request that has its answer, and then to read that
+LINGER_SECONDS = 3.0  # for a client to send the rest of a request that is answered already, and then to read the answer
 LINGER_BYTES = 256 << 20  # of that rest
-PIPELINED = 32  # requests that may wait behind the one that is answered; a read has room for thousands
+PIPELINED = 32  # requests that may wait for the answer to one before them; a read has room for thousands
 LINE_BYTES = 4  # of a header beside its name and value: the colon, a blank, CR and LF
 
 
 class _Reading(Enum):
-    """What the next byte of a connection belongs to."""
+    """The part of a request that the next byte of a connection belongs to."""
 
     HEAD = auto()
     BODY = auto()
@@ -38,11 +38,11 @@ class _Reading(Enum):
 
 
 class _Refused(Exception):
-    """Raised inside the parser's callbacks, which turn it into a parser error."""
+    """A refusal inside the parser's callbacks, which turn it into a parser error."""
 
 
 class _Parser(HttpRequestParser):
-    """Reads past an offer to upgrade: no other protocol is spoken here, and a server may ignore the offer.
+    """A parser that reads past an offer to upgrade: no other protocol is spoken here, and a server may ignore it.
 
     The parser of httptools ends such a request with its head and leaves the rest of the bytes to the other protocol. So
     it is given the same head again without the offer, and then the rest.
@@ -79,8 +79,8 @@ class _Parser(HttpRequestParser):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """What is not HTTP, a broken chunk in the middle of a body included, gets a problem document; or, when the
-    answer streams already, the stream's own last words.
+    """A protocol that answers bytes that are not HTTP, broken chunks of a body included, with a problem document; or,
+    when the answer streams already, with the stream's own last words.
     """
 
     head_bytes: ClassVar[int] = 64 << 10
@@ -92,10 +92,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self._reading = _Reading.NOTHING
-        self._request_ended = False  # or a piece of a body read, in the bytes that are read just now
-        self._head_bytes = 0  # of reads since then: of a head, or of the trailer of a body, that has no end
+        self._request_ended = False  # or a piece of a body was read, in the bytes that are being read
+        self._head_bytes = 0  # of reads since then: of a head, or of a body's trailer, that has not ended
         self._header_bytes = 0  # of headers that are whole
-        self._requests: deque[RequestResponseCycle] = deque()  # the one that is answered, and those behind it
+        self._requests: deque[RequestResponseCycle] = deque()  # the one that is being answered, and those after it
         self._head_timer: asyncio.TimerHandle | None = None
         self._over = False  # what still comes is dropped
         self._dropped_bytes = 0
@@ -114,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that sends no more counts as gone; but if its request is not whole, it is told."""
+        """Count a client that sends no more as gone; if its request is not whole, tell it."""
         if not self._over and self._reading is not _Reading.NOTHING:
             self.send_400_response("")
         return False  # closes once all is written
@@ -159,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._request_ended, self._head_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        self._head_bytes -= self._header_bytes  # what these reads have beyond the head may be a trailer's
+        self._head_bytes -= self._header_bytes  # the bytes of these reads beyond the head may be a trailer's
         self._refusal = self._wrong_head()
         if self._refusal is not None:
             raise _Refused
@@ -181,7 +181,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._requests.append(self.cycle)
 
     def _wrong_head(self) -> ServiceError | None:
-        """Why no request is made of a head, although it can be parsed."""
+        """The refusal of a head that can be parsed but makes no request; None for one that does."""
         version, method = self.parser.get_http_version(), self.parser.get_method()
         hosts = [value for name, value in self.headers if name == b"host"]
         codings = b",".join(value for name, value in self.headers if name == b"transfer-encoding").decode("latin-1")
@@ -224,7 +224,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answer, let the client read it, close; the app sees a client that left."""
+        """Answer with an error, let the client read it, close; the app sees a client that left."""
         if self._over or self.transport.is_closing():
             return
         cycle = next((one for one in self._requests if not one.response_complete), None)
@@ -253,21 +253,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def last_answer(self) -> None:
-        """What is answered just now is the last."""
+        """Make the answers to the requests that have begun the last ones of the connection."""
         for cycle in self._requests:
             cycle.keep_alive = False
 
     def shutdown(self) -> None:
-        """End now, or with the answer to the request that has begun."""
+        """Close now, or after the answer to the request that has begun."""
         self.last_answer()
         if self._reading is not _Reading.HEAD and (self.cycle is None or self.cycle.response_complete):
             self._close()
 
     def _close(self, *, linger: bool = False) -> None:
-        """Send what was written, and its end.
+        """Close once all that was written is sent.
 
-        Where the client may still be sending, that is read and dropped for a while: a close before would reset away
-        what the client has not received yet.
+        Where the client may still be sending, its bytes are read and dropped for a while: an earlier close would reset
+        the connection, and the client would lose bytes that it has not received yet.
         """
         if self._over or self.transport.is_closing():
             return
@@ -288,7 +288,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _leave(self) -> None:
-        """Tell the request that is answered that its client is gone; those that wait behind it never begin."""
+        """Tell the request that is being answered that its client is gone; those that wait after it never begin."""
         self.pipeline.clear()
         for cycle in self._requests:
             if not cycle.response_complete:
@@ -306,7 +306,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _Unframed:
-    """Sends to a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection."""
+    """A sender to a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -314,7 +314,7 @@ class _Unframed:
         self._open_ended = False
 
     async def send(self, message: Any) -> None:
-        """One message of the app, as uvicorn sends a body whose length it knows."""
+        """Send one message of the app, as uvicorn sends a body whose length it knows."""
         if message["type"] == "http.response.start":
             self._open_ended = not any(name.lower() == b"content-length" for name, _ in message.get("headers", []))
             if self._open_ended:
@@ -333,7 +333,7 @@ def bounded_protocol(
 ) -> type[BoundedProtocol]:
     """A protocol class for uvicorn's `http` option: the head of a request may have so many bytes and seconds.
 
-    `on_refused` is told of what never became a request: the error and the id that the answer has. Once the service is
+    `on_refused` gets the error and the id of each answer to bytes that never became a request. Once the service is
     `stopping`, each connection ends with the next answer.
     """
     values = {

@@ -1,4 +1,4 @@
-"""Jobs as their callers deal with them: hand one in, look at it, follow what happens, cancel and delete it."""
+"""Jobs as their callers use them: hand one in, look at it, follow its events, cancel and delete it."""
 
 import asyncio
 import hashlib
@@ -32,10 +32,10 @@ RENEW_SECONDS = 5.0
 
 @final
 class JobServices:
-    """What routes do with jobs, but for their `results`.
+    """The service of jobs, except for their `results`.
 
-    `runner` is that of this process, which is told at once what others see later; nothing runs before it is started.
-    `workers` are the models that are served, each with what draws its completions.
+    `runner` is that of this process, which learns at once what others see later; nothing runs before it is started.
+    `workers` are the served models, each with its service of completions.
     """
 
     def __init__(self, catalogue: JobCatalogue, workers: Sequence[tuple[ServiceContext, CompletionService]]) -> None:
@@ -49,7 +49,7 @@ class JobServices:
             works[context.model.identity, "completion"] = CompletionWork(context, files, completions)
 
         def work_of(record: JobRecord) -> Work:
-            """Raises: BadRequest for a job of a model that is not served any more."""
+            """Find the work of a job. Raises: BadRequest for a model that is not served any more."""
             if record.model not in contexts:
                 raise BadRequest(
                     f"this job was handed in for the model {record.model}; served is {' and '.join(contexts)} now: "
@@ -123,7 +123,7 @@ class JobServices:
         )
 
     async def _receive(self, name: str, source: Source, ends: bytes, lease: float) -> tuple[int, str]:
-        """Write a document to the job's file, and where its rows end; its length, and the SHA-256 of both in hex."""
+        """Write a document and its rows' ends to the job's files; return its length, and the SHA-256 of both in hex."""
         await beside(None, self._store.files.make, name)
         total, reserved, waiting = 0, source.size or 0, bytearray()
         renewed, digest = self._catalogue.clock(), hashlib.sha256()
@@ -216,7 +216,7 @@ class JobServices:
         )
 
     async def _eta(self, name: str, record: JobRecord, remaining: float) -> float | None:
-        """Seconds to its end, by its own speed while it runs, else by what was measured lately; None: unknown."""
+        """The seconds to a job's end, by its own speed while it runs, else by recent measures; None: unknown."""
         if record.ended:
             return 0.0
         context = self._contexts.get(record.model)
@@ -229,7 +229,7 @@ class JobServices:
         return round((ahead + remaining) / speed.tokens_per_second, 1)
 
     async def events(self, caller: str, name: str, after: int, ping_seconds: float) -> AsyncIterator[Event | None]:
-        """The events behind number `after`, and those to come, until the job has ended; None after a time without any.
+        """The events after number `after`, and those to come, until the job has ended; None after a time without any.
 
         Raises: NotFound, also when it is deleted meanwhile.
         """
@@ -251,19 +251,19 @@ class JobServices:
     # ---- ending --------------------------------------------------------------------------------
 
     async def cancel(self, caller: str, name: str) -> JobRecord:
-        """Ask for an end: at once where it waits or runs here, within a second or so where another process runs it.
+        """End a job: at once where it waits or runs here, within a second or so where another process runs it.
 
-        What has ended stays as it is.
+        A job that has ended stays as it is.
         """
         await self._catalogue.get(name, caller)
         record = await self._catalogue.change(name, self._cancelled)
         self.runner.interrupt(name)
         if record.ended:
-            await self._store.states.forget(caller, record.point)  # who runs a job does so at its end
+            await self._store.states.forget(caller, record.point)  # the process that runs a job does so at its end
         return record
 
     async def delete(self, caller: str, name: str) -> None:
-        """Cancel if need be, and forget."""
+        """Cancel a job if need be, and forget it."""
         await self._catalogue.get(name, caller)
         record = await self._catalogue.change(name, lambda r: changed(self._cancelled(r), deleted=True))
         self.runner.interrupt(name)

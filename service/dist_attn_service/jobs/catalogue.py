@@ -1,9 +1,9 @@
-"""The catalogue of jobs: who has which, what waits, who works on what, what expires, and how much disk all take.
+"""The catalogue of jobs: their callers, their order, the processes that run them, their expiry, and the disk they take.
 
 job/ID                   JobRecord
 caller/CALLER/TIME/ID    the jobs of a caller
-open/TIME/ID             what has not ended or is deleted and to be removed, in order of arrival
-expiry/TIME/ID           when it may go
+open/TIME/ID             jobs that have not ended, or are deleted and to be removed, in order of arrival
+expiry/TIME/ID           jobs by the time from which they may be removed
 usage, usage/CALLER      the bytes of all, and the number of a caller's jobs
 """
 
@@ -40,7 +40,7 @@ NAMESPACE = "dist-attn-jobs"
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened to a job; `number` grows by at least 1. `at` is a unix time in seconds."""
+    """An event of a job; `number` grows by at least 1, `at` is a unix time in seconds."""
 
     number: int
     type: str
@@ -49,17 +49,17 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class JobPoint(msgspec.Struct, frozen=True):
-    """Where an encoding goes on: a place of its document, and the id of the state there."""
+    """A point from which an encoding goes on: a place of its document, and the id of the state there."""
 
     run: RunPoint
     snapshot: str
 
 
 class JobRecord(Record, frozen=True, kw_only=True):
-    """One job. Times are unix times in seconds; `expected_tokens` may be an estimate, `rows` are those safe on disk.
+    """One job. Times are unix times in seconds; `expected_tokens` may be an estimate, `rows` counts those safe on disk.
 
     `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
-    that works on it is the `runner`, which is taken for dead after `lease_until`. `point` is where it goes on then.
+    that works on it is the `runner`, which is taken for dead after `lease_until`; another then goes on from `point`.
     `input_sha256` is in hex, of all `input_bytes` of an encoding and of the boundaries sent with it, and `dim` counts
     the numbers of its rows; empty and 0 in records of an earlier version.
     """
@@ -94,31 +94,31 @@ class JobRecord(Record, frozen=True, kw_only=True):
     events: tuple[Event, ...] = ()
 
     def index(self, name: str) -> tuple[str, ...]:
-        """Those of a caller, those that expire, those that have not ended."""
+        """The keys of the indexes: by caller, by expiry and, for a job that is open, by arrival."""
         is_open = not self.ended or self.deleted
         keys = (self.caller_key(name), f"expiry/{moment(self.expires_at)}/{name}", self.open_key(name))
         return keys if is_open else keys[:-1]
 
     def sums(self) -> Mapping[str, int]:
-        """One of its caller's, and its bytes."""
+        """The job's share of the sums: one job of its caller, and its bytes of disk."""
         return {f"usage/{self.caller}": 1, "usage": self.disk_bytes}
 
     def caller_key(self, name: str) -> str:
-        """Its place among those of its caller."""
+        """The key of the job among those of its caller."""
         return f"caller/{self.caller}/{moment(self.created_at)}/{name}"
 
     def open_key(self, name: str) -> str:
-        """Its place among those that have not ended."""
+        """The key of the job among those that have not ended."""
         return f"open/{moment(self.created_at)}/{name}"
 
     @property
     def life_s(self) -> float:
-        """How long it is kept from its beginning on, or from its end."""
+        """The seconds that the job is kept from its end on, or before that from its beginning."""
         return self.expires_at - (self.ended_at or self.created_at)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Return whether the job has ended, well or not."""
         return self.state in ENDED
 
     @property
@@ -137,7 +137,7 @@ def with_event(record: JobRecord, kind: str, at: float, **data: Any) -> JobRecor
 
 
 def end_of(record: JobRecord, state: State, at: float, keep_seconds: float, **more: Any) -> JobRecord:
-    """The record of a job that has ended, with the event that says so; it is kept for so long."""
+    """The record of a job that has ended, with the event that says so; it is kept for `keep_seconds`."""
     ended = changed(
         record,
         state=state,
@@ -161,7 +161,7 @@ class JobGone(NotFound):
 
 @dataclass(frozen=True)
 class JobLimits:
-    """Units: bytes, jobs, seconds."""
+    """The limits on jobs. Units: bytes, jobs, seconds."""
 
     disk_bytes: int
     per_caller: int
@@ -170,14 +170,14 @@ class JobLimits:
 
 @final
 class JobLedger(Ledger):
-    """Changes jobs within their limits."""
+    """One transaction on jobs, which keeps to their limits."""
 
     def __init__(self, transaction: BufferedTransaction, limits: JobLimits, now: float) -> None:
         super().__init__(transaction, now)
         self._limits = limits
 
     def check(self, key: str, before: int, after: int) -> None:
-        """Raises: ServiceError (429) when the caller has too many jobs, (507) when the disk of jobs is full."""
+        """Check a sum. Raises: ServiceError (429) when the caller has too many jobs, (507) when the disk is full."""
         if key == "usage":
             if after > self._limits.disk_bytes:
                 raise ServiceError(
@@ -201,7 +201,7 @@ class JobLedger(Ledger):
         before: str = "~",
         limit: int | None = None,
     ) -> list[tuple[str, JobRecord]]:
-        """Those jobs, of an index in its order and between two of its keys, for which `which` is true."""
+        """The jobs of an index, in its order and between two of its keys, for which `which` is true."""
         jobs: list[tuple[str, JobRecord]] = []
         while page := [key for key, _ in await self.transaction.scan(index, PAGE, after)]:
             records = await self.find_all(JobRecord, map(name_in, page))
@@ -226,7 +226,7 @@ class JobCatalogue:
         """A name of this process that no other has, and that tells others of this machine whether it lives."""
 
     async def close(self) -> None:
-        """Let go of the records."""
+        """Close the records."""
         await self._records.close()
 
     @staticmethod
@@ -262,7 +262,7 @@ class JobCatalogue:
             raise ServiceError(str(error), code=Code.STORAGE_FAILED) from None
 
     async def add(self, record: JobRecord) -> str:
-        """Enter a new job; its id.
+        """Add a new job, and return its id.
 
         Raises: ServiceError (429) when the caller has too many, (507) when the disk of jobs is full.
         """
@@ -281,7 +281,7 @@ class JobCatalogue:
         return record
 
     async def listed(self, caller: str, after: str, limit: int) -> list[tuple[str, JobRecord]]:
-        """A caller's jobs in order of arrival, those after this one."""
+        """A caller's jobs in order of arrival, after the one with the id `after`."""
 
         async def read(ledger: JobLedger) -> list[tuple[str, JobRecord]]:
             last = await ledger.find(JobRecord, after) if after else None
@@ -295,7 +295,7 @@ class JobCatalogue:
         return await self._change(read)
 
     async def change(self, name: str, work: Change) -> JobRecord:
-        """Change a job; what it is then.
+        """Change a job, and return its new record.
 
         Raises: NotFound; ServiceError (507) when it would take more disk than there is for all jobs.
         """
@@ -325,7 +325,7 @@ class JobCatalogue:
     ) -> tuple[str, JobRecord] | None:
         """Become the runner of the job that has waited longest, changed by `work`; None where none waits.
 
-        Those that are not `wanted` are left out. A job whose runner has died waits again.
+        Jobs that are not `wanted` are left out. A job whose runner has died waits again.
         """
 
         async def run(ledger: JobLedger) -> tuple[str, JobRecord] | None:
@@ -340,7 +340,7 @@ class JobCatalogue:
         return await self._change(run)
 
     async def ahead(self, name: str, record: JobRecord) -> float:
-        """Tokens of the same model's jobs that have waited longer; of those that do not know, none count."""
+        """The tokens to read of the same model's encodings that have waited longer; an unknown number counts as 0."""
         about = (record.model, "encoding")
         jobs = await self._change(
             lambda ledger: ledger.jobs(
@@ -350,7 +350,7 @@ class JobCatalogue:
         return sum((max(0.0, (other.expected_tokens or 0) - other.tokens) for _, other in jobs), 0.0)
 
     async def lost(self, deletable_until: Callable[[float], float]) -> list[str]:
-        """Jobs that may go: those that have expired or were deleted, and bodies whose receiver died.
+        """The jobs that may be removed: those that have expired or were deleted, and bodies whose receiver died.
 
         `deletable_until` gives, for a lifetime in seconds, the time by which jobs of that lifetime must have expired.
         """
@@ -369,11 +369,11 @@ class JobCatalogue:
         return await self._change(run)
 
     def _hidden(self, record: JobRecord) -> bool:
-        """Whether callers are not shown it any more: it was deleted, or has expired, and goes later."""
+        """Return whether the job is hidden from callers: it was deleted or has expired, and is removed later."""
         return record.deleted or record.expires_at <= self.clock()
 
     def dead(self, record: JobRecord, now: float) -> bool:
-        """Whether no process works on it, as far as this one can know."""
+        """Return whether no process works on the job, as far as this one can know."""
         if not record.runner or record.lease_until <= now:
             return True
         return has_died(record.runner.rpartition("/")[0])

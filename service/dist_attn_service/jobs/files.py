@@ -1,11 +1,12 @@
-"""Where jobs are kept: the files of each, the states that it goes on from, and the catalogue.
+"""The files of jobs, the states from which jobs go on, and both together with the catalogue.
 
 Rows are kept as numbers, so that any format can be made of them from any row on.
 
 `input` has the bytes that were sent, `boundaries` the offsets, in little-endian int64, at which rows are to end where
 these were sent too; `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian int64 [rows, 4] (start
-and stop in tokens, then in bytes); `result` is a completion's JSON. What the catalogue says is there was synced before,
-with every name on the way to it. JobFiles and RowFile block: their calls belong beside the event loop.
+and stop in tokens, then in bytes); `result` is a completion's JSON. The catalogue tells only of bytes
+that were synced before, with every folder on the way to them. JobFiles and RowFile block: their calls belong beside the
+event loop.
 """
 
 import os
@@ -33,56 +34,56 @@ RANGE_BYTES = 32
 
 @final
 class JobFiles:
-    """Where the files of jobs are. A job's id is one that the catalogue has given, never a client's word."""
+    """The files of all jobs. A job's id is always one that the catalogue has given, never a client's word."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def make(self, name: str) -> None:
-        """The folder of a new job."""
+        """Make the folder of a job."""
         make_private(self._of(name))
 
     def remove(self, name: str) -> None:
-        """All files of a job, if there are any."""
+        """Remove all files of a job, if there are any."""
         shutil.rmtree(self._of(name), ignore_errors=True)
 
     def input(self, name: str) -> Path:
-        """The file with what was sent."""
+        """The path of the input as it was sent."""
         return self._of(name) / "input"
 
     def add_input(self, name: str, data: bytes) -> None:
-        """The next bytes of what is sent."""
+        """Append bytes to the input."""
         with open(self.input(name), "ab", opener=private_opener) as file:
             file.write(data)
 
     def add_boundaries(self, name: str, data: bytes) -> None:
-        """Where rows are to end, whole, beside what was sent."""
+        """Write the offsets at which rows are to end, all at once."""
         with open(self._boundaries(name), "wb", opener=private_opener) as file:
             file.write(data)
 
     def read_boundaries(self, name: str) -> bytes:
-        """Where rows are to end; nothing where that was not sent."""
+        """Read the offsets at which rows are to end; empty where none were sent."""
         path = self._boundaries(name)
         return path.read_bytes() if path.exists() else b""
 
     def sync_input(self, name: str) -> None:
-        """Have what was sent on the disk, and the names that lead to it, where a power cut leaves them."""
+        """Sync the input, and the folders that lead to it, so that they outlast a power cut."""
         for path in filter(Path.exists, (self.input(name), self._boundaries(name))):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         self._sync_names(name)
 
     def read_input(self, name: str, start: int, count: int) -> bytes:
-        """Bytes [start, start + count) of what was sent, or as many as there are."""
+        """Read bytes [start, start + count) of the input, or as many as there are."""
         with self.input(name).open("rb") as file:
             return os.pread(file.fileno(), count, start)
 
     def result(self, name: str) -> Path:
-        """The file with a completion."""
+        """The path of the file with a completion."""
         return self._of(name) / "result"
 
     def write_result(self, name: str, data: bytes) -> None:
-        """Have a completion on the disk, whole or not at all."""
+        """Write a completion to the disk, whole or not at all."""
         self.make(name)
         writing = self.result(name).with_suffix(".writing")
         with open(writing, "wb", opener=private_opener) as file:
@@ -126,7 +127,7 @@ class RowFile:
         self.rows = 0
 
     def begin(self, rows: int) -> int:
-        """Open to write behind the first `rows` rows, or behind fewer if fewer are whole; how many there are."""
+        """Open to write after the first `rows` rows, or after fewer if fewer are whole; return how many there are."""
         paths = (self._vectors_path, self._ranges_path)
         self._vectors, self._ranges = (open(path, "r+b", opener=_made) for path in paths)  # noqa: SIM115 - close()
         sync_folder(self._vectors_path.parent)
@@ -138,7 +139,7 @@ class RowFile:
         return self.rows
 
     def append(self, block: RowBlock) -> None:
-        """The next rows."""
+        """Append the next rows."""
         with self._lock:
             assert self._vectors is not None and self._ranges is not None and block.first_row == self.rows
             self._vectors.write(np.ascontiguousarray(block.vectors_ND, dtype="<f4").tobytes())
@@ -146,7 +147,7 @@ class RowFile:
             self.rows += len(block)
 
     def settle(self) -> int:
-        """Have all rows so far on the disk; how many are there. After `close` these are those of the last time."""
+        """Sync all rows so far, and return how many these are; after `close`, as many as the last time."""
         with self._lock:
             if self._vectors is not None and self._ranges is not None:
                 for file in (self._vectors, self._ranges):
@@ -156,7 +157,7 @@ class RowFile:
             return self._safe
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         with self._lock:
             for file in (self._vectors, self._ranges):
                 if file is not None:
@@ -164,7 +165,7 @@ class RowFile:
             self._vectors = self._ranges = None
 
     def read(self, first: int, count: int) -> RowBlock:
-        """Rows [first, first + count), which the catalogue says are there.
+        """Read rows [first, first + count), which the catalogue says are safe.
 
         Raises: ServiceError (507) where files have lost some of them.
         """
@@ -184,7 +185,7 @@ class RowFile:
         )
 
     def bytes_per_row(self) -> int:
-        """What a row takes on the disk."""
+        """The bytes that a row takes on the disk."""
         return RANGE_BYTES + 4 * self._dim
 
 
@@ -201,7 +202,7 @@ class JobStates:
         self._log = log
 
     async def keep(self, caller: str, pieces: AsyncIterator[bytes], seconds: float) -> str | None:
-        """Keep a state for so long; its id, None where there is no room. Memory: a piece.
+        """Keep a state for so many seconds; return its id, None where there is no room. Memory: a piece.
 
         Raises: what `pieces` raises.
         """
@@ -236,7 +237,7 @@ class JobStates:
             raise NotFound(f"the state of this job cannot be read: {error}") from None
 
     async def forget(self, caller: str, point: JobPoint | None) -> None:
-        """It is not needed any more; what others keep for themselves stays."""
+        """Release a state that is no longer needed; it stays where others keep it."""
         if point is None:
             return
         try:
@@ -247,7 +248,7 @@ class JobStates:
 
 @dataclass(frozen=True)
 class JobStore:
-    """All of it."""
+    """The whole store of jobs: catalogue, files and states."""
 
     catalogue: JobCatalogue
     files: JobFiles

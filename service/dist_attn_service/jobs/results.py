@@ -1,4 +1,4 @@
-"""What a job has come to, in whichever format: rows that are there, rows that still come, or a part of an npy file."""
+"""The results of jobs, in any format: rows that are there, rows that still come, or a part of an npy file."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -31,7 +31,7 @@ class ResultWanted:
 
 
 def not_done(record: JobRecord) -> ServiceError:
-    """The answer to who asks for what is only there at the end."""
+    """The refusal of a result that there is only at the end of a job."""
     headers = dict(NO_RETRY)
     if record.error is not None:
         words = f"this job failed: {record.error.get('message')}"
@@ -45,7 +45,7 @@ def not_done(record: JobRecord) -> ServiceError:
 
 @final
 class JobResults:
-    """Writes results; holds what they share. `contexts` are those of the models that are served, by identity."""
+    """A writer of results, with what they share. `contexts` has those of the served models, by identity."""
 
     def __init__(
         self, settings: Settings, store: JobStore, contexts: Mapping[str, ServiceContext], threads: Executor
@@ -68,7 +68,7 @@ class JobResults:
     async def rows(self, name: str, record: JobRecord, wanted: ResultWanted, writer: ResponseWriter) -> None:
         """Write the rows that are there and, while the job goes on, those that come, to its end.
 
-        A job that failed ends as an encoding that fails.
+        The answer for a job that failed ends like that of an encoding that fails.
 
         Raises: ServiceError before the answer has begun: (409) for npy while the job is not done, (416) for a part that
             is not there.
@@ -102,7 +102,7 @@ class JobResults:
         await writer.finish(await beside(self._threads, form.end, summary))
 
     def kept(self, name: str, record: JobRecord) -> tuple[Callable[[int, int], RowBlock], Callable[[int, int], bytes]]:
-        """Calls, which block, for rows [first, first + count) that are safe, and bytes [start, stop) of the input.
+        """Two functions, which block: rows [first, first + count) that are safe, and bytes [start, stop) of the input.
 
         They raise FileNotFoundError when the job is deleted meanwhile.
         """
@@ -112,7 +112,7 @@ class JobResults:
     async def _npy(
         self, name: str, record: JobRecord, wanted: ResultWanted, form: RowFormat, writer: ResponseWriter
     ) -> None:
-        """The file, or the part of it that is asked for."""
+        """Write the npy file, or the part of it that is asked for."""
         head, total = form.head(), form.length or 0
         tag = {"accept-ranges": "bytes", "etag": f'"{name}.{wanted.first_row}"'}
         part = byte_range(wanted.range, total)
@@ -155,7 +155,7 @@ class JobResults:
         return record.model.rpartition("@")[0] if context is None else context.model.id
 
     def _dim_of(self, record: JobRecord) -> int:
-        """The numbers of a row. Records of an earlier version do not say; then it is the model that is served now."""
+        """The numbers of a row; in records of an earlier version, which lack it, the width of the model served now."""
         return record.dim or self._contexts.get(record.model, next(iter(self._contexts.values()))).model.hidden_size
 
     async def _read(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -166,7 +166,7 @@ class JobResults:
 
 
 def _step(dim: int) -> int:
-    """Rows that are read at once."""
+    """The number of rows to read at once."""
     return max(1, FLOATS_PER_CALL // dim)
 
 

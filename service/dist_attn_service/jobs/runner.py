@@ -23,13 +23,13 @@ SWEEP_SECONDS = 30.0  # at most; a third of how long an ended job is kept, where
 PAST_SAVES = 20  # over which a job's own speed is taken
 LONGEST_PAUSE = 30.0
 LATER = (Code.ENGINE_NOT_READY, Code.ENGINE_UNREACHABLE, Code.OVERLOADED, Code.STOPPING, Code.STORAGE_FAILED)
-"""What a job waits out; everything else ends it."""
+"""The errors that a job waits out; all others end it."""
 
 
 class Report:
-    """What the work on a job has come to. `settle` makes rows safe on the disk and says how many are.
+    """The progress of the work on a job. `settle` makes rows safe on the disk and returns how many are.
 
-    `point` is where it can go on, once the rows before it are safe; `save` has all this written down at once.
+    Work can go on from `point`, once the rows before it are safe; `save` writes all this to the record at once.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class Report:
         self._past: deque[tuple[float, int]] = deque(maxlen=PAST_SAVES)
 
     def speed(self, now: float) -> float | None:
-        """Tokens per second lately."""
+        """The tokens per second of late; None if no tokens were read."""
         self._past.append((now, self.tokens()))
         (then, before), (_, tokens) = self._past[0], self._past[-1]
         return (tokens - before) / (now - then) if now > then and tokens > before else None
 
 
 async def _nothing() -> None:
-    """What is saved by default."""
+    """Save nothing."""
 
 
 Work = Callable[[str, JobRecord, Report], Awaitable[dict[str, Any]]]
@@ -62,8 +62,8 @@ class _Stop(Exception):
 
 @final
 class JobRunner:
-    """Runs up to `jobs.at_once` jobs of each of so many `models`, so that those that wait for one engine do not hold up
-    the others'; what `work_of` finds does the work and gives what the record shall say then.
+    """A runner of up to `jobs.at_once` jobs of each of so many `models`, so that those that wait for one engine do not
+    hold up the others'. `work_of` finds the work of a job, which returns the changes of its record at the end.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class JobRunner:
         self._loop = asyncio.create_task(self._look(), name="jobs")
 
     async def stop(self) -> None:
-        """Hand back what runs: another process, or the next start of this one, goes on with it."""
+        """Hand back the jobs that run: another process, or the next start of this one, goes on with them."""
         await stop_tasks(*self._running.values(), *([self._loop] if self._loop else []))
 
     def wake(self) -> None:
-        """There may be a job that waits."""
+        """Look for a job that waits, without delay."""
         self._wake.set()
 
     def interrupt(self, name: str) -> None:
@@ -113,7 +113,7 @@ class JobRunner:
 
     @property
     def running(self) -> int:
-        """How many jobs run here."""
+        """The number of jobs that run here."""
         return len(self._running)
 
     async def _look(self) -> None:
@@ -166,7 +166,7 @@ class JobRunner:
         task.add_done_callback(ended)
 
     async def _run(self, name: str, record: JobRecord) -> None:
-        """One job to its end, or to where it is handed back; the catalogue says which."""
+        """Run one job to its end, or until it is handed back; the catalogue says which."""
         try:
             await self._work(name, record)
         except (_Stop, JobGone):
@@ -199,18 +199,18 @@ class JobRunner:
         await self._end(name, "succeeded", changes)
 
     async def _keep(self, name: str, report: Report) -> None:
-        """Save the progress once in a while, and hear whether the job is still wanted here.
+        """Save the progress every `jobs.save_s` seconds.
 
-        Raises: _Stop when it is not.
+        Raises: _Stop when the job is not wanted here any more.
         """
         while True:
             await asyncio.sleep(self._settings.jobs.save_s)
             await self._save(name, report)
 
     async def _save(self, name: str, report: Report) -> None:
-        """Write down what it has come to.
+        """Write the progress to the record.
 
-        Raises: _Stop when it is not wanted here any more.
+        Raises: _Stop when the job is not wanted here any more.
         """
         async with report.saving:
             rows = None if report.settle is None else await unbroken(beside(None, report.settle))
@@ -252,7 +252,7 @@ class JobRunner:
             record = await self._catalogue.change(name, ended)
         except (_Stop, JobGone):
             return
-        except ServiceError as error:  # what it has come to does not fit on the disk any more
+        except ServiceError as error:  # its result does not fit on the disk any more
             await self._failed(name, error)
             return
         await self._store.states.forget(record.caller, point)
@@ -266,7 +266,7 @@ class JobRunner:
             await self._end(name, "failed", {"error": error.error_object()})
 
     async def _stopped(self, name: str) -> None:
-        """The job was cancelled or deleted, is gone, or is another process's now."""
+        """End a job that was cancelled or deleted; one that is gone or another process's is only left."""
         try:
             record = await self._catalogue.change(name, lambda record: record)
         except JobGone:
@@ -279,7 +279,7 @@ class JobRunner:
             await self._end(name, "cancelled", {})
 
     async def _hand_back(self, name: str, pause: float) -> None:
-        """Let anybody go on with it, after a pause of so many seconds."""
+        """Queue the job again, for any process to go on with after a pause of so many seconds."""
         now = self._catalogue.clock()
 
         def back(record: JobRecord) -> JobRecord:

@@ -1,4 +1,4 @@
-"""What jobs do: an encoding from its file into its files, which goes on from states after a death, and a completion."""
+"""The work of jobs: an encoding into the job's files, which goes on from states after a death, and a completion."""
 
 import hashlib
 from collections.abc import AsyncIterator, Sequence
@@ -26,15 +26,15 @@ from dist_attn_service.schemas.completions import CompletionRequest
 BOUNDARY_BYTES = 8
 CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
 UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
-"""What a state is refused with that nothing can be gone on from."""
+"""The errors for a state that work cannot go on from."""
 
 
 @final
 class EncodingWork:
-    """Goes on from the last state that was kept; rows that are there are made again behind it, and not written again.
+    """The work of an encoding: it goes on from the last state kept; rows after that are made again, not written again.
 
-    Models that write nothing or have no states that can be stored, and documents that are one row or whose rows end
-    where their text says, begin with the first byte each time.
+    Models that draw no text or have no states that can be stored, and documents that are one row or whose rows end at
+    marks in their text, begin with the first byte each time.
     """
 
     def __init__(self, context: ServiceContext, files: JobFiles, states: JobStates) -> None:
@@ -43,7 +43,7 @@ class EncodingWork:
         self._states = states
 
     async def __call__(self, name: str, record: JobRecord, report: Report) -> dict[str, object]:
-        """Go on with the rows behind those that are there.
+        """Encode the rows after those that are there.
 
         Raises: ServiceError.
         """
@@ -95,7 +95,7 @@ class EncodingWork:
         point: JobPoint | None = None,
         state_bytes: int = 0,
     ) -> dict[str, object]:
-        """All of it from the beginning, or from a state of so many bytes."""
+        """Encode from the beginning, or from `point`, whose state has so many bytes."""
         spec, begin = record.spec, RunPoint() if point is None else point.run
         assert spec is not None
         step, dim = self._step(spec), self._context.model.hidden_size
@@ -132,7 +132,7 @@ class EncodingWork:
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
 
     async def _keep(self, record: JobRecord, report: Report, at: RunPoint, pieces: AsyncIterator[bytes]) -> None:
-        """Keep a state for the rest of the job's life, and let go of the one before it."""
+        """Keep a state for the rest of the job's life, and release the one before it."""
         seconds = max(0.0, record.expires_at - record.created_at)
         snapshot = await self._states.keep(record.caller, pieces, seconds)
         if snapshot is None:
@@ -143,7 +143,7 @@ class EncodingWork:
             await self._states.forget(record.caller, before)
 
     def _step(self, spec: RowSpec) -> int:
-        """Tokens between two states, which stand on the grid of blocks and between two rows; 0: there are none."""
+        """The tokens between two states, which lie on ends of blocks and of rows; 0: there are no states."""
         manifest = self._context.watch.ready_status().manifest
         if not self._context.model.writes or manifest is None:
             return 0  # an engine whose model writes nothing neither takes nor gives states
@@ -159,7 +159,7 @@ class EncodingWork:
 
 
 def _tell(report: Report, run: EncodingRun, rows: RowFile, input_bytes: int) -> None:
-    """Let others see how far the run is."""
+    """Let a report tell the progress of a run."""
     report.tokens = lambda: run.load.done_tokens
     report.expected = lambda: run.tokens * input_bytes / run.text_bytes if run.text_bytes else None
     report.settle, report.bytes_per_row = rows.settle, rows.bytes_per_row()
@@ -167,7 +167,7 @@ def _tell(report: Report, run: EncodingRun, rows: RowFile, input_bytes: int) -> 
 
 @final
 class CompletionWork:
-    """Draws a completion, from its beginning each time; its seed is settled, so it is the same each time."""
+    """The work of a completion, drawn from its beginning each time; its seed is fixed, so it is the same each time."""
 
     def __init__(self, context: ServiceContext, files: JobFiles, completions: CompletionService) -> None:
         self._context = context
@@ -175,7 +175,7 @@ class CompletionWork:
         self._completions = completions
 
     async def __call__(self, name: str, record: JobRecord, report: Report) -> dict[str, Any]:
-        """Draw it and keep it.
+        """Draw the completion and keep it.
 
         Raises: ServiceError.
         """

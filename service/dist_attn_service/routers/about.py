@@ -1,4 +1,4 @@
-"""What there is and how it is: models, health, version, metrics, the description of the API, and the web page."""
+"""The routes about the service itself: models, health, version, metrics, the description of the API, the web page."""
 
 import time
 from typing import Any
@@ -24,7 +24,7 @@ DOCS_HEADERS = {
 
 @router.get("/v1/models", tags=["models"], summary="List the models")
 async def list_models(asked: Asked) -> ModelList:
-    """The models of this service, each under each of its names; the one that writes comes first."""
+    """The models of this service, each under each of its names; the one that draws text comes first."""
     models = asked.services.models
     return ModelList(data=[_card(served, name) for served in models for name in served.model.ids])
 
@@ -51,21 +51,21 @@ def _card(served: ModelServices, name: str) -> Model:
     )
 
 
-@router.get("/health", include_in_schema=False)  # where other servers of models have it
+@router.get("/health", include_in_schema=False)  # the path that other servers of models use
 @router.get("/livez", tags=["health"], summary="The process answers")
 async def livez() -> dict[str, bool]:
-    """Alive means no more than that the event loop answers."""
+    """Answer as long as the event loop does; that says nothing of the engine."""
     return {"alive": True}
 
 
 @router.get("/readyz", tags=["health"], summary="The engine can take work")
 async def readyz(asked: Asked) -> Readiness:
-    """200 when every engine is ready, otherwise 503 with the reason; 503 too once the service stops."""
+    """Answer 200 when every engine is ready, otherwise 503 with the reason; 503 too once the service stops."""
     services = asked.services
     if services.open_requests.stopping:
         raise ServiceStopping
     readiness = None
-    for served in reversed(services.models):  # the encoder stands in the writer's
+    for served in reversed(services.models):  # the encoder's stands inside the first model's
         status = served.watch.ready_status()
         readiness = Readiness(
             model=served.model.id,
@@ -81,13 +81,13 @@ async def readyz(asked: Asked) -> Readiness:
 
 @router.get("/version", tags=["health"], summary="The version of this program")
 async def version() -> Version:
-    """The version, as `dist-attn` has it."""
+    """The version of the installed package."""
     return Version(version=__version__)
 
 
 @router.get("/v1/status", tags=["health"], summary="What service and engine are doing")
 async def status(asked: Asked) -> Status:
-    """Ranks, queue, sessions, speed; 200 also while an engine is not ready."""
+    """The ranks, the queue, the sessions and the speed; 200 also while an engine is not ready."""
     services = asked.services
     stored, stopping = await services.sessions.stored.totals(), services.open_requests.stopping
     writer, *others = (_engine(served) for served in services.models)
@@ -122,7 +122,7 @@ def _engine(served: ModelServices) -> dict[str, Any]:
 
 
 def _rank(rank: RankStatus, age: float) -> Rank:
-    """A rank as the controller said that it was, `age` seconds ago."""
+    """A rank by the controller's status, which is `age` seconds old."""
     return Rank(
         rank=rank.rank,
         pid=rank.pid,
@@ -140,7 +140,7 @@ def _rank(rank: RankStatus, age: float) -> Rank:
 async def metrics(asked: Asked) -> Response:
     """Counters and gauges in Prometheus' text format, or in OpenMetrics when that is asked for."""
     services = asked.services
-    await services.sessions.stored.totals()  # so that the gauges tell of this moment
+    await services.sessions.stored.totals()  # so that the gauges are those of this moment
     text, media_type = services.metrics.render(asked.headers.get("accept", ""))
     return Response(text, headers={"content-type": media_type})
 

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: OpenAI's, whole or as an event stream; the two differ in form only."""
+"""OpenAI's /v1/completions and /v1/chat/completions, whole or as an event stream; the two differ in form only."""
 
 import re
 from abc import ABC, abstractmethod
@@ -84,7 +84,7 @@ class _AnswerForm(ABC):
         self.model = served.model.id
 
     def event(self, choices: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-        """An event: more of some choices, and what else it tells of that is not None."""
+        """An event: more of some choices, and those of the other members that are not None."""
         extra = {name: value for name, value in more.items() if value is not None}
         head = {"id": self.prepared.id, "object": self.event_object, "created": self.prepared.created}
         return {**head, "model": self.model, "choices": choices, **extra}
@@ -95,19 +95,19 @@ class _AnswerForm(ABC):
 
     @abstractmethod
     def text(self, delta: Delta) -> Any:
-        """More text of a choice."""
+        """The event member for more text of a choice."""
 
     @abstractmethod
     def end(self, delta: Delta) -> Any:
-        """A choice's end."""
+        """The event member for the end of a choice."""
 
     @abstractmethod
     def whole(self, choices: list[Gathered], usage: CompletionUsage) -> Any:
-        """The answer in one."""
+        """The whole answer."""
 
 
 async def _answer(asked: Incoming, form: _AnswerForm, wanted: AnswerOptions) -> Response:
-    """The answer to a checked request.
+    """Answer a checked request, whole or as a stream.
 
     Raises: ServiceError as long as nothing has been sent; afterwards it is the last event.
     """
@@ -134,7 +134,7 @@ async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
         with asked.place():
             choices, usage = await while_connected(asked.body, work)
     finally:
-        work.close()  # where it was not begun
+        work.close()  # if it was never begun
     return json_response(form.whole(choices, usage))
 
 
@@ -144,7 +144,7 @@ async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, wr
     async with form.completions.open(form.prepared, record.request_id) as run:
 
         async def send(choice: Any) -> None:
-            """The usage so far stands in each event where that was asked for."""
+            """Send an event, with the usage so far where that was asked for."""
             await sse.send(form.event([choice], usage=run.usage if options.continuous_usage_stats else None))
 
         try:
@@ -224,7 +224,7 @@ def _logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChatLogprobs 
                 token=token.text,
                 logprob=token.logprob,
                 bytes=_bytes(token.text),
-                # the drawn token may stand behind the likeliest ones; here there are as many as were asked for
+                # the drawn token may follow the likeliest ones; only as many as were asked for are sent
                 top_logprobs=[
                     LikelyToken(token=text, logprob=value, bytes=_bytes(text))
                     for text, value in list((token.top or {}).items())[:asked]

@@ -69,7 +69,7 @@ async def create_encoding(asked: Asked) -> Response:
 
 
 async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, EncodingOptions, list[int]]:
-    """Where the document is, the options of query and JSON together, and where rows end, if that is given."""
+    """The document, the options of query and JSON together, and the offsets at which rows end, if these are given."""
     if asked.media_type(gzip=True) != JSON:
         return document_source(asked), options, []
     wanted = await asked.json(EncodingRequest)
@@ -80,7 +80,7 @@ async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, En
 
 
 def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
-    """JSON options and query options; a contradiction is refused rather than resolved silently."""
+    """Join the options of JSON and query; a contradiction is refused rather than resolved silently."""
     values = {name: getattr(query, name) for name in query.model_fields_set}
     for name in wanted.model_fields_set - {"input", "file_id", "boundaries"}:
         value = getattr(wanted, name)
@@ -107,9 +107,9 @@ def _check_length(form: str, source: Source) -> None:
 
 
 def _preference(headers: Headers) -> tuple[bool, int | None]:
-    """What `Prefer` says: whether an answer of 202 is welcome, perhaps only where work takes longer than some seconds.
+    """Read `Prefer`: whether an answer of 202 is welcome, and None or the seconds that work must take for it.
 
-    Preferences that nobody knows mean nothing.
+    Unknown preferences mean nothing.
     """
     words = [word.split(";")[0].strip().lower() for line in headers.getlist("prefer") for word in line.split(",")]
     waits = [int(match[1]) for word in words if (match := _WAIT.fullmatch(word))]
@@ -117,7 +117,7 @@ def _preference(headers: Headers) -> tuple[bool, int | None]:
 
 
 async def becomes_job(served: ModelServices, headers: Headers, source: Source) -> bool:
-    """Whether an encoding is answered with 202 and a job.
+    """Return whether an encoding is answered with 202 and a job.
 
     Raises: ServiceError (429) when it would wait for longer than `jobs.queue_s`, and neither its client nor the
         settings allow a job.
@@ -126,7 +126,7 @@ async def becomes_job(served: ModelServices, headers: Headers, source: Source) -
     if welcome and wait is None:
         return True
     if source.size is None:
-        return welcome  # how long it takes is not known
+        return welcome  # its time cannot be estimated
     queue, total = await served.estimates.delay(Size(size=source.size))
     if welcome and wait is not None and total > wait:
         return True

@@ -43,7 +43,7 @@ def file_object(name: str, record: FileRecord) -> File:
 
 
 def details_of(wanted: UploadRequest) -> Details:
-    """What a client says of a file."""
+    """The details of a file, as a client gives them."""
     lives = wanted.expires_after.seconds if wanted.expires_after else 0
     return Details(wanted.filename, wanted.mime_type, wanted.purpose, float(lives))
 
@@ -66,7 +66,7 @@ async def create_file(asked: Asked) -> Response:
     openapi_extra=described(parameters=query_parameters(FileListOptions)),
 )
 async def list_files(asked: Asked) -> Response:
-    """A page of the caller's files, the newest first unless it is asked otherwise."""
+    """A page of the caller's files, the newest first unless `order` says otherwise."""
     wanted = asked.query(FileListOptions)
     page, more = await asked.services.files.catalogue.files(
         asked.caller, after=wanted.after, limit=wanted.limit, order=wanted.order, purpose=wanted.purpose
@@ -82,7 +82,7 @@ async def list_files(asked: Asked) -> Response:
 
 @router.get("/v1/files/{file_id}", summary="One file")
 async def get_file(asked: Asked, file_id: str) -> File:
-    """What is known of a file."""
+    """The name, size, purpose and times of a file."""
     return file_object(file_id, await asked.services.files.catalogue.file(asked.caller, file_id))
 
 
@@ -113,7 +113,7 @@ async def get_file_content(asked: Asked, file_id: str) -> Response:
     headers = {
         "accept-ranges": "bytes",
         "etag": etag,
-        # whatever a client called it, a browser neither shows nor runs it
+        # so that a browser neither shows nor runs the file, whatever its name
         "content-disposition": f"attachment; filename*=UTF-8''{quote(record.details.filename, safe='')}",
         "x-content-type-options": "nosniff",
         **({"content-range": f"bytes {start}-{stop - 1}/{record.size}"} if part else {}),
@@ -126,7 +126,7 @@ async def get_file_content(asked: Asked, file_id: str) -> Response:
                 await writer.write(piece)
         await writer.finish()
 
-    # An answer that cannot be whole ends before the announced length: nobody takes it for whole.
+    # An answer that fails ends before the announced length, so that no client takes it for whole.
     return asked.streamed(write, no_error_trailer)
 
 

@@ -1,4 +1,4 @@
-"""A request as the routes have it: what serves it, its body as JSON or as a document, and the ways to answer."""
+"""A request as the routes get it: the services, its body as JSON or as a document, and the ways to answer."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from contextlib import AbstractContextManager, aclosing
@@ -28,14 +28,14 @@ from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormPars
 
 M = TypeVar("M", bound=BaseModel)
 DOCUMENTS = {TEXT: ANY_TEXT, BYTES: ANY_BYTES, **form("file", file=ANY_BYTES["schema"])}
-"""Bodies that are documents, for the OpenAPI document."""
+"""The bodies that are documents, for the OpenAPI document."""
 GZIP = ("gzip", "x-gzip")
-FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
+FORM_BYTES = 512 << 10  # the most that a form's heads and short values take beside its file
 
 
 @final
 class Incoming:
-    """One request, and what serves it."""
+    """One request, and the services that answer it."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -45,14 +45,14 @@ class Incoming:
         self.caller = self.record.caller
 
     def place(self) -> AbstractContextManager[None]:
-        """One of the places of open requests, for as long as the block runs. Raises: ServiceError when none is free."""
+        """Take one of the places of open requests while the block runs. Raises: ServiceError when none is free."""
         return self.services.open_requests.one(self.record.holder)
 
     # ---- its body ------------------------------------------------------------------------------
 
     @cached_property
     def body(self) -> RequestBody:
-        """The one owner of its `receive`."""
+        """The one owner of the request's `receive`."""
         idle = self.services.settings.body_idle_seconds
         body = RequestBody(self.request.receive, idle_seconds=idle, gzip=self._coding in GZIP)
         self.record.received = lambda: body.bytes
@@ -87,7 +87,7 @@ class Incoming:
     def form_boundary(self) -> bytes:
         """The boundary of a form.
 
-        Raises: ServiceError (415) for a body of another media type, BadRequest for a boundary that is none.
+        Raises: ServiceError (415) for a body of another media type, BadRequest for a boundary that is not valid.
         """
         kind = self.media_type()
         if kind != FORM:
@@ -95,9 +95,9 @@ class Incoming:
         return boundary_of(self.headers.get("content-type", ""))
 
     def length(self, limit: int | None = None, what: str = "what it holds", *, form: bool = False) -> int | None:
-        """How many bytes the body says it has, None where it does not say.
+        """The number of bytes that Content-Length declares, None without it.
 
-        Raises: TooLarge for more than `limit`, which is that of `what`; a form has some bytes more than its file.
+        Raises: TooLarge for more than `limit`, the limit of `what`; a form may have some bytes more than its file.
         """
         value = self.headers.get("content-length", "")
         if not (value.isascii() and value.isdecimal() and len(value) <= 20):
@@ -108,7 +108,7 @@ class Incoming:
         return length
 
     async def whole(self) -> bytes:
-        """All bytes of a body that has no more than JSON may have.
+        """Read all bytes of a body, which may have as many as a JSON body.
 
         Raises: TooLarge, ServiceError (429) when such bodies of all requests take too much memory.
         """
@@ -116,7 +116,7 @@ class Incoming:
         return await self.body.read_all(self.services.settings.json_body_bytes, hold)
 
     async def json(self, kind: type[M]) -> M:
-        """Its body. Raises: ServiceError for what is no such JSON, or is too long."""
+        """Read the body as JSON of this kind. Raises: ServiceError for a body that is not, or is too long."""
         media_type = self.media_type(gzip=True)
         if media_type not in (JSON, "") and not media_type.endswith("+json"):
             raise wrong_type(media_type, f"send JSON with -H 'Content-Type: {JSON}'")
@@ -124,7 +124,7 @@ class Incoming:
         return parse_json(await self.whole(), kind)
 
     async def options(self, kind: type[M]) -> M:
-        """Its body, which may be left out: then everything is as it is by default. Raises: as `json`."""
+        """Read the body as JSON; one that is left out has all defaults. Raises: as `json`."""
         if self.headers.get("content-length", "0") == "0" and "transfer-encoding" not in self.headers:
             return parse_json(b"{}", kind)
         return await self.json(kind)
@@ -132,17 +132,17 @@ class Incoming:
     # ---- the rest ------------------------------------------------------------------------------
 
     def terms(self, body: HowSoon | None = None) -> RequestTerms:
-        """How urgent it is, by its body or else its headers. Raises: BadRequest, ServiceError (403)."""
+        """The priority and deadline, by the body or else the headers. Raises: BadRequest, ServiceError (403)."""
         return terms_of(body, self.headers, may_hurry=self.record.may_hurry, holder=self.record.holder)
 
     def query(self, kind: type[M]) -> M:
-        """Its query. Raises: BadRequest naming the option."""
+        """The options in the query. Raises: BadRequest naming the option."""
         return parse_query(self.request.query_params.multi_items(), kind)
 
     def streamed(
         self, write: Callable[[ResponseWriter], Awaitable[None]], last_words: Callable[[ServiceError], bytes | None]
     ) -> StreamedResponse:
-        """What `write` writes, in a place of its own; `last_words` says a later error, or None: break off."""
+        """A response by `write`, in its own place; `last_words` gives the end for a later error, None to break off."""
 
         async def exchange(writer: ResponseWriter) -> None:
             with self.place():
@@ -153,7 +153,7 @@ class Incoming:
 
 
 async def incoming(request: Request) -> Incoming:
-    """A coroutine, as others are run in threads."""
+    """Make the `Incoming` of a request: a coroutine, as FastAPI runs plain functions in threads."""
     return Incoming(request)
 
 
@@ -166,22 +166,22 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 
 def wrong_type(kind: str, needed: str) -> ServiceError:
-    """The answer to a body of another media type than those that are needed."""
+    """The error for a body of another media type than those that are needed."""
     return ServiceError(f"Content-Type is {kind[:80]!r}; {needed}", code=Code.UNSUPPORTED_MEDIA_TYPE)
 
 
 def no_error_trailer(_: ServiceError) -> None:
-    """The last words of a format that has none for an error."""
+    """Give no last words: the format of the answer has none for an error."""
 
 
 # ---- documents -----------------------------------------------------------------------------------
 
 
 def document_source(asked: Incoming) -> Source:
-    """A body that is a document itself, or a form with one as its file.
+    """The source of a body that is a document itself, or a form with one as its file.
 
-    Raises: ServiceError (415) for a type that is none, BadRequest for a boundary that is none, TooLarge for one that is
-        declared too long.
+    Raises: ServiceError (415) for a type of no document, BadRequest for a boundary that is not valid, TooLarge for a
+        declared length over the limit.
     """
     kind, body = asked.media_type(gzip=True), asked.body
     refuse_other(b"", kind)
@@ -213,7 +213,7 @@ async def _text(chunks: AsyncGenerator[bytes], kind: str) -> AsyncGenerator[byte
 async def _file_of_form(chunks: AsyncGenerator[bytes], boundary: bytes) -> AsyncGenerator[bytes]:
     """The one file of a form, checked as it comes; clients send application/octet-stream for what they do not know.
 
-    Raises: BadRequest for another form, as `TextCheck`.
+    Raises: BadRequest for a form without exactly one file; as `TextCheck`.
     """
     parser, check = FormParser(boundary), None
     async with aclosing(chunks):
@@ -233,9 +233,9 @@ async def _file_of_form(chunks: AsyncGenerator[bytes], boundary: bytes) -> Async
 
 
 def _begin_file(start: FieldStart, before: TextCheck | None) -> TextCheck:
-    """The check of a form's file, which begins.
+    """Begin the check of a form's file.
 
-    Raises: BadRequest for another field or a second file, as `TextCheck`.
+    Raises: BadRequest for another field or a second file; as `TextCheck`.
     """
     if start.filename is None:
         raise BadRequest(
@@ -249,9 +249,9 @@ def _begin_file(start: FieldStart, before: TextCheck | None) -> TextCheck:
 
 
 async def named_source(asked: Incoming, text: str | None, file_id: str | None) -> Source:
-    """The document of a JSON body: the text that stands in it, or the file that it names.
+    """The document of a JSON body: the text in it, or the file that it names.
 
-    Raises: BadRequest unless it has one of both, and for one that is empty; NotFound, TooLarge.
+    Raises: BadRequest unless it has exactly one of them, and for an empty one; NotFound, TooLarge.
     """
     if text is None and file_id is None:
         raise BadRequest(
@@ -272,7 +272,10 @@ async def named_source(asked: Incoming, text: str | None, file_id: str | None) -
 
 
 def check_boundaries(boundaries: list[int], named: Set[str], source: Source) -> None:
-    """Raises: BadRequest for offsets that do not rise or lie outside the document, and beside others of `named`."""
+    """Check boundaries.
+
+    Raises: BadRequest if they do not rise, lie outside the document, or go with another option of `named`.
+    """
     if others := named & {"granularity", "window"}:
         other = min(others)
         raise BadRequest(f"boundaries and {other} were given; rows end at one or the other", param="boundaries")
@@ -290,7 +293,7 @@ def check_boundaries(boundaries: list[int], named: Set[str], source: Source) -> 
 
 
 async def named_file(asked: Incoming, file_id: str) -> FileRecord:
-    """A file of this caller that can be read as a document.
+    """Find a file of this caller that can be read as a document.
 
     Raises: NotFound, BadRequest for an empty one, ServiceError (415) for one that is not plain text, TooLarge.
     """

@@ -45,7 +45,7 @@ ROW_TYPES = tuple(form.media_type for form in FORMATS.values())
     ),
 )
 async def create_job(asked: Asked) -> Response:
-    """An encoding of the body (with the query of /v1/encodings), or what a JSON body asks for; 202 with the job."""
+    """Hand in an encoding of the body (with the query of /v1/encodings), or a JSON body's work; 202 with the job."""
     services = asked.services
     if asked.media_type(gzip=True) != JSON:
         options = asked.query(EncodingOptions)
@@ -63,7 +63,7 @@ async def create_job(asked: Asked) -> Response:
 
 
 async def _encoding(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord]:
-    """The text, or the file, is copied to the job's own: a file may be deleted once the job is made."""
+    """Make an encoding job with a copy of the text or file, so that the file may be deleted at once."""
     served = asked.services.context_for(wanted.model, "encodings")
     if wanted.input is None and wanted.file_id is None:
         raise BadRequest("send input, file_id or completion", code=Code.MISSING_PARAMETER, param="input")
@@ -77,7 +77,7 @@ async def _encoding(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord
 
 
 async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobRecord]:
-    """A completion is checked now, as far as it can be without the engine."""
+    """Make a completion job, checked as far as it can be without the engine."""
     served = asked.services.context_for(wanted.model, "completions")
     for name in ("input", "file_id", "granularity", "window", "pooling", "boundaries"):
         if getattr(wanted, name) is not None:
@@ -101,7 +101,7 @@ async def _completion(asked: Incoming, wanted: JobRequest) -> tuple[str, JobReco
 
 
 def _refuse_format(options: EncodingOptions) -> None:
-    """Raises: BadRequest for options of an answer, which a job is asked for later."""
+    """Refuse the options of an answer, which belong to the request for the result. Raises: BadRequest."""
     for name in ("format", "from_row"):
         if name in options.model_fields_set:
             raise BadRequest(
@@ -112,7 +112,7 @@ def _refuse_format(options: EncodingOptions) -> None:
 
 
 async def job_response(services: Services, name: str, record: JobRecord, **headers: str) -> Response:
-    """202: the job is taken, and where it is."""
+    """The 202 for a job that is taken, with its Location."""
     more = {key.replace("_", "-"): value for key, value in headers.items()}
     return json_response(
         await services.jobs.view(name, record), status=202, headers={"location": f"/v1/jobs/{name}", **more}
@@ -123,7 +123,7 @@ async def job_response(services: Services, name: str, record: JobRecord, **heade
     "/v1/jobs", summary="Jobs of this caller", openapi_extra=described(parameters=query_parameters(ListOptions))
 )
 async def list_jobs(asked: Asked) -> JobList:
-    """In order of arrival, a page at a time: `after` is the last id of the page before."""
+    """The caller's jobs in order of arrival, a page at a time: `after` is the last id of the page before."""
     jobs, options = asked.services.jobs, asked.query(ListOptions)
     listed = await jobs.listed(asked.caller, options.after, options.limit + 1)
     page = [await jobs.view(name, record) for name, record in listed[: options.limit]]
@@ -132,21 +132,21 @@ async def list_jobs(asked: Asked) -> JobList:
 
 @router.get("/v1/jobs/{job_id}", summary="How a job stands")
 async def get_job(asked: Asked, job_id: str) -> Job:
-    """Its status, progress and the time that it will still take."""
+    """The job's status, its progress and the time that it will still take."""
     jobs = asked.services.jobs
     return await jobs.view(job_id, await jobs.get(asked.caller, job_id))
 
 
 @router.post("/v1/jobs/{job_id}/cancel", summary="Stop a job")
 async def cancel_job(asked: Asked, job_id: str) -> Job:
-    """At once where it waits, within a second or so where it runs; rows that are there stay."""
+    """Stop a job: at once where it waits, within a second or so where it runs; rows that are there stay."""
     jobs = asked.services.jobs
     return await jobs.view(job_id, await jobs.cancel(asked.caller, job_id))
 
 
 @router.delete("/v1/jobs/{job_id}", summary="Stop and forget a job", status_code=204, response_class=Response)
 async def delete_job(asked: Asked, job_id: str) -> Response:
-    """Its input and results go too."""
+    """Stop a job, and forget it with its input and results."""
     await asked.services.jobs.delete(asked.caller, job_id)
     return Response(status_code=204)
 
@@ -160,7 +160,7 @@ async def delete_job(asked: Asked, job_id: str) -> Response:
     ),
 )
 async def follow_job(asked: Asked, job_id: str) -> Response:
-    """Numbered server-sent events behind `after` (or `Last-Event-ID`), until the job has ended."""
+    """Numbered server-sent events after number `after` (or `Last-Event-ID`), until the job has ended."""
     after = asked.query(EventOptions).after
     last = asked.headers.get("last-event-id", "")
     if last.isdecimal() and len(last) < 17:
@@ -198,7 +198,7 @@ def _event_error(error: ServiceError) -> bytes:
     ),
 )
 async def get_result(asked: Asked, job_id: str) -> Response:
-    """Rows as /v1/encodings gives them, while the job runs as they come; of a completion its JSON."""
+    """The rows as /v1/encodings gives them, as they come while the job runs; of a completion its JSON."""
     options, jobs = asked.query(ResultOptions), asked.services.jobs
     job = await jobs.get(asked.caller, job_id)
     if job.kind == "completion":

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what it says of bodies, queries and answers that the routes read and write themselves."""
+"""The OpenAPI document, with the bodies, queries and answers that the routes read and write themselves."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ JSON, TEXT, BYTES, FORM = "application/json", "text/plain", "application/octet-s
 EVENTS = "text/event-stream"
 ANY_TEXT: Json = {"schema": {"type": "string"}}
 ANY_BYTES: Json = {"schema": {"type": "string", "format": "binary"}}
-_BODIES: dict[str, type[BaseModel]] = {}  # that routes have been described with
+_BODIES: dict[str, type[BaseModel]] = {}  # the bodies that routes have been described with
 
 
 class ErrorObject(BaseModel):
@@ -63,7 +63,7 @@ def described(
     parameters: Parameters | None = None,
     answers: Json | None = None,
 ) -> Json:
-    """`openapi_extra` of a route: its body is JSON of this `kind`, or has one of the other types in `content`."""
+    """The `openapi_extra` of a route: its body is JSON of this `kind`, or has one of the other types in `content`."""
     extra: Json = {"parameters": parameters} if parameters else {}
     bodies: Json = {}
     if kind is not None:
@@ -95,7 +95,7 @@ def header(name: str, schema: Json, *, required: bool = False) -> Json:
 
 
 def query_parameters(kind: type[BaseModel], leave_out: Sequence[str] = ()) -> Parameters:
-    """The fields of a model as parameters of a query, where leaving one out stands for null."""
+    """The fields of a model as parameters of a query, in which null is said by leaving one out."""
 
     def parameter(name: str, schema: Json) -> Json:
         values = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
@@ -106,12 +106,12 @@ def query_parameters(kind: type[BaseModel], leave_out: Sequence[str] = ()) -> Pa
 
 
 def answered(description: str, *media_types: str, status: int = 200) -> Json:
-    """An answer that is no JSON of a fixed shape."""
+    """The description of an answer that is not JSON of a fixed shape."""
     return {str(status): {"description": description, "content": dict.fromkeys(media_types, ANY_TEXT)}}
 
 
 def events(description: str) -> Json:
-    """An answer that is, or may be, a stream of events."""
+    """The description of an answer that is, or may be, a stream of events."""
     return {
         "200": {
             "description": description,

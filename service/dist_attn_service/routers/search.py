@@ -1,4 +1,4 @@
-"""POST /v1/search and /v1/rerank: passages that answer a query, and documents in order of how well they do."""
+"""POST /v1/search and /v1/rerank: passages that answer a query, and documents in order of how well they answer it."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ from dist_attn_service.schemas.documents import (
 from dist_attn_service.search.service import Query, Searched, check_size
 
 router = APIRouter(tags=["search"])
-Form = Callable[[Any], Any]  # of results: what is sent of them
+Form = Callable[[Any], Any]  # turns results into what is sent
 
 
 @router.post(
@@ -32,7 +32,7 @@ Form = Callable[[Any], Any]  # of results: what is sent of them
     openapi_extra=described(SearchRequest),
 )
 async def search(asked: Asked) -> Response:
-    """Rows of texts, files and jobs, by their words, by their vectors, or by both."""
+    """Find rows of texts, files and jobs by their words, by their vectors, or by both."""
     services, wanted = asked.services, await asked.json(SearchRequest)
     served = services.context_for(wanted.model, "search")
     spec = served.rows(wanted.granularity, wanted.window)
@@ -52,9 +52,9 @@ async def search(asked: Asked) -> Response:
 
 
 async def _document(asked: Incoming, one: SearchDocument | str, number: str) -> Searched:
-    """Where one of the documents is.
+    """One document of a search, with its source or its job.
 
-    Raises: BadRequest unless it is given in one way, and for one that is empty; NotFound, TooLarge, ServiceError (415)
+    Raises: BadRequest unless it is given in one way, and for an empty one; NotFound, TooLarge, ServiceError (415)
         for one that is not plain text.
     """
     if isinstance(one, str):
@@ -91,7 +91,7 @@ async def _document(asked: Incoming, one: SearchDocument | str, number: str) -> 
     openapi_extra=described(RerankRequest),
 )
 async def rerank(asked: Asked) -> Response:
-    """By the cosine of the vectors that /v1/embeddings gives the query and each document."""
+    """Rank documents by the cosine of the vectors that /v1/embeddings gives the query and each of them."""
     return await _reranked(asked, await asked.json(RerankRequest))
 
 
@@ -102,7 +102,7 @@ async def rerank(asked: Asked) -> Response:
     openapi_extra=described(RerankRequest),
 )
 async def rerank_texts(asked: Asked) -> Response:
-    """As /v1/rerank; where the documents are called `texts`, the answer is their list by itself."""
+    """Rank documents like /v1/rerank; where they are called `texts`, the answer is their list by itself."""
     wanted = await asked.json(RerankRequest)
     return await _reranked(asked, wanted, _bare if wanted.texts is not None else None)
 
@@ -154,7 +154,7 @@ async def _answered(
     work: Callable[[Callable[[int], None]], Awaitable[SearchResults | RerankResults]],
     form: Form | None = None,
 ) -> Response:
-    """What the work comes to, unless the client leaves before; its texts have so many bytes, and it may hold more.
+    """Answer with the result of `work`, which ends if the client leaves; it holds `size` bytes of texts, or more.
 
     Raises: ServiceError (429) where searches under way hold too much.
     """

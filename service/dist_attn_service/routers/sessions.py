@@ -1,4 +1,4 @@
-"""/v1/sessions: what the model knows of a text, kept between requests; made, listed, forked, read, put, ended.
+"""/v1/sessions: the model's state of a text, kept between requests; made, listed, forked, read, put, ended.
 
 /append puts text into a session, /generate draws text out of it; both become a part of it.
 """
@@ -55,7 +55,7 @@ router = APIRouter(tags=["sessions"])
 _FILE = {BYTES: ANY_BYTES}
 IDEMPOTENCY_KEY = header("Idempotency-Key", {"type": "string", "pattern": KEY_PATTERN})
 NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
-"""What may differ in a request that is sent again under the same key."""
+"""The options that may differ in a request that is sent again under the same key."""
 
 
 @router.post(
@@ -66,7 +66,7 @@ NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
     openapi_extra=described(CreateSession, required=False),
 )
 async def create_session(asked: Asked) -> Response:
-    """A session without a text; it ends when it was not written to for `ttl_seconds`."""
+    """Create a session without a text; it ends when it was not written to for `ttl_seconds`."""
     wanted = await asked.options(CreateSession)
     asked.services.context_for(wanted.model, "sessions")
     return _created(await asked.services.sessions.catalogue.create(asked.caller, wanted))
@@ -80,7 +80,7 @@ async def list_sessions(asked: Asked) -> SessionList:
 
 @router.get("/v1/sessions/{session_id}", summary="Look at a session")
 async def get_session(asked: Asked, session_id: str) -> Session:
-    """Where a session stands."""
+    """The session's position, checkpoints and times."""
     return await asked.services.sessions.catalogue.get(asked.caller, session_id)
 
 
@@ -99,7 +99,7 @@ async def delete_session(asked: Asked, session_id: str) -> Deleted:
     openapi_extra=described(ForkSession, required=False),
 )
 async def fork_session(asked: Asked, session_id: str) -> Response:
-    """A session that goes on from a checkpoint of this one; nothing is copied, and neither touches the other."""
+    """Create a session that goes on from a checkpoint of this one; nothing is copied, and neither changes the other."""
     wanted = await asked.options(ForkSession)
     return _created(await asked.services.sessions.catalogue.fork(asked.caller, session_id, wanted))
 
@@ -135,7 +135,7 @@ async def read_state(asked: Asked, session_id: str) -> Response:
             await writer.write(piece)
         await writer.finish()
 
-    return asked.streamed(write, no_error_trailer)  # a file has no room for words
+    return asked.streamed(write, no_error_trailer)  # a file has no room for an error
 
 
 @router.put(
@@ -210,14 +210,14 @@ async def generate(asked: Asked, session_id: str) -> Response:
 
 
 def _digest(wanted: GenerateRequest) -> str:
-    """What tells requests under one key apart; neither the order of options nor those that nobody has named count."""
+    """The digest that tells requests under one key apart; the order of options, and options left out, do not count."""
     options = wanted.model_dump(exclude=NO_PART_OF_IT, exclude_none=True)
     return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
 
 async def _stream(asked: Incoming, session_id: str, work: GenerateWork, writer: ResponseWriter) -> None:
     services, outlet = asked.services, Outlet(writer)
-    # Bounded by what may be drawn: a client that does not read does not hold the drawing up.
+    # Bounded by max_tokens: a client that does not read does not hold the drawing up.
     pieces: asyncio.Queue[TextPiece | None] = asyncio.Queue()
     sse = EventWriter(outlet, ping_seconds=services.settings.ping_seconds)
     head: TextEvent = {
@@ -258,7 +258,7 @@ async def _whole(asked: Incoming, session_id: str, work: GenerateWork) -> Genera
 
 
 async def _appended(asked: Incoming) -> AppendSource:
-    """What is appended, and where: query and JSON together."""
+    """The text to append and its options, from query and JSON together."""
     at, body = asked.query(AppendOptions).expected_position, asked.body
     key, kind = idempotency_key(asked.headers), asked.media_type()
     if kind == JSON:

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /tokenize, /detokenize and /v1/estimate: what a model makes of texts that come whole."""
+"""/v1/embeddings, /tokenize, /detokenize and /v1/estimate: the routes for texts that come whole."""
 
 from contextlib import aclosing
 from typing import Any
@@ -114,7 +114,7 @@ async def create_estimate(asked: Asked) -> Estimate:
 
 
 async def _with_text(asked: Incoming) -> EstimateRequest:
-    """The query, and the body as `input`; beside `bytes` it may end in the middle of a character.
+    """Join the query and the body as `input`, which beside `bytes` may end in the middle of a character.
 
     Raises: BadRequest, ServiceError (415) for what is not plain text, TooLarge.
     """
@@ -125,7 +125,7 @@ async def _with_text(asked: Incoming) -> EstimateRequest:
 
 
 async def _size(asked: Incoming, wanted: EstimateRequest) -> Size:
-    """The size that is given in one way.
+    """The size of the text, which is given in one way.
 
     Raises: BadRequest for none, or two that may contradict each other; NotFound, TooLarge for a file.
     """
@@ -145,7 +145,7 @@ async def _size(asked: Incoming, wanted: EstimateRequest) -> Size:
 
 
 async def _sample(services: Services, file: FileRecord) -> bytes:
-    """All of a short file; of a long one so many pieces at equal distances as a sample is cut into."""
+    """A sample of a file: all of a short one, of a long one PIECES pieces at equal distances."""
     if file.size <= SAMPLE_BYTES:
         begins, length = [0], file.size
     else:

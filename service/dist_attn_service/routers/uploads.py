@@ -25,7 +25,7 @@ _COUNT = {"type": "integer", "minimum": 0, "maximum": MOST}
 
 @router.options("/v1/uploads", summary="What of tus is offered", response_class=Response, status_code=204)
 async def describe_uploads(asked: Asked) -> Response:
-    """The version, the extensions and the largest file."""
+    """The version and the extensions of tus, and the size of the largest file, as headers."""
     headers = {
         "Tus-Version": tus.VERSION,
         "Tus-Extension": tus.EXTENSIONS,
@@ -49,7 +49,7 @@ async def describe_uploads(asked: Asked) -> Response:
     ),
 )
 async def create_upload(asked: Asked) -> Response:
-    """Say how many bytes will come."""
+    """Begin an upload of a stated number of bytes."""
     if tus.LENGTH in asked.headers or tus.RESUMABLE in asked.headers:
         return await _create_by_tus(asked)
     wanted = await asked.json(UploadRequest)
@@ -60,13 +60,13 @@ async def create_upload(asked: Asked) -> Response:
 
 @router.get("/v1/uploads/{upload_id}", summary="One upload")
 async def get_upload(asked: Asked, upload_id: str) -> Upload:
-    """How an upload stands; who sends is not disturbed."""
+    """The status of an upload; a request that sends bytes to it is not disturbed."""
     return await _upload(asked, upload_id, await asked.services.files.catalogue.upload(asked.caller, upload_id))
 
 
 @router.head("/v1/uploads/{upload_id}", summary="Where to go on", response_class=Response)
 async def head_upload(asked: Asked, upload_id: str) -> Response:
-    """The byte that an upload stands at, in Upload-Offset; and where the session that it feeds stands."""
+    """The number of bytes received, in Upload-Offset, and the position of a session that the upload feeds."""
     tus.check_version(asked.headers)
     files = asked.services.files
     record = await files.standing(asked.caller, upload_id)
@@ -88,9 +88,9 @@ async def head_upload(asked: Asked, upload_id: str) -> Response:
     ),
 )
 async def patch_upload(asked: Asked, upload_id: str) -> Response:
-    """The next bytes; the last of them makes the file. What has arrived is kept, however the request ends.
+    """Append the next bytes; the last of them makes the file. All that has arrived is kept, however the request ends.
 
-    Of an upload that feeds a session the last bytes are answered when the session stands at the end of the text.
+    If the upload feeds a session, the last bytes are answered when the session has read the text to its end.
     """
     tus.check_version(asked.headers)
     _check_stream(asked)
@@ -102,7 +102,7 @@ async def patch_upload(asked: Asked, upload_id: str) -> Response:
 
 @router.delete("/v1/uploads/{upload_id}", summary="Forget an upload", response_class=Response, status_code=204)
 async def delete_upload(asked: Asked, upload_id: str) -> Response:
-    """Remove an upload and what has come of it; a file that was made of it stays."""
+    """Remove an upload and its bytes; a file that it has become stays."""
     tus.check_version(asked.headers)
     await asked.services.files.catalogue.delete_upload(asked.caller, upload_id)
     return Response(status_code=204, headers={tus.RESUMABLE: tus.VERSION})
@@ -128,7 +128,7 @@ async def create_part(asked: Asked, upload_id: str) -> UploadPart:
     openapi_extra=described(CompleteUploadRequest),
 )
 async def complete_upload(asked: Asked, upload_id: str) -> Upload:
-    """The parts in the order in which they are named, once their bytes are as many as were announced."""
+    """Make a file of the parts in the order in which they are named; their bytes must be as many as were announced."""
     wanted = await asked.json(CompleteUploadRequest)
     record = await asked.services.files.complete(asked.caller, upload_id, wanted.part_ids, wanted.md5)
     return await _upload(asked, upload_id, record)
@@ -136,12 +136,12 @@ async def complete_upload(asked: Asked, upload_id: str) -> Upload:
 
 @router.post("/v1/uploads/{upload_id}/cancel", summary="Cancel an upload")
 async def cancel_upload(asked: Asked, upload_id: str) -> Upload:
-    """Forget what has come; the upload takes nothing any more."""
+    """Cancel an upload: its bytes are removed, and it takes no more."""
     return await _upload(asked, upload_id, await asked.services.files.catalogue.cancel(asked.caller, upload_id))
 
 
 async def _create_by_tus(asked: Incoming) -> Response:
-    """tus's creation, perhaps with the first bytes.
+    """Begin an upload by tus's creation, which may bring the first bytes.
 
     Raises: BadRequest naming the header, what the upload raises.
     """
@@ -163,7 +163,7 @@ async def _create_by_tus(asked: Incoming) -> Response:
 
 
 def _described(length: int, metadata: dict[str, str]) -> UploadRequest:
-    """What the metadata of tus clients say, in the words of the JSON form.
+    """The metadata of tus clients as the JSON request that says the same.
 
     Raises: BadRequest naming Upload-Metadata's key.
     """
@@ -179,14 +179,14 @@ def _described(length: int, metadata: dict[str, str]) -> UploadRequest:
 
 
 def _number(text: str | None) -> int | str | None:
-    """Digits as a number; anything else is refused later, in the words for its field."""
+    """Turn digits into a number; anything else is left for the check of its field to refuse."""
     return int(text) if text and re.fullmatch("[0-9]{1,16}", text) else text
 
 
 async def _feed(asked: Incoming, wanted: UploadRequest) -> FeedRecord | None:
-    """The session that an upload shall feed, if it shall.
+    """The record of the session that an upload shall feed, None without one.
 
-    Raises: BadRequest, NotFound; ServiceError (409) when it does not stand where it is expected to.
+    Raises: BadRequest, NotFound; ServiceError (409) when the session has another position than expected.
     """
     if wanted.session_id is None:
         if wanted.expected_position is not None:
@@ -219,7 +219,7 @@ async def _append(asked: Incoming, name: str, offset: int) -> tuple[UploadRecord
 
 
 async def _session_headers(asked: Incoming, name: str, record: UploadRecord) -> dict[str, str]:
-    """Where the session stands that an upload feeds."""
+    """The headers about the session that an upload feeds."""
     if record.feed is None:
         return {}
     session = await asked.services.feeds.standing(asked.caller, name, record)
@@ -239,7 +239,7 @@ def _check_stream(asked: Incoming) -> None:
 
 
 def _progress(record: UploadRecord, offset: int) -> dict[str, str]:
-    """The headers that say where an upload stands."""
+    """The headers about the progress of an upload."""
     headers = {
         tus.RESUMABLE: tus.VERSION,
         tus.OFFSET: str(offset),

@@ -1,4 +1,4 @@
-"""What every schema of a request is made of."""
+"""The parts of every schema of a request."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -10,19 +10,19 @@ MAX_WINDOW = 1_000_000
 
 
 class Input(BaseModel):
-    """Base of what clients send as JSON: unknown keys are refused, nothing is converted silently."""
+    """The base of JSON requests: unknown keys are refused, nothing is converted silently."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Query(BaseModel):
-    """Base of what clients say in the query: texts, of which numbers are made."""
+    """The base of queries: texts, from which numbers are made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def digits(value: Any) -> Any:
-    """In a query a number is its digits: not 5.0, +5 or 5_0, which Python would read as well."""
+    """Refuse a number of a query that is not digits alone: 5.0, +5 or 5_0, which Python would read as well."""
     if isinstance(value, str) and not re.fullmatch(r"-?[0-9]+", value):
         raise ValueError("a whole number was needed, in digits alone")
     return value
@@ -39,7 +39,7 @@ LastId = Annotated[str, Field(max_length=100)]
 
 
 class ListOptions(Query):
-    """Which page of a list: at most `limit` entries, those behind the id `after`."""
+    """The page of a list: at most `limit` entries, those after the id `after`."""
 
     limit: PageSize = 20
     after: LastId = ""

@@ -23,21 +23,21 @@ from dist_attn_service.schemas.neutral_fields import (
 SEED_BOUND = 1 << 63
 SAID_OTHERWISE = {"max_tokens", "top_k", "logit_bias", "logprobs", "prompt_logprobs"}
 SAID_AS_THEY_ARE = {*SamplingSpec.__struct_fields__} - SAID_OTHERWISE
-"""Options that have the name and the value of a field of SamplingSpec."""
+"""The options that have the name and the value of a field of SamplingSpec."""
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 
 class HowSoon(BaseModel):
-    """How urgent a request is, and for how long its answer is of use; over the headers that say the same."""
+    """The priority of a request, and the time for which its answer is of use; they override the headers."""
 
     priority: Literal["high", "normal", "low"] | None = None
     deadline_seconds: Annotated[float, Field(gt=0, le=2_592_000)] | None = None
 
 
 class DrawingOptions(HowSoon):
-    """What every request that draws tokens takes; each kind adds `max_tokens` and `logprobs` with bounds of its own."""
+    """The options of each request that draws tokens; each kind adds `max_tokens` and `logprobs` with its own bounds."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -55,7 +55,7 @@ class DrawingOptions(HowSoon):
     def spec(
         self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None, defaults: Mapping[str, float | int]
     ) -> SamplingSpec:
-        """What the engine is told: a null option has the model's default, and -1 switches `top_k` off like 0."""
+        """The sampling for the engine: a null option has the model's default, and -1 switches `top_k` off like 0."""
         options: dict[str, Any] = {name: getattr(self, name, None) for name in SAID_AS_THEY_ARE}
         options["top_k"] = None if self.top_k is None else max(0, self.top_k)
         said: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -70,7 +70,7 @@ class StreamOptions(NeutralStream, Input):
 
 
 class AnswerOptions(DrawingOptions):
-    """What completions and chats take besides; those with `only` in their words are taken at one value."""
+    """Further options of completions and chats; those whose description begins with `only` are taken at one value."""
 
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
@@ -115,7 +115,7 @@ Texts = Annotated[Any, WithJsonSchema(_TEXTS_SCHEMA)]
 
 class CompletionRequest(NeutralCompletion, AnswerOptions, Input):
     """OpenAI's completion request; `priority`, `deadline_seconds` and `return_progress` are our extensions, `top_k`,
-    `min_tokens` and `ignore_eos` vLLM's.
+    `min_tokens` and `ignore_eos` are vLLM's.
     """
 
     prompt: Texts
@@ -161,7 +161,7 @@ _SAYS_SOMETHING: dict[str, Any] = {
 
 
 class ChatMessage(NeutralMessage, Input):
-    """Something that somebody said; parts are joined by line ends. A tool's answer says which call it answers."""
+    """A message of a chat; parts are joined by line ends. A tool's answer says which call it answers."""
 
     model_config = ConfigDict(json_schema_extra=_SAYS_SOMETHING)
 
@@ -179,7 +179,7 @@ class ChatMessage(NeutralMessage, Input):
 
 
 class ChatRequest(NeutralChat, AnswerOptions, Input):
-    """OpenAI's chat completion request, with what completions take besides."""
+    """OpenAI's chat completion request, with the further options of completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -206,14 +206,14 @@ class ChatToken(LikelyToken):
 
 
 class ChatLogprobs(Answer):
-    """The drawn tokens."""
+    """The drawn tokens with their log-probabilities."""
 
     content: list[ChatToken]
     refusal: None = None
 
 
 class AssistantMessage(Answer):
-    """What the model says."""
+    """The message that the model has drawn."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -221,7 +221,7 @@ class AssistantMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """One answer."""
+    """One answer to a chat."""
 
     index: int
     message: AssistantMessage

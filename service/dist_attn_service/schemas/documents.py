@@ -1,4 +1,4 @@
-"""What clients send about documents: encodings, embeddings, tokens, estimates and jobs."""
+"""The requests about documents: encodings, embeddings, tokens, estimates and jobs."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -46,7 +46,7 @@ class EmbeddingRequest(NeutralEmbedding, Input):
 
 
 class TokenizeRequest(Input):
-    """A text to be cut into tokens, with those that frame every text unless `add_special_tokens` is false."""
+    """A text to be cut into tokens, including those that frame every text unless `add_special_tokens` is false."""
 
     model: str | None = None
     prompt: str
@@ -62,7 +62,7 @@ class DetokenizeRequest(Input):
 
 
 class EncodingOptions(Query):
-    """Which rows to return; in the query of any request, or in a JSON body."""
+    """The choice of rows to return, in the query of any request or in a JSON body."""
 
     model: str | None = None
     granularity: Granularity = "window"
@@ -108,7 +108,7 @@ class EstimateRequest(Input):
     """Planned work: its size in one of five ways, and what is asked of it.
 
     `input` alone is the whole text; beside `bytes` it is a sample of a text of that size. `file_id` is a file of the
-    caller: a short one is counted, of a long one samples are.
+    caller: the tokens of a short one are counted, those of a long one estimated from samples.
     """
 
     model: str | None = None
@@ -140,7 +140,7 @@ def _not_too_many(value: Any) -> Any:
 
 
 class SearchRequest(HowSoon, Input):
-    """A query, and the documents whose rows may answer it; `granularity` and `window` are of those without a job."""
+    """A query, and the documents whose rows may answer it; `granularity` and `window` are for those without a job."""
 
     model: str | None = None
     query: ShortText
@@ -156,7 +156,7 @@ class SearchRequest(HowSoon, Input):
 
 
 class RerankText(Input):
-    """A text as an object; what else it holds is not looked at."""
+    """A text as an object, whose other members are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -167,7 +167,7 @@ RerankTexts = Annotated[list[str | RerankText], Field(min_length=1, fail_fast=Tr
 
 
 class RerankRequest(HowSoon, NeutralRerank, Input):
-    """A query and documents to be put in order, as Cohere and Jina have it, or text-embeddings-inference (`texts`)."""
+    """A query and documents to put in order, as Cohere and Jina send them, or text-embeddings-inference (`texts`)."""
 
     model: str | None = None
     query: ShortText
@@ -197,7 +197,7 @@ class JobRequest(Input):
 
 
 class EstimateOptions(Query):
-    """The same beside a body of text, which is the `input`."""
+    """The options of an estimate beside a body of text, which is the `input`."""
 
     model: str | None = None
     bytes: QueryNumber | None = None
@@ -207,13 +207,13 @@ class EstimateOptions(Query):
 
 
 class EventOptions(Query):
-    """Which events: those behind number `after`."""
+    """The choice of events: those after number `after`."""
 
     after: QueryNumber = 0
 
 
 class ResultOptions(Query):
-    """How the rows of a job are sent, and from which on."""
+    """The format of a job's rows, and the first row to send."""
 
     format: RowFormatName | None = None
     from_row: QueryNumber = 0

@@ -1,7 +1,8 @@
 """Fields of OpenAI's and other servers' requests that are taken at the values that change nothing here.
 
-Clients and benchmarks send many of them always. Where a field has a description, any other value would ask for what
-this service does not do: it is refused, in these words. A field without one may have any value of its type.
+Clients and benchmarks send many of them always. Where a field has a description, any other value would ask for
+something that this service does not do: it is refused, in the words of the description. A field without one may have
+any value of its type.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _bool(value: Any) -> Any:
-    if not isinstance(value, bool):  # to a Literal 0 and 1 are as good
+    if not isinstance(value, bool):  # a Literal would take 0 and 1 too
         raise ValueError("true or false was needed")
     return value
 
@@ -24,7 +25,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 def only(words: str) -> Any:
-    """A field that takes one value alone, which the words begin with; any other is refused with them."""
+    """A field that takes only the value that `words` begin with; any other is refused with these words."""
     return Field(default=None, description=f"only {words}")
 
 
@@ -37,7 +38,7 @@ class PlainText(BaseModel):
 
 
 class NeutralEmbedding(BaseModel):
-    """Of embeddings, and of everything else that reads a text."""
+    """The neutral fields of embeddings."""
 
     safety_identifier: str | None = None
     truncate_prompt_tokens: None = only("null: a text is read whole, or as far as the model reads")
@@ -45,8 +46,8 @@ class NeutralEmbedding(BaseModel):
 
 
 class NeutralRerank(BaseModel):
-    """Of rerankings, by Cohere, Jina and text-embeddings-inference: a text is read as far as the model reads, in one
-    piece, and a cosine has one form.
+    """The neutral fields of rerankings, by Cohere, Jina and text-embeddings-inference: a text is read as far as the
+    model reads, in one piece, and a cosine has one form.
     """
 
     max_chunks_per_doc: int | None = None
@@ -60,7 +61,7 @@ class NeutralRerank(BaseModel):
 
 
 class NeutralDrawing(BaseModel):
-    """Of completions and chats."""
+    """The neutral fields of completions and chats."""
 
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -73,13 +74,13 @@ class NeutralDrawing(BaseModel):
 
 
 class NeutralCompletion(NeutralDrawing):
-    """Of completions."""
+    """The neutral fields of completions alone."""
 
     suffix: Literal[""] | None = only("an empty text: nothing is written between two texts")
 
 
 class NeutralChat(NeutralDrawing):
-    """Of chats."""
+    """The neutral fields of chats alone."""
 
     parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto"] | None = only('"none" or "auto": a model is not held to calling tools')
@@ -96,7 +97,7 @@ class NeutralChat(NeutralDrawing):
 
 
 class NeutralMessage(BaseModel):
-    """Of a message, as it stands in an answer that is sent back."""
+    """The neutral fields of a message, as an earlier answer that is sent back has them."""
 
     refusal: None = only("null: refusals are texts like others")
     function_call: None = only("null: no functions are called")
@@ -105,7 +106,7 @@ class NeutralMessage(BaseModel):
 
 
 class NeutralStream(BaseModel):
-    """Of `stream_options`."""
+    """The neutral fields of `stream_options`."""
 
     include_obfuscation: No | None = only("false: events are as long as their text")
 
@@ -114,7 +115,7 @@ _INSIDE = (NeutralMessage, NeutralStream)
 
 
 def words_on(kind: type[BaseModel], path: tuple[str | int, ...]) -> str | None:
-    """Why the field at this place of a request takes only some values; None of fields that do what they say."""
+    """The words on why the field at this place of a request takes only some values; None for all other fields."""
     outer, inner = path[0], [part for part in path[1:] if isinstance(part, str)]
     places: list[tuple[type[BaseModel], str | int]] = [(kind, outer)]
     places += [(base, name) for base in _INSIDE for name in inner]

@@ -1,4 +1,4 @@
-"""What clients send about what is kept: sessions, and files and uploads in OpenAI's shapes."""
+"""The requests about stored things: sessions, and files and uploads in OpenAI's shapes."""
 
 from typing import Annotated, Literal
 
@@ -18,25 +18,25 @@ class _NewSession(Input):
 
 
 class CreateSession(_NewSession):
-    """What a new session is called, and how long it lives when it is not written to."""
+    """A new session: its name, its metadata, and the seconds that it lives without being written to."""
 
     model: str | None = None
 
 
 class ForkSession(_NewSession):
-    """Where a fork begins, which must be a checkpoint; without a position where the session stands."""
+    """A new fork: `position` must be that of a checkpoint; without one it begins at the session's position."""
 
     position: Position | None = None
 
 
 class StateOptions(Query):
-    """Which state: that of a checkpoint, or the newest."""
+    """The choice of a state: that of the checkpoint at `position`, or the newest."""
 
     position: QueryNumber | None = None
 
 
 class AppendOptions(Query):
-    """Where the caller thinks the session stands; in the query of any append, or in a JSON body."""
+    """The position that the caller expects of the session, in the query of any append or in a JSON body."""
 
     expected_position: QueryNumber | None = None
 
@@ -50,7 +50,7 @@ class AppendRequest(HowSoon, Input):
 
 
 class GenerateRequest(DrawingOptions, Input):
-    """How the model goes on with the text of a session; the options are those of completions."""
+    """The options by which the model goes on with the text of a session; they are those of completions."""
 
     expected_position: Position | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -66,7 +66,7 @@ HOUR, MONTH = 3600, 2_592_000
 
 
 def _printable(text: str) -> str:
-    """A name is shown in lists and headers: nothing in it may end a line, and UTF-8 must be able to say it."""
+    """Refuse a name that lists and headers cannot show: it may not end a line, and must have a form in UTF-8."""
     if any(
         ord(character) < 32 or 0x7F <= ord(character) < 0xA0 or 0xD800 <= ord(character) < 0xE000 for character in text
     ):
@@ -78,7 +78,7 @@ Printable = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
 
 
 class ExpiresAfter(Input):
-    """When a file is to end: so many seconds after it is made."""
+    """The expiry of a file: so many seconds after it is made."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=HOUR, le=MONTH)]
@@ -99,14 +99,14 @@ class UploadRequest(Input):
 
 
 class CompleteUploadRequest(Input):
-    """The parts of a file in their order; `md5` of the whole in hex, if it is to be compared."""
+    """The parts of a file in their order; `md5` of the whole in hex, if it is to be checked."""
 
     part_ids: Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
     md5: Annotated[str, Field(pattern="^[0-9a-fA-F]{32}$")] | None = None
 
 
 class FileListOptions(Query):
-    """Which files to list; in the query."""
+    """The choice of files to list, in the query."""
 
     after: str | None = None
     limit: Annotated[int, Field(ge=1, le=MOST_LISTED), BeforeValidator(digits)] = MOST_LISTED

@@ -1,7 +1,7 @@
-"""Documents as they are searched: rows with their texts, words counted in them, vectors about their mean, and ranks.
+"""Documents in a search: rows with their texts, the counts of their words, vectors less their mean, and ranks.
 
-Okapi BM25 takes a few lines rather than a library: counts are taken in segments while rows still come, and rarity is of
-all documents of a request together, whichever of them were counted before.
+Okapi BM25 takes a few lines rather than a library: counts are taken in segments while rows still come, and rarity is
+that in all documents of a request together, even if some of them were counted before.
 
 Letters: N passages of all documents, D model width, V different words, W words of a query.
 """
@@ -35,7 +35,7 @@ MOST_PLACES = 1000
 _ALONE = "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
 _UNCOMPOSED = re.compile(rf"[{_ALONE}][\u3099\u309a]?|(?:[^\W_{_ALONE}][\u0300-\u036f]{{0,30}})+")
-# Normalising sorts the marks behind a letter in time quadratic in their number: as in stream-safe text (UAX 15), 30 of
+# Normalising sorts the marks after a letter in time quadratic in their number: as in stream-safe text (UAX 15), 30 of
 # them count. A mark is neither a letter nor a digit, and nothing but these composes with one to a letter or digit.
 _TOO_MANY_MARKS = re.compile(r"([^\w\0-\x7f]{30})[^\w\0-\x7f]+")
 
@@ -44,15 +44,15 @@ Ints = npt.NDArray[np.int64]
 
 
 def words_of(text: str) -> list[str]:
-    """Runs of letters and digits, in any case and as NFC composes them; each Han character and kana is one.
+    """The words of a text: runs of letters and digits, casefolded and in NFC; each Han character and kana is a word.
 
-    Of the marks behind a letter the first 30 count.
+    Of the marks after a letter the first 30 count.
     """
     return [word.casefold() for word in _WORD.findall(unicodedata.normalize("NFC", _TOO_MANY_MARKS.sub(r"\1", text)))]
 
 
 def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
-    """Where these words stand in a text, in characters, stops exclusive; the first `MOST_PLACES` of them."""
+    """The places of these words in a text, in characters, stops exclusive; the first `MOST_PLACES` of them."""
     if _TOO_MANY_MARKS.search(text) is None and unicodedata.is_normalized("NFC", text):
         found = (match.span() for match in _WORD.finditer(text) if match[0].casefold() in words)
     else:
@@ -62,11 +62,11 @@ def places_of(text: str, words: frozenset[str]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class WordCounts:
-    """How often which word stands in each of some passages, the first of which is number `first`.
+    """The counts of words in each of some passages, the first of which is number `first`.
 
     Words are kept as their hashes, 24 bytes each at most whatever their length; two of 64 bits hardly ever agree. The
-    passages with word `hashes[v]` are `rows[starts[v] : starts[v + 1]]`, in order, and `counts` says how often. Shapes:
-    hashes [V] in rising order, starts [V + 1], rows and counts alike, lengths [passages] in words.
+    passages with word `hashes[v]` are `rows[starts[v] : starts[v + 1]]`, in order, and `counts` has its count in each.
+    Shapes: hashes [V] in rising order, starts [V + 1], rows and counts alike, lengths [passages] in words.
     """
 
     first: int
@@ -78,7 +78,7 @@ class WordCounts:
 
     @classmethod
     def of(cls, passages: Sequence[Iterable[str]], first: int = 0) -> "WordCounts":
-        """The words of these passages, each given as the parts of its text, whose words are held one part at a time."""
+        """Count the words of passages, each given as the parts of its text, one part in memory at a time."""
         found = [np.empty((3, 0), dtype=np.int64)]  # word, passage, count
         for passage, parts in enumerate(passages):
             for part in parts:
@@ -94,7 +94,7 @@ class WordCounts:
         return cls(first, hashes, np.append(starts, len(row)), row, count, lengths)
 
     def having(self, hashes_W: Ints) -> tuple[Ints, Ints]:
-        """Where the passages with each of these words begin and end in `rows` and `counts`, [W] each."""
+        """The bounds in `rows` and `counts` of the passages with each of these words, [W] each."""
         places_W = np.searchsorted(self.hashes, hashes_W)
         known_W = places_W < len(self.hashes)
         known_W[known_W] = self.hashes[places_W[known_W]] == hashes_W[known_W]
@@ -102,10 +102,10 @@ class WordCounts:
 
 
 def bm25(query: str, segments: Sequence[WordCounts], total: int) -> tuple[Floats, Floats]:
-    """Of each of `total` passages the score for a query, and how much of it the passage has, [N] each.
+    """The score of each of `total` passages for a query, and the share of the query that the passage has, [N] each.
 
-    A score is 0 where no word is shared. What a passage has of the query is the rarity of the words that both have over
-    that of all its words, 0 to 1. `first` of a segment counts over all of them.
+    A score is 0 where no word is shared. The share is the rarity of the query's words that the passage has, over that
+    of all its words, 0 to 1. `first` of a segment counts over all of them.
     """
     scores_N, shares_N = np.zeros(total), np.zeros(total)
     lengths = sum((int(segment.lengths.sum()) for segment in segments), 0)
@@ -131,7 +131,7 @@ def _hashes(words: Collection[str]) -> Ints:
 
 
 def _having(hashes_W: Ints, segments: Iterable[WordCounts]) -> Ints:
-    """How many passages have each of these words, [W]."""
+    """The number of passages that have each of these words, [W]."""
     number_W = np.zeros(len(hashes_W), dtype=np.int64)
     for segment in segments:
         begins_W, ends_W = segment.having(hashes_W)
@@ -141,7 +141,7 @@ def _having(hashes_W: Ints, segments: Iterable[WordCounts]) -> Ints:
 
 @dataclass(eq=False)
 class Passages:
-    """The first `rows` rows of a document. Calls block: they belong beside the event loop, and `grow` behind `lock`.
+    """The first `rows` rows of a document. Calls block: they belong beside the event loop, and `grow` under `lock`.
 
     `read` gives rows [first, first + count), `read_text` the bytes [start, stop) of the document, of `size` bytes.
     """
@@ -155,13 +155,13 @@ class Passages:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def grow(self, upto: int) -> None:
-        """Take in some more of the rows before `upto`: as many as have `TEXT_AT_ONCE` bytes together, one at least."""
+        """Add some more of the rows before `upto`: as many as have `TEXT_AT_ONCE` bytes together, one at least."""
         block = self.read(self.rows, min(ROWS_AT_ONCE, upto - self.rows))
         begin, ends_N = int(block.ranges_N4[0, 2]), block.ranges_N4[:, 3]
         block = block.first(max(1, int(np.searchsorted(ends_N, begin + TEXT_AT_ONCE, side="right"))))
         texts = [self.parts(begin, int(ends_N[0]))] if len(block) == 1 else [[text] for text in self.texts(block)]
         counted = WordCounts.of(texts, self.rows)
-        # What searches look at is replaced whole: others may be under way in other threads.
+        # The tuple is replaced whole: other searches may be reading it in other threads.
         self.words = (*self.words, counted)
         self.total_D = self.total_D + block.vectors_ND.sum(0, dtype=np.float64)
         self.rows += len(block)
@@ -187,7 +187,7 @@ class Passages:
 
 @dataclass(frozen=True)
 class Pool:
-    """Documents that are searched together, each as far as it had been taken in when this was made.
+    """Documents that are searched together, each with the rows that it had when this was made.
 
     Row n of document d is passage `edges[d] + n`; the last edge is the number of all passages.
     """
@@ -198,7 +198,7 @@ class Pool:
 
     @classmethod
     def of(cls, documents: Sequence[Passages]) -> "Pool":
-        """All of these."""
+        """The pool of these documents."""
         edges, words = [0], list[WordCounts]()
         for document in documents:
             words += [dataclasses.replace(each, first=edges[-1] + each.first) for each in document.words]
@@ -207,20 +207,20 @@ class Pool:
 
     @property
     def total(self) -> int:
-        """How many passages there are."""
+        """The number of passages."""
         return self.edges[-1]
 
     def place(self, passage: int) -> tuple[int, int]:
-        """Its document and its row there."""
+        """The document of a passage, and its row there."""
         document = bisect_right(self.edges, passage) - 1
         return document, passage - self.edges[document]
 
     def bm25(self, query: str) -> tuple[Floats, Floats]:
-        """The score of each passage by its words, and how much of the query it has, [N] each."""
+        """The score of each passage by its words, and the share of the query that it has, [N] each."""
         return bm25(query, self.words, self.total)
 
     def telling(self, query: str) -> frozenset[str]:
-        """The query's words but for those that most passages have; all of them where no others are left."""
+        """The query's words without those that most passages have; all of them where none would be left."""
         words = frozenset(words_of(query))
         number_W = _having(_hashes(words), self.words)
         telling = (word for word, number in zip(words, number_W, strict=True) if 2 * number <= self.total)
@@ -238,12 +238,12 @@ class Pool:
 
 
 def directions(vectors_ND: npt.NDArray[np.floating]) -> Floats:
-    """The vectors at length 1; one of no length stays as it is."""
+    """The vectors scaled to length 1; a zero vector stays as it is."""
     return np.asarray(vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=-1, keepdims=True), 1e-12), np.float64)
 
 
 def ranks(scores_N: Floats, has_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The place of each passage by falling score, from 1; 0 for those that have none. Equal ones stay in order."""
+    """The place of each passage by falling score, from 1; 0 where `has_N` is false. Equal scores stay in order."""
     ranks_N = np.zeros(len(scores_N), dtype=np.int64)
     order = np.argsort(-np.where(has_N, scores_N, -np.inf), kind="stable")[: int(has_N.sum())]
     ranks_N[order] = np.arange(1, len(order) + 1)
@@ -251,7 +251,7 @@ def ranks(scores_N: Floats, has_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int6
 
 
 def fused(cosines_N: Floats, shares_N: Floats) -> Floats:
-    """Scores by meaning and by words: the cosine, and `WORDS` times what a passage has of the query (`bm25`), [N].
+    """Scores by meaning and by words: the cosine, and `WORDS` times the share of the query (`bm25`), [N].
 
     Ranks are not added: among passages of one line, the first that shares an "a" with the query would come before the
     best by meaning (docs/decisions/0038-hybrid-search-adds-cosines-and-words.md).

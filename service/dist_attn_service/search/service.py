@@ -1,4 +1,4 @@
-"""Searches and rerankings: documents are encoded for a request, or were by a job; the query is read alone."""
+"""Searches and rerankings: documents are encoded for a request, or have been by a job; the query is read alone."""
 
 import asyncio
 import dataclasses
@@ -51,7 +51,7 @@ PIECE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Searched:
-    """A document of a search, under the name that results have: the job that has encoded it, or where it is."""
+    """A document of a search, under the id that results name: the job that has encoded it, or its source."""
 
     id: str
     job: str | None = None
@@ -60,8 +60,8 @@ class Searched:
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked, by whom, and how: `mode` is hybrid, dense or lexical. `spec` is of documents that are not encoded
-    yet, and `name` the request's in the log.
+    """A query, with its caller and options: `mode` is hybrid, dense or lexical, `spec` is for documents that are not
+    encoded yet, and `name` is the request's id in the log.
     """
 
     text: str
@@ -75,10 +75,10 @@ class Query:
 
 @dataclass
 class _Found:
-    """What one request has of its documents, by their places, and the tokens that it has read."""
+    """The documents of one request as they are ready, by their places, and the tokens that it has read."""
 
     query: Query
-    hold: Callable[[int], None]  # takes so many bytes of what all searches may have
+    hold: Callable[[int], None]  # takes so many bytes of the memory of all searches
     passages: dict[int, Passages] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
     bytes: int = 0
@@ -86,12 +86,12 @@ class _Found:
     tokens: int = 0
 
     def take_bytes(self, size: int) -> None:
-        """Raises: TooLarge for more than one request may encode."""
+        """Count bytes of texts. Raises: TooLarge for more than one request may encode."""
         self.bytes += size
         check_size(self.bytes)
 
     def take_rows(self, count: int, dim: int) -> None:
-        """Rows of so many numbers. Raises: TooLarge for more than one request may encode; as `hold`."""
+        """Count rows of so many numbers. Raises: TooLarge for more than one request may encode; as `hold`."""
         self.rows += count
         if self.rows > ENCODED_ROWS:
             raise _too_large(f"the documents of this request have more than {ENCODED_ROWS} rows")
@@ -100,7 +100,7 @@ class _Found:
 
 @final
 class SearchService:
-    """Answers searches and rerankings; keeps the words of jobs that were searched last."""
+    """The service of searches and rerankings; keeps the word counts of jobs that were searched last."""
 
     def __init__(self, context: ServiceContext, embeddings: EmbeddingService, jobs: JobServices) -> None:
         self._context = context
@@ -114,8 +114,10 @@ class SearchService:
     async def search(self, documents: Sequence[Searched], query: Query, hold: Callable[[int], None]) -> SearchResults:
         """The passages that answer a query best.
 
-        `hold` takes the bytes of jobs' texts and of rows. Raises: ServiceError for documents that cannot be had or are
-            too large, and when the engine fails; what `hold` raises.
+        `hold` takes the bytes of jobs' texts and of rows.
+
+        Raises: ServiceError for documents that cannot be found or are too large, and when the engine fails; what
+            `hold` raises.
         """
         async with _in_time(query.terms):
             found, query_D = _Found(query, hold), None
@@ -142,14 +144,14 @@ class SearchService:
         )
 
     async def _read_query(self, query: Query) -> tuple[npt.NDArray[np.float32], int]:
-        """Its vector, read alone, and its tokens. Raises: BadRequest for one that has none."""
+        """The query's vector, read alone, and its number of tokens. Raises: BadRequest for a query without any."""
         text = utf8(query.text, "query", "query")
-        # Less the rows' mean it is compared with them, so it must be as long as they are.
+        # The rows' mean is subtracted from it as from them, so it must keep its length as they do.
         vectors = await self._embeddings.embed([text], query.name, query.terms, as_rows=True, named=_named)
         return vectors.rows_ND[0], vectors.tokens
 
     async def _take_job(self, name: str, place: int, found: _Found) -> None:
-        """The rows of a job that are safe by now, their words counted.
+        """Add the rows of a job that are safe by now, with their words counted.
 
         Raises: NotFound, BadRequest for a completion and for another model's, TooLarge.
         """
@@ -183,7 +185,7 @@ class SearchService:
             while passages.rows < record.rows:
                 with _deleted_is_not_found():
                     await self._context.beside(passages.grow, record.rows)
-            found.passages[place] = dataclasses.replace(passages)  # as far as it is: other searches let it grow
+            found.passages[place] = dataclasses.replace(passages)  # a copy: other searches let the original grow
         found.complete[place] = record.state == "succeeded"
 
     async def _encode(self, waiting: Iterator[tuple[int, Source]], found: _Found) -> None:
@@ -209,7 +211,7 @@ class SearchService:
             found.passages[place] = passages
 
     async def _rows(self, data: bytes, pieces: AsyncGenerator[Piece], found: _Found) -> list[RowBlock]:
-        """The rows of a document by the engine."""
+        """Encode a document in the engine, and return its rows."""
         query, dim = found.query, self._context.model.hidden_size
         blocks: list[RowBlock] = []
 
@@ -238,7 +240,7 @@ class SearchService:
         told: bool,
         longest: int | None = None,
     ) -> RerankResults:
-        """Documents by how near their vectors are to the query's, the best first; `told`: with their texts.
+        """Rank documents by the cosine of their vectors and the query's, the best first; `told`: with their texts.
 
         Of each document `longest` tokens are read.
 
@@ -269,7 +271,7 @@ class SearchService:
 
 
 def check_size(size: int) -> None:
-    """Raises: TooLarge for documents of more bytes than one request may encode."""
+    """Refuse documents of more bytes than one request may encode. Raises: TooLarge."""
     if size > ENCODED_BYTES:
         raise _too_large(f"the documents of this request have more than {ENCODED_BYTES} bytes")
 
@@ -280,7 +282,7 @@ def _too_large(words: str) -> TooLarge:
 
 @asynccontextmanager
 async def _in_time(terms: RequestTerms) -> AsyncIterator[None]:
-    """Raises: DeadlineExceeded where the block takes longer than the request's deadline allows."""
+    """End the block at the request's deadline. Raises: DeadlineExceeded."""
     try:
         async with asyncio.timeout_at(terms.deadline_at):  # both are of the monotonic clock
             yield
@@ -289,7 +291,7 @@ async def _in_time(terms: RequestTerms) -> AsyncIterator[None]:
 
 
 def _named(place: int) -> tuple[str, str]:
-    """What is embedded, the query first, as refusals call it, and its parameter."""
+    """The name of an embedded text in refusals, and its parameter; the query is at place 0."""
     return (f"documents[{place - 1}]", "documents") if place else ("query", "query")
 
 
@@ -317,7 +319,7 @@ async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: 
 
 
 def _in_memory(block: RowBlock, data: bytes) -> Passages:
-    """A document whose rows and text are here; nothing of it is taken in yet."""
+    """The passages of a document whose rows and text are in memory; none is counted yet."""
 
     def read(first: int, count: int) -> RowBlock:
         return block.after(first).first(count)
@@ -339,7 +341,7 @@ def _joined(blocks: list[RowBlock]) -> RowBlock:
 
 
 def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, ids: list[str]) -> list[SearchResult]:
-    """The best passages, with what they are found by."""
+    """The best passages of a pool, with their places by words and by vectors."""
     parts: dict[str, tuple[Floats, npt.NDArray[np.int64]]] = {}
     scores_N = shares_N = np.zeros(pool.total)
     if query.mode != "dense":

@@ -1,1 +1,1 @@
-"""Sessions over HTTP: what a model knows of a text, kept in the store between requests, processes and machines."""
+"""Sessions over HTTP: a model's state of a text, kept in the store between requests, processes and machines."""

@@ -1,4 +1,4 @@
-"""How sessions are answered over HTTP: headers, what the store refuses, answers that their client may leave."""
+"""The HTTP of sessions: headers, the store's refusals, and answers that their client may leave."""
 
 import asyncio
 import base64
@@ -52,7 +52,7 @@ def content_digest(digest: str) -> str:
 def expected_digest(headers: Headers) -> str:
     """The SHA-256 in hex that a request's `Content-Digest` promises, "" without one; others are not looked at.
 
-    Raises: BadRequest for one that is no SHA-256.
+    Raises: BadRequest for a value that is no SHA-256.
     """
     match = _DIGEST.search(headers.get("content-digest", ""))
     if match is None:
@@ -67,14 +67,14 @@ def expected_digest(headers: Headers) -> str:
 
 
 def names_tag(value: str, tag: str) -> bool:
-    """Whether a list of entity tags names this one strongly, or is `*`."""
+    """Return whether a list of entity tags names this one strongly, or is `*`."""
     return value.strip() == "*" or any(not weak and f'"{text}"' == tag for weak, text in _TAG.findall(value))
 
 
 def require_match(headers: Headers, tag: str) -> None:
-    """What takes the place of a state must name it; what is put where none is must not.
+    """Require `If-Match` with the tag of the state that is replaced, and none where there is no state.
 
-    Raises: ServiceError (428) when nothing is named, (412) when something else is.
+    Raises: ServiceError (428) when it is missing, (412) when it names something else.
     """
     if_match = headers.get("if-match")
     if not tag:
@@ -117,7 +117,7 @@ def _failed(message: str, tag: str) -> ServiceError:
 
 @contextmanager
 def store_refusals() -> Iterator[None]:
-    """Raises: ServiceError in place of what the store raises in the block."""
+    """Translate the store's errors in the block. Raises: ServiceError in their place."""
     try:
         yield
     except UnknownStateError as error:
@@ -148,7 +148,7 @@ def store_refusals() -> Iterator[None]:
 
 @final
 class Outlet:
-    """Writes to a client until it is gone, and then no more."""
+    """A writer to a client that stops without an error once the client is gone."""
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
@@ -180,7 +180,7 @@ class Outlet:
 
 
 async def watch(body: RequestBody, gone: asyncio.Event) -> None:
-    """Return when the client has left, which is set then, or has its whole answer; the body must have come."""
+    """Wait until the client has left, which sets `gone`, or has its whole answer; the body must have come."""
     try:
         await body.until_gone()
     except ClientGone:

@@ -1,4 +1,4 @@
-"""A text into a session: body -> tokens -> engine, its states into the store as they come, each token fed once."""
+"""An append to a session: body -> tokens -> engine, its states into the store as they come, each token fed once."""
 
 import asyncio
 import contextlib
@@ -34,10 +34,10 @@ BETWEEN_LINES_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class AppendSource:
-    """What is appended, under which key and where: the body that still arrives, a text of JSON, or a stored file.
+    """The text to append, with its key and position: a body that still arrives, a text of JSON, or a stored file.
 
-    `pieces` give it once, as it comes, and check what they give; of a text or a file nothing must be sent, so a client
-    that leaves does not cut it off. `digest` is SHA-256 in hex of what is here already.
+    `pieces` gives it once, as it comes, and checks it; a text or a file is here as a whole, so a client that leaves
+    does not cut it off. `digest` is the SHA-256 in hex of a text that is here already.
     """
 
     body: RequestBody
@@ -50,7 +50,7 @@ class AppendSource:
 
 @final
 class _FedTokens:
-    """The tokens of an append from its beginning at position `start`. Memory: those after the last point asked for."""
+    """The tokens of an append from position `start` on, and their digest. Memory: the tokens after the last digest."""
 
     def __init__(self, start: int) -> None:
         self._digest = hashlib.sha256()
@@ -60,13 +60,13 @@ class _FedTokens:
         """The position after the last token."""
 
     def push(self, tokens: TokenArray) -> None:
-        """The next tokens."""
+        """Add the next tokens."""
         if len(tokens):
             self._waiting.append(tokens)
             self.stop += len(tokens)
 
     def digest_at(self, position: int) -> str:
-        """SHA-256 in hex of the tokens before `position`, which is not before the point that was asked for last."""
+        """The SHA-256 in hex of the tokens before `position`, which must not be below that of the last call."""
         assert self._hashed <= position <= self.stop, (self._hashed, position, self.stop)
         while self._hashed < position:
             tokens = self._waiting.popleft()
@@ -91,13 +91,13 @@ class _Append:
     read: asyncio.Event = field(default_factory=asyncio.Event)  # to its end
 
     async def advance(self, position: int, snapshot: str) -> None:
-        """The session stands there, and has been fed these tokens."""
+        """Move the session to this position and state, with the digest of the tokens fed."""
         await self.writer.advance(Reached(position, snapshot, fed=self.fed.digest_at(position)))
 
 
 @final
 class AppendService:
-    """Answers appends; holds what they share, nothing of any one of them."""
+    """The service that answers appends; holds what they share, nothing of any one of them."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
@@ -107,9 +107,9 @@ class AppendService:
     ) -> None:
         """Feed a text to a session; the head goes out after the first bytes of it came in.
 
-        A client that leaves does not end the work: what it has sent is read as far as whole states can be kept.
+        A client that leaves does not end the work: the text that came is read as far as whole states can be kept.
 
-        Raises: ServiceError, which says in `position` up to where everything is kept; ClientGone when the client left.
+        Raises: ServiceError, whose `position` is that up to which everything is kept; ClientGone when the client left.
         """
         outlet, key = Outlet(response), f"append {source.key}" if source.key else ""
         async with writing(
@@ -149,7 +149,7 @@ class AppendService:
     # ---- in ------------------------------------------------------------------------------------
 
     async def _text(self, append: _Append) -> AsyncIterator[bytes]:
-        """The text as it comes, in blocks that are tokenised at a time."""
+        """Yield the text as it comes, in pieces that are tokenised one at a time."""
         size = self._context.settings.piece_bytes
         async with contextlib.aclosing(append.source.pieces) as chunks:
             async for chunk in chunks:
@@ -161,9 +161,9 @@ class AppendService:
                     yield chunk[at : at + size]
 
     async def _pieces(self, append: _Append, run: TextRun, blocks: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
-        """Its tokens; those that were fed under this key before must be the same.
+        """Yield the text's tokens; those that were fed under this key before must be the same.
 
-        Raises: ServiceError (409) for others; ClientGone when the client left in the middle.
+        Raises: ServiceError (409) for other tokens; ClientGone when the client left in the middle.
         """
         fed, known = append.fed, append.writer.append.position
         try:
@@ -184,7 +184,7 @@ class AppendService:
     # ---- out -----------------------------------------------------------------------------------
 
     async def _end(self, append: _Append, snapshot: str, report: RestoreReport) -> AppendSummary:
-        """The last state, and what the caller is told now and whenever it sends the same again."""
+        """Move the session to the last state; return the summary, which is kept for the same request sent again."""
         writer, stop = append.writer, append.fed.stop
         there = [point.position for point in writer.session.checkpoints if point.position < stop]
         summary = AppendSummary(
@@ -209,7 +209,7 @@ class AppendService:
         return summary
 
     async def _tell(self, append: _Append, run: TextRun) -> None:
-        """Lines that say how far it has come, the newest only, and one now and then when nothing moves."""
+        """Write lines of progress, only the newest, and one every `ping_seconds` when nothing moves."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._context.settings.ping_seconds):
@@ -219,7 +219,7 @@ class AppendService:
             await asyncio.sleep(BETWEEN_LINES_SECONDS)
 
     async def _say_again(self, append: _Append) -> None:
-        """Answer an append that was done before, once it is sure that it is the same."""
+        """Answer an append that was done before, once its text is known to be the same."""
         async for _ in self._text(append):
             pass
         known = append.writer.append

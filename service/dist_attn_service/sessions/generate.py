@@ -26,7 +26,7 @@ from dist_attn_service.text.choice_text import ChoiceText, FinishReason, ScoredT
 
 __all__ = ["GenerateService", "GenerateWork", "TextPiece"]
 
-KEPT_CHARACTERS = 16_384  # of an answer that is said again to who sends the same key
+KEPT_CHARACTERS = 16_384  # of an answer that is kept for the same key sent again
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GenerateWork:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """More text, perhaps none, and how likely its tokens were; `reason` stands on the last piece only."""
+    """More text, perhaps none, and the scores of its tokens; `reason` stands on the last piece only."""
 
     text: str = ""
     scored: list[ScoredToken] = field(default_factory=list)
@@ -70,18 +70,18 @@ class _Run:
     snapshot: str = ""
 
     def tell(self, piece: TextPiece) -> None:
-        """Say it to the client, and keep it for who sends the same key."""
+        """Give a piece to the client, and keep it for the same key sent again."""
         self.parts.append(piece)
         self.on_text(piece)
 
     def finish(self) -> None:
-        """Draw no further than what is in the text."""
+        """Draw no tokens after those that are in the text."""
         if not self.finishing and self.reason is None:
             self.finishing = True
             self.stream.finish_drawing(self.text.drawn)
 
     async def on_tokens(self, event: Generated) -> None:
-        """Text of newly drawn tokens; what comes after a stop string is none of it."""
+        """Take newly drawn tokens; text after a stop string is dropped."""
         if self.finishing:
             return
         text = self.text.take(event, asked=self.work.sampling.logprobs is not None)
@@ -93,13 +93,13 @@ class _Run:
             self.reason = finish_reason(event)
 
     async def on_state(self, _: int, data: AsyncIterator[bytes]) -> None:
-        """The state after the drawn tokens."""
+        """Keep the state after the drawn tokens."""
         self.snapshot = await self.writer.keep(data)
 
 
 @final
 class GenerateService:
-    """Generates; holds what all generations share, nothing of any one of them."""
+    """The service that generates; holds what all generations share, nothing of any one of them."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
@@ -110,9 +110,9 @@ class GenerateService:
         """Go on with the text of a session; `on_text` gets an empty piece when it begins, then the text in pieces.
 
         A client that is `gone` does not end it at once: it goes on for `detached_seconds`, and what is drawn is kept.
-        One that was done before under this key is only said again.
+        A generation that was done before under this key is answered from its kept result.
 
-        Raises: ServiceError; the session stands where it stood then.
+        Raises: ServiceError; the session then keeps its position.
         """
         key = f"generate {work.key}" if work.key else ""
         async with writing(
@@ -155,7 +155,7 @@ class GenerateService:
         run.finish()
 
     async def _end(self, run: _Run, position: int, report: RestoreReport) -> Generation:
-        """The last of the text, and what is told now and whenever the same comes again."""
+        """End the text, and return the answer, which is kept for the same request sent again."""
         work, writer = run.work, run.writer
         rest = run.text.finish()
         reason: FinishReason = "stop" if run.text.stopped else run.reason or "length"
@@ -198,6 +198,6 @@ class GenerateService:
 
 
 async def _begun(run: _Run) -> AsyncGenerator[TokenArray]:
-    """No tokens; the answer begins when the state to go on from has been sent."""
+    """Yield no tokens, and begin the answer once the state to go on from has been sent."""
     run.on_text(TextPiece())
     yield np.empty(0, dtype=np.int32)

@@ -21,7 +21,7 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, stop_tasks
 from dist_attn_service.engine.watch import EngineWatch
 
-ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
+ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is ended, and begun again at its next time
 FRESH_SECONDS = 1.0
 LOOK_SECONDS = 20.0  # at a start, through sessions that may be many
 MOST_REVISIONS = 8  # that a line of log names
@@ -34,7 +34,7 @@ STATUS_TIMEOUT_SECONDS = 1.0  # a request for the status does not wait longer fo
 
 @final
 class StoreService:
-    """The open store, and how much it holds."""
+    """The open store, and the totals of what it holds."""
 
     def __init__(self, store: StateStore, settings: Settings, log: Log) -> None:
         self.store = store
@@ -62,7 +62,7 @@ class StoreService:
                 await stop_tasks(task)
 
     async def warn_of_other_models(self, watch: EngineWatch) -> None:
-        """Once the engine is ready, tell the log how many sessions cannot go on with its model."""
+        """Wait until the engine is ready, and log how many sessions cannot go on with its model."""
         while (status := watch.health().status) is None or not status.ready:  # noqa: ASYNC110 - others make it so
             await asyncio.sleep(FRESH_SECONDS)
         if status.manifest is None:
@@ -72,7 +72,7 @@ class StoreService:
             async with asyncio.timeout(LOOK_SECONDS), contextlib.aclosing(self.store.snapshots.of_sessions()) as newest:
                 async for beginning in newest:
                     looked_at += 1
-                    with contextlib.suppress(WireError):  # damaged: who reads it is told
+                    with contextlib.suppress(WireError):  # damaged: a request that reads it gets an error
                         theirs.update(_other_revisions(header_of(beginning).manifest.model, served))
         if theirs:
             self._log.warning(
@@ -85,7 +85,7 @@ class StoreService:
             )
 
     async def totals(self) -> Usage:
-        """How much is kept for all callers, not older than a second; what was last known when the store is away."""
+        """The usage of all callers, at most a second old; the last one known while the store does not answer."""
         if time.monotonic() - self._looked_at >= FRESH_SECONDS:
             self._looked_at = time.monotonic()
             with contextlib.suppress(StorageError, TimeoutError):
@@ -95,7 +95,7 @@ class StoreService:
 
     @property
     def known_totals(self) -> Usage:
-        """What `totals` said last."""
+        """The last result of `totals`."""
         return self._totals
 
     async def upkeep(self) -> None:
@@ -109,7 +109,7 @@ class StoreService:
                 self._log.warning("upkeep of the store failed", error=str(error) or "it took too long")
 
     async def round(self) -> None:
-        """Remove what has expired, then what is over the store's bounds, and now and then bytes that nobody names.
+        """Remove what has expired, what is over the store's bounds and, each `orphan_s`, bytes that nothing refers to.
 
         Raises: StorageError.
         """
@@ -129,7 +129,7 @@ class StoreService:
 
 
 def _other_revisions(stored: ModelIdentity, served: ModelIdentity) -> list[str]:
-    """The revision of a model whose states cannot go on with the one that is served."""
+    """The revision of a stored model, in a list, if its states cannot go on with the served one; else an empty list."""
     try:
         require_same_model(stored, served)
     except StateMismatchError:

@@ -1,4 +1,4 @@
-"""A caller's sessions and their states as they are kept: made, looked at, listed, forked, read, replaced, ended."""
+"""A caller's sessions and their states in the store: made, looked at, listed, forked, read, replaced, ended."""
 
 import hashlib
 import time
@@ -23,14 +23,14 @@ from dist_attn_service.sessions.answers import entity_tag, expected_digest, requ
 
 @final
 class SessionCatalogue:
-    """What needs the store alone, and no engine. All methods raise ServiceError for what the store refuses."""
+    """The work on sessions that needs only the store. All methods raise ServiceError for what the store refuses."""
 
     def __init__(self, store: StateStore, model: str) -> None:
         self._store = store
         self._model = model
 
     async def create(self, caller: str, request: CreateSession) -> types.Session:
-        """A new session without a text."""
+        """Create a session without a text."""
         with store_refusals():
             session = await self._store.sessions.create(
                 caller, ttl_s=request.ttl_seconds, label=request.name or "", metadata=request.metadata
@@ -38,7 +38,7 @@ class SessionCatalogue:
         return self.shown(session)
 
     async def get(self, caller: str, session_id: str) -> types.Session:
-        """A session."""
+        """Find a session, with the revision of its state's model."""
         with store_refusals():
             session = await self._store.sessions.get(caller, session_id)
         return self.shown(session, await self._revision(caller, session))
@@ -57,7 +57,7 @@ class SessionCatalogue:
             await self._store.sessions.delete(caller, session_id)
 
     async def fork(self, caller: str, session_id: str, request: ForkSession) -> types.Session:
-        """A session that goes on from a checkpoint of this one, whose state is sound. Cost: a read of that state."""
+        """Create a session that goes on from a checkpoint of this one, whose whole state is read and checked first."""
         with store_refusals():
             parent = await self._store.sessions.get(caller, session_id)
             at = parent.position if request.position is None else request.position
@@ -91,7 +91,7 @@ class SessionCatalogue:
         return types.CheckpointList(data=points)
 
     async def _revision(self, caller: str, session: Session) -> str | None:
-        """None too where the state is damaged or away: who reads it is told."""
+        """The revision of the newest state's model; None without one, and where it is damaged or cannot be read."""
         if not session.checkpoints:
             return None
         with suppress(DistAttnError):
@@ -122,27 +122,27 @@ NO_STATE = "has no state yet, for nothing was appended; append a text, or put a 
 
 @dataclass(frozen=True)
 class StoredState:
-    """A state in the store: where it stands in its text, and the snapshot file."""
+    """A state in the store: its position, and the snapshot file."""
 
     position: int
     snapshot: SnapshotInfo
 
     @property
     def tag(self) -> str:
-        """Its entity tag."""
+        """The entity tag of the snapshot file."""
         return entity_tag(self.snapshot.digest)
 
 
 @final
 class SessionStates:
-    """Reads and replaces states; holds nothing of any one session."""
+    """The service that reads and replaces states; holds nothing of any one session."""
 
     def __init__(self, store: StateStore, max_bytes: int) -> None:
         self._store = store
         self._max_bytes = max_bytes
 
     async def find(self, caller: str, session_id: str, position: int | None = None) -> StoredState:
-        """The state at a checkpoint, the newest without a position.
+        """Find the state at a checkpoint, or without a position the newest one.
 
         Raises: NotFound for a session, a checkpoint or a state that is not there.
         """
@@ -158,9 +158,9 @@ class SessionStates:
         raise NotFound(f"session {session_id} has no checkpoint at {at}; it has {there}", param="position")
 
     async def pieces(self, caller: str, state: StoredState) -> AsyncIterator[bytes]:
-        """The snapshot file. It is looked for before the first piece is asked for.
+        """Read a snapshot file, which is opened before this returns.
 
-        Raises: NotFound when it went meanwhile; ServiceError when it cannot be read.
+        Raises: NotFound when it was removed meanwhile; ServiceError when it cannot be read.
         """
         stream = self._store.snapshots.get(caller, state.snapshot.id)
         with store_refusals():
@@ -180,7 +180,7 @@ class SessionStates:
         """Take a snapshot file as the session's state, once all of it has come and is sound.
 
         Raises: ServiceError for preconditions that fail, bytes that are no snapshot or too many, the state of another
-            model; what stood there stays then.
+            model; the session then keeps its state.
         """
         digest = expected_digest(headers)
         with store_refusals():
@@ -199,7 +199,7 @@ class SessionStates:
     async def _checked(
         self, body: RequestBody, parser: SnapshotParser, digest: str, served: ModelIdentity
     ) -> AsyncIterator[bytes]:
-        """The body's bytes, as far as they can be those of a state of the served model."""
+        """Yield the body's bytes, as long as they can be those of a state of the served model."""
         seen, header_is_new = hashlib.sha256(), True
         async for chunk in body.chunks():
             if body.bytes > self._max_bytes:
@@ -218,7 +218,7 @@ class SessionStates:
 
 
 def _require_usable(header: SnapshotHeader, served: ModelIdentity) -> None:
-    """Raises: StateMismatchError for a state of another model; BadRequest for one of no text."""
+    """Check a header. Raises: StateMismatchError for a state of another model; BadRequest for one of no text."""
     require_same_model(header.manifest.model, served)
     if not header.position:
         raise BadRequest("the state has seen no token; a session without a text has none: create one")

@@ -1,4 +1,4 @@
-"""Being the one writer of a session: begun by an append, kept alive while work goes on, given back at its end."""
+"""The one writer of a session: begun by an append, kept alive while work goes on, given back at its end."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ BEATS = 4  # signs of life in the time after which a silent writer is taken for 
 class SessionWriter:
     """The writer of a session for one append (or one generate, which appends what it draws).
 
-    `append` is what the store knows of it; `kept` is up to where everything is in the store.
+    `append` is the store's record of it; `kept` is the position up to which everything is in the store.
     """
 
     store: StateStore = field(repr=False)
@@ -42,7 +42,7 @@ class SessionWriter:
     async def begin(self) -> BeginState | None:
         """The state to go on from; None at the beginning of a text.
 
-        Raises: ServiceError when it is gone.
+        Raises: ServiceError when the state is gone.
         """
         point = self.session.checkpoint()
         if point is None:
@@ -52,7 +52,7 @@ class SessionWriter:
             return BeginState(point.position, (await self.store.snapshots.stat(self.caller, point.snapshot)).size)
 
     def begin_bytes(self) -> AsyncIterator[bytes] | None:
-        """Its snapshot file. Reading raises ServiceError when it cannot be read."""
+        """The snapshot file of that state. Reading raises ServiceError when it cannot be read."""
         point = self.session.checkpoint()
         return None if point is None else self._read(point.snapshot)
 
@@ -70,7 +70,7 @@ class SessionWriter:
             return (await self.store.snapshots.put(self.caller, pieces)).id
 
     async def advance(self, to: Reached) -> Session:
-        """The session has come so far.
+        """Move the session to this position and state.
 
         Raises: ServiceError when this writer was taken for dead, or the session is gone.
         """
@@ -86,9 +86,9 @@ async def writing(
 ) -> AsyncIterator[SessionWriter]:
     """Be the writer of a session in the block. An append that was done before gives a writer that is `done`.
 
-    Raises: ServiceError when the session stands elsewhere, is being written to, or the key was used for other contents;
-        in the block as soon as the store gives the session to somebody else. What ends the block says in `position` up
-        to where everything is kept.
+    Raises: ServiceError when the session has another position or writer, or the key was used for other contents; in
+        the block as soon as the store gives the session to another writer. The `position` of an error that ends the
+        block is that up to which everything is kept.
     """
     with store_refusals():
         append, token = await store.sessions.begin_append(
@@ -109,19 +109,19 @@ async def writing(
         raise
     finally:
         if not writer.done:
-            # The store is waited for although this task may be ending: a session that nobody writes to is to be free.
+            # Done even while this task is cancelled, so that a session without a writer is free.
             with contextlib.suppress(DistAttnError):
                 await asyncio.shield(store.sessions.stop_writing(caller, session_id, token))
 
 
 async def _live(writer: SessionWriter, seconds: float) -> None:
-    """Say that the writer lives, until it is done."""
+    """Tell the store that the writer lives, until it is done."""
     while not writer.done:
         await asyncio.sleep(seconds)
         try:
             await writer.store.sessions.keep_writing(writer.caller, writer.session.id, writer.token)
         except StorageError:
-            continue  # it is asked again; what counts is whether the store takes the next state
+            continue  # asked again; only a state that the store does not take is an error
         except DistAttnError:
             if not writer.done:
                 with store_refusals():
@@ -133,16 +133,16 @@ Advance = Callable[[int, str], Awaitable[None]]
 
 @final
 class TextRun:
-    """The work on one text. `advance` lets the session stand at a position on the way, with the state kept for it."""
+    """The work on one text. `advance` moves the session to a position on the way, with the state kept for it."""
 
     def __init__(self, context: ServiceContext, writer: SessionWriter, advance: Advance) -> None:
         self._context = context
         self._writer = writer
         self._advance = advance
         self.position = writer.append.position
-        """That of the session after the last token that came."""
+        """The session's position after the last token that came."""
         self.snapshot = ""
-        """The state that was kept last."""
+        """The id of the state that was kept last."""
         self.moved = asyncio.Event()
         """Set whenever the session advances, and by an append for each piece of its text."""
 
@@ -164,7 +164,7 @@ class TextRun:
         return run.report
 
     async def _tokens(self, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[TokenArray]:
-        """Those that are not in the state to begin with."""
+        """Yield the tokens that are not in the state to begin with."""
         start, known = self._writer.append.start, self._writer.append.position
         try:
             async with contextlib.aclosing(pieces):

@@ -1,4 +1,4 @@
-"""The text of one choice: drawn tokens in, certain text out up to a stop string, and how likely its tokens were."""
+"""The text of one choice: drawn tokens in, certain text out up to a stop string, and the scores of its tokens."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place
 
 
 class StopScanner:
-    """Lets text through up to the first stop string; the result does not depend on where the pieces are cut.
+    """A filter that lets text through up to the first stop string, wherever the pieces are cut.
 
     Of several stop strings the one that is complete first counts, and of those the longest.
     """
@@ -47,7 +47,7 @@ class StopScanner:
         return certain
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, now that nothing follows."""
         rest, self._held = self._held, ""
         return rest
 
@@ -86,14 +86,14 @@ def choice_logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChoiceL
 
 
 def finish_reason(event: Generated) -> FinishReason | None:
-    """Why drawing has ended; None while it goes on."""
+    """The reason why drawing has ended; None while it goes on."""
     if event.finish_reason is None:
         return None
     return "length" if event.finish_reason == "length" else "stop"
 
 
 class PromptText:
-    """The tokens of a prompt as texts, to be told with their scores. Memory: all of them."""
+    """The tokens of a prompt as texts, to be answered with their scores. Memory: all of them."""
 
     def __init__(self, tokeniser: ThreadTokeniser, texts: list[str], offsets: list[int]) -> None:
         self._tokeniser = tokeniser
@@ -103,7 +103,7 @@ class PromptText:
 
     @property
     def whole(self) -> bool:
-        """Whether the scores of all tokens have come."""
+        """Return whether the scores of all tokens have come."""
         return self._told == len(self._texts)
 
     @staticmethod
@@ -112,7 +112,7 @@ class PromptText:
         return PromptText(tokeniser, await tokeniser.texts(tokens), await tokeniser.offsets(tokens))
 
     def first(self) -> ScoredToken:
-        """The first token, before which nothing stands that could make it likely."""
+        """The first token, which has no score, as nothing stands before it."""
         return ScoredToken(self._texts[0], None, None, 0)
 
     async def scored(self, rows: Rows, count: int) -> list[ScoredToken]:
@@ -138,10 +138,10 @@ class PromptText:
 
 
 class ChoiceText:
-    """Characters that tokens share and what may begin a stop string are held back; so are the tokens they come from.
+    """The text of drawn tokens, without characters that are not whole or may begin a stop string: these are held back.
 
-    Stop strings are looked for behind the first `min_tokens` tokens. `offset` is where the text begins, in characters.
-    Where it begins with `lead`, that is left out.
+    Stop strings are looked for after the first `min_tokens` tokens. `offset` is where the text begins, in characters.
+    A `lead` that it begins with is left out.
     """
 
     def __init__(
@@ -153,15 +153,15 @@ class ChoiceText:
         self._decoded = offset
         self._certain = offset
         self._finished = False
-        self._unstoppable = min_tokens  # so many of the next tokens
+        self._unstoppable = min_tokens  # so many of the next tokens cannot end the text
         self._lead = lead
         self._scored: deque[ScoredToken] = deque()
         self.drawn = 0
-        """Tokens that are in the text."""
+        """The number of tokens that are in the text."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has been met: nothing follows."""
+        """Return whether a stop string has been met, after which no text follows."""
         return self._scanner.stopped
 
     def take(self, event: Generated, *, asked: bool) -> str:
@@ -201,11 +201,11 @@ class ChoiceText:
         return self._let_through(self._scanner.push(text))
 
     def end(self, token: int, logprobs: TokenLogprobs) -> None:
-        """The end token was drawn: how likely it was stands behind the other tokens."""
+        """Add the score of the end token, which was drawn, after those of the other tokens."""
         self._scored.append(self._score(token, logprobs))
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """The text that was held back, now that no token follows."""
         text = self._scanner.push(self._decoder.finish())
         if not self.stopped:
             text += self._scanner.finish()
@@ -233,7 +233,7 @@ class ChoiceText:
 
 
 def _top(texts: Sequence[str], values: Sequence[float], text: str, own: float) -> dict[str, float]:
-    """The likeliest tokens by their texts, and behind them the token itself."""
+    """The log-probabilities of the likeliest tokens by their texts, and after them that of the token itself."""
     top: dict[str, float] = {}
     for other, value in zip(texts, values, strict=True):
         top.setdefault(other, value)

@@ -72,7 +72,7 @@ class _Segment:
 
 
 class Spool(AbstractContextManager["Spool"]):
-    """Bytes in, the same bytes out. One task puts, one task reads; whatever is left is dropped at close.
+    """A queue of bytes. One task puts, one task reads; bytes that are left are dropped at close.
 
     Order: `_head` in memory is older than the files, which are older than `_tail`. Disk work runs in a
     single thread, so that a close always comes after a write that was under way.
@@ -98,7 +98,7 @@ class Spool(AbstractContextManager["Spool"]):
 
     @property
     def waiting(self) -> int:
-        """Bytes put and not read yet."""
+        """The number of bytes put and not read yet."""
         return len(self._head) + self._on_disk + self._flushing + len(self._tail)
 
     async def put(self, data: bytes) -> None:
@@ -120,18 +120,18 @@ class Spool(AbstractContextManager["Spool"]):
         self._changed.notify()
 
     async def below(self, count: int) -> None:
-        """Wait until fewer than `count` bytes wait, or they are not wanted any more: for a source that can wait."""
+        """Wait until fewer than `count` bytes wait, or none is wanted any more: for a source that can pause."""
         while self.waiting >= count and not self._dropping:
             await self._changed.wait()
 
     def end(self, last: bytes = b"") -> None:
-        """Nothing follows; `last` (an error or summary line) is taken even when the spool is full."""
+        """End the bytes; `last` (an error or summary line) is taken even when the spool is full."""
         self._tail += last
         self._ended = True
         self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """The reader gets `error` at once, before what is still waiting; later puts are dropped."""
+        """Raise `error` in the reader at once, before the bytes that wait; later puts are dropped."""
         self._error = self._error or error
         self._dropping = True
         self._changed.notify()
@@ -168,7 +168,7 @@ class Spool(AbstractContextManager["Spool"]):
                 await self._changed.wait()
 
     def close(self) -> None:
-        """Drop what waits and give the disk back."""
+        """Drop the bytes that wait, and give their disk back."""
         self._dropping = True
         while self._segments:
             self._drop_segment()
@@ -215,7 +215,7 @@ class Spool(AbstractContextManager["Spool"]):
 
 @dataclass(frozen=True)
 class SpoolFactory:
-    """Makes spools in one folder that share a budget and a disk thread, each with so much memory."""
+    """A maker of spools in one folder that share a budget and a disk thread, each with so many bytes of memory."""
 
     folder: Path
     memory: int

@@ -1,4 +1,4 @@
-"""Whether a stream of bytes is plain text in UTF-8, wherever it is cut."""
+"""The check that a stream of bytes is plain text in UTF-8, wherever it is cut."""
 
 import codecs
 from collections.abc import AsyncGenerator
@@ -14,7 +14,7 @@ AS_BYTES = {"hint": "to have bytes read as they are, send them as a body with Co
 
 
 class Utf8Check:
-    """Checks a stream for valid UTF-8, wherever it is cut; `start` is the byte of a text that it begins with."""
+    """A check of a stream for valid UTF-8, wherever it is cut; `start` is the byte of the text at which it begins."""
 
     def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
@@ -41,11 +41,11 @@ class Utf8Check:
 
 @final
 class TextCheck:
-    """Checks a document that arrives: that it is plain text, and where its media type is `text/…` that it is UTF-8.
+    """A check of a document that arrives: that it is plain text, and for a media type `text/…` that it is UTF-8.
 
     Holds at most HEAD_BYTES bytes, and those only while they may begin something else.
 
-    Raises: ServiceError (415) for a media type that is no plain text.
+    Raises: ServiceError (415) for a media type of no plain text.
     """
 
     def __init__(self, media_type: str) -> None:
@@ -54,9 +54,9 @@ class TextCheck:
         self._head: bytes | None = b""
 
     def push(self, chunk: bytes, *, final: bool = False) -> bytes:
-        """The bytes that are checked by now.
+        """Check the next bytes; return those that are checked by now.
 
-        Raises: ServiceError (415) for another kind of file, BadRequest for what is not UTF-8.
+        Raises: ServiceError (415) for another kind of file, BadRequest for bytes that are not UTF-8.
         """
         if self._head is not None:
             chunk = self._head + chunk
@@ -71,16 +71,16 @@ class TextCheck:
 
 
 def refuse_other(head: bytes, media_type: str = "") -> None:
-    """Raises: ServiceError (415) for what is not plain text by its first bytes or its media type."""
+    """Refuse a file that is not plain text by its first bytes or its media type. Raises: ServiceError (415)."""
     words = refusal_of(head, media_type)
     if words is not None:
         raise ServiceError(words, code=Code.UNSUPPORTED_MEDIA_TYPE, param="input", facts=dict(AS_BYTES))
 
 
 async def utf8_checked(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same bytes.
+    """Yield the pieces, checked.
 
-    Raises: BadRequest for what is not UTF-8.
+    Raises: BadRequest for bytes that are not UTF-8.
     """
     check = Utf8Check()
     async with aclosing(pieces):

@@ -1,4 +1,4 @@
-"""Tokenising beside the event loop, in threads: texts as they come and as they are, and tokens as texts."""
+"""Tokenising beside the event loop, in threads: texts that still come, texts in memory, and tokens as texts."""
 
 import contextlib
 from collections import deque
@@ -24,9 +24,9 @@ __all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "cut"]
 
 
 class TextMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place of a text where tokenising may begin again: `tokens` tokens are those of the bytes before `byte`.
+    """A place of a text where tokenising may begin again: the bytes before `byte` make `tokens` tokens.
 
-    The last of them ends `gap` bytes before it.
+    The last of these tokens ends `gap` bytes before `byte`.
     """
 
     tokens: int = 0
@@ -38,17 +38,17 @@ BEGINNING = TextMark()
 
 
 class TextMarks:
-    """The marks of a text that is being read. Memory: those behind the last position that was asked for."""
+    """The marks of a text that is being read. Memory: those after the last position that was asked for."""
 
     def __init__(self, begin: TextMark = BEGINNING) -> None:
         self._marks = deque([begin])
 
     def push(self, mark: TextMark) -> None:
-        """The next one."""
+        """Add the next mark."""
         self._marks.append(mark)
 
     def before(self, tokens: int) -> TextMark:
-        """The last one with so many tokens or fewer before it; no earlier one will be asked for."""
+        """The last mark with so many tokens or fewer before it; those before it are forgotten."""
         while len(self._marks) > 1 and self._marks[1].tokens <= tokens:
             self._marks.popleft()
         return self._marks[0]
@@ -64,7 +64,7 @@ class Piece:
 
 
 class ThreadTokeniser:
-    """Tokenises in a thread pool, in blocks so short that neither the event loop nor other threads are kept waiting.
+    """A tokeniser in a thread pool, with blocks so short that neither the event loop nor other threads wait long.
 
     A text at which the tokeniser fails is logged with the name of the `model`.
     """
@@ -86,20 +86,20 @@ class ThreadTokeniser:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """The number of token ids, which are all below it."""
         return self._tokeniser.vocab_size
 
     async def pieces(self, blocks: AsyncIterator[bytes], begin: TextMark = BEGINNING) -> AsyncGenerator[Piece]:
         """The tokens of a stream of bytes; they do not depend on where the stream is cut.
 
-        What a block leaves over (a few bytes, or a word) joins the next. Bytes that no token stands for count for the
-        token behind them. With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are
+        The rest of a block (a few bytes, or a word) joins the next. Bytes that no token stands for count for the
+        token after them. With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are
         the tokens.
 
         Raises: TooLarge for a text that is too long for a tokeniser that cannot read in pieces; BadRequest for
             one at which it fails.
         """
-        rest, mark = b"", begin  # what has been left over, and where it begins
+        rest, mark = b"", begin  # the rest of the last block, and where it begins
         async for block in blocks:
             piece, rest = await beside(self._threads, self._encode, rest + block, mark, final=False)
             mark = piece.mark
@@ -127,7 +127,7 @@ class ThreadTokeniser:
         return self._tokeniser.special_tokens
 
     async def whole(self, text: bytes, *, framed: bool = True) -> TokenArray:
-        """The tokens of a text that is in memory and read as a whole, such as a prompt: those of transformers.
+        """The tokens of a text that is in memory and read as a whole, such as a prompt, as transformers makes them.
 
         `framed`: with the tokens that the model's files put around every text. A text that is too long for that is read
         in pieces, as a stream is.
@@ -159,9 +159,9 @@ class ThreadTokeniser:
         return await self._or_refused(lambda: self._tokeniser.encode_parts(parts))
 
     async def _or_refused(self, work: Callable[[], TokenArray]) -> TokenArray:
-        """The tokens of `work`.
+        """Run work that makes tokens.
 
-        Raises: BadRequest where the model lacks one of them, or its tokeniser fails.
+        Raises: BadRequest where the model lacks one of the tokens, or its tokeniser fails.
         """
         try:
             return await beside(self._threads, work)
@@ -171,11 +171,11 @@ class ThreadTokeniser:
             raise BadRequest(str(error)) from None
 
     async def texts(self, tokens: TokenArray) -> list[str]:
-        """`token_text` of each of these."""
+        """The `token_text` of each of these tokens."""
         return await beside(self._threads, lambda: [self.token_text(token) for token in tokens.tolist()])
 
     async def offsets(self, tokens: TokenArray) -> list[int]:
-        """Where each of these begins in the text that they make together, in characters."""
+        """The place at which each token begins in the text that they make together, in characters."""
 
         def work() -> list[int]:
             decoder = IncrementalDecoder(self._tokeniser, begins=True)
@@ -185,7 +185,7 @@ class ThreadTokeniser:
         return await beside(self._threads, work)
 
     async def text(self, tokens: TokenArray) -> str:
-        """The text that the tokens make together; U+FFFD in place of what is not UTF-8.
+        """The text that the tokens make together; U+FFFD in place of bytes that are not UTF-8.
 
         Raises: TokenError for an id outside the vocabulary.
         """
@@ -197,7 +197,7 @@ class ThreadTokeniser:
         return await beside(self._threads, work)
 
     def _failed(self, error: TokeniserError) -> BadRequest:
-        """What the request is told; the words of the error have a path of this machine."""
+        """Log a failure of the tokeniser, and make the refusal without its words, which have a path of this machine."""
         if self._log is not None:
             self._log.error("the tokeniser of a model failed at a text", model=self._model, error=str(error))
         return BadRequest(
@@ -206,7 +206,7 @@ class ThreadTokeniser:
         )
 
     def _encode(self, data: bytes, mark: TextMark, *, final: bool) -> tuple[Piece, bytes]:
-        """The tokens of the bytes from a mark on, as far as they can be told, and the bytes behind them."""
+        """The tokens of the bytes from a mark on, as far as they are certain, and the bytes after them."""
         try:
             tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
         except TokeniserError as error:
@@ -219,6 +219,6 @@ class ThreadTokeniser:
 
 
 async def cut(text: bytes, size: int) -> AsyncGenerator[bytes]:
-    """A text that is in memory, as if it came in pieces of so many bytes."""
+    """Yield a text that is in memory in pieces of so many bytes."""
     for start in range(0, len(text), size):
         yield text[start : start + size]

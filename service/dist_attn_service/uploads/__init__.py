@@ -1,5 +1,5 @@
-"""Files that clients upload: what they hold lies in one folder, what is known of them in one catalogue.
+"""Files that clients upload: their bytes lie in one folder, their records in one catalogue.
 
-`multipart.py` and `tus.py` read what clients send, `byte_files.py` holds bytes on disk, `ledger.py` what is recorded.
-`catalogue.py`, `reservations.py` and `upkeep.py` change it in transactions; `service.py` is what routes use.
+`multipart.py` and `tus.py` read requests, `byte_files.py` holds bytes on disk, `ledger.py` has the records, which
+`catalogue.py`, `reservations.py` and `upkeep.py` change in transactions; `service.py` is the one that routes use.
 """

@@ -1,8 +1,8 @@
 """Bytes on disk: one file for every blob, written by one process at a time, read in pieces.
 
-Names are drawn here, so nothing that a client chose reaches the file system. Who writes holds the file's lock, which
-the system takes back when a process dies, also on a folder that machines share. Who waits for it leaves a mark, and a
-writer whose client says nothing makes way.
+Names are drawn here, so nothing that a client chose reaches the file system. A writer holds the file's lock, which
+the system takes back when a process dies, also on a folder that machines share. A request that waits for the lock
+leaves a mark, and a writer whose client sends nothing makes way.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ WANTED = ".wanted"
 
 
 def this_boot() -> str:
-    """This start of this machine: what a process gave to the system outlives the process, not the system."""
+    """An id of this start of the machine: bytes given to the system outlive their process, not the system."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return uuid.uuid4().hex
@@ -56,7 +56,7 @@ class ByteFolder:
     async def writing(self, blob: str) -> AsyncIterator["BlobWriter"]:
         """Write to a blob, which is made if it is not there; a request that writes to it is asked to make way.
 
-        Raises: ServiceError (409) when it does not within LOCK_SECONDS.
+        Raises: ServiceError (409) when that one does not within LOCK_SECONDS.
         """
         path = self._path(blob)
         wanted = path.with_name(blob + WANTED)
@@ -68,7 +68,7 @@ class ByteFolder:
             os.close(descriptor)
 
     async def _lock(self, descriptor: int, wanted: Path) -> None:
-        """Raises: ServiceError (409) when the holder of the lock does not make way."""
+        """Take the lock. Raises: ServiceError (409) when its holder does not make way."""
         try:
             async with asyncio.timeout(LOCK_SECONDS):
                 while not await self.beside(_locked, descriptor):
@@ -82,7 +82,7 @@ class ByteFolder:
         await self.beside(wanted.unlink, missing_ok=True)
 
     async def size(self, blob: str) -> int:
-        """Bytes of a blob, 0 where it is not there."""
+        """The bytes of a blob, 0 where it is not there."""
         with suppress(FileNotFoundError):
             return (await self.beside(self._path(blob).stat)).st_size
         return 0
@@ -101,7 +101,7 @@ class ByteFolder:
                     yield piece
 
     async def _opened(self, work: Callable[[Path], T], path: Path, close: Callable[[T], object]) -> T:
-        """What `work` opens beside; where the caller is cancelled meanwhile, it is closed as soon as it is there."""
+        """Open by `work` in a thread; if the task is cancelled meanwhile, close what was opened once it is there."""
         opening = asyncio.ensure_future(self.beside(work, path))
         try:
             return await asyncio.shield(opening)
@@ -110,7 +110,7 @@ class ByteFolder:
             raise
 
     async def md5(self, segments: Iterable[Segment]) -> str:
-        """MD5 of the segments' bytes in hex.
+        """The MD5 of the segments' bytes in hex.
 
         Raises: NotFound.
         """
@@ -123,14 +123,14 @@ class ByteFolder:
         return digest.hexdigest()
 
     async def delete(self, blobs: Iterable[str]) -> None:
-        """Remove blobs, as far as they are there; what cannot be removed now is swept away later."""
+        """Remove blobs, as far as they are there; those that cannot be removed now are swept away later."""
         for blob in blobs:
             for name in (blob + WANTED, blob):
                 with suppress(OSError):
                     await self.beside(self._path(blob).with_name(name).unlink)
 
     async def sync(self, blob: str) -> None:
-        """Give all of a blob that the system has to the disk.
+        """Sync to disk all of a blob that the system has.
 
         Raises: NotFound when it was deleted.
         """
@@ -138,15 +138,15 @@ class ByteFolder:
             await self.beside(_sync, self._path(blob))
 
     async def is_written(self, blob: str) -> bool:
-        """Whether a process holds the blob's lock."""
+        """Return whether a process holds the blob's lock."""
         return await self.beside(_is_locked, self._path(blob))
 
     async def names(self) -> list[str]:
-        """All blobs, and those of which only a mark is left."""
+        """The names of all blobs, including those of which only a mark is left."""
         return await self.beside(lambda: sorted({path.name.removesuffix(WANTED) for path in self.place.glob("??/*")}))
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`, done in a thread, whatever becomes of the task that asked for it."""
+        """The result of `work`, which is done in a thread even if the task that asked for it is cancelled."""
         return await unbroken(beside(self._threads, work, *args, **kwargs))
 
     def _within(self, segments: Iterable[Segment], start: int, stop: int) -> Iterator[tuple[Path, int, int]]:
@@ -164,7 +164,7 @@ class ByteFolder:
 
 @final
 class BlobWriter:
-    """Writes to one blob, which no other request does meanwhile."""
+    """The one writer of a blob: no other request writes to it meanwhile."""
 
     def __init__(self, descriptor: int, wanted: Path, folder: ByteFolder) -> None:
         self._descriptor = descriptor
@@ -174,10 +174,10 @@ class BlobWriter:
         self.on_flushed: Callable[[int], None] = lambda _: None
         """Called with the size that others may read."""
         self.end = os.fstat(descriptor).st_size
-        """Where the next byte goes to, those that wait in memory counted."""
+        """The place of the next byte, counting those that wait in memory."""
 
     async def cut(self, size: int) -> None:
-        """Forget what lies after `size` bytes."""
+        """Drop all after the first `size` bytes."""
         await self._do(os.ftruncate, self._descriptor, size)
         self.end = size
 
@@ -192,9 +192,9 @@ class BlobWriter:
             await self.flush()
 
     async def flush(self) -> None:
-        """Give what waits to the system, where it survives the end of this process.
+        """Give the waiting bytes to the system, where they survive the end of this process.
 
-        Raises: ServiceError (507) when the disk is full; what was written before stays.
+        Raises: ServiceError (507) when the disk is full; bytes written before stay.
         """
         if not self._waiting:
             return
@@ -208,7 +208,7 @@ class BlobWriter:
         self.on_flushed(start + len(data))
 
     async def sync(self) -> None:
-        """Give all to the disk, where it survives a power cut.
+        """Sync all bytes to the disk, where they survive a power cut.
 
         Raises: ServiceError (507) when the disk is full.
         """
@@ -216,7 +216,7 @@ class BlobWriter:
         await self._do(os.fdatasync, self._descriptor)
 
     async def in_the_way(self) -> bool:
-        """Whether a request waits to write here, or the blob was deleted."""
+        """Return whether another request waits to write here, or the blob was deleted."""
         return await self._do(lambda: self._wanted.exists() or os.fstat(self._descriptor).st_nlink == 0)
 
     async def _do(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -226,7 +226,7 @@ class BlobWriter:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """What the system says, as an answer."""
+    """Translate a full disk into an answer. Raises: ServiceError (507)."""
     try:
         yield
     except OSError as error:
@@ -248,7 +248,7 @@ def _reading() -> Iterator[None]:
 
 
 def _open(path: Path) -> int:
-    """A descriptor to write to a blob; a new one has its name on disk."""
+    """Open a blob to write to; the name of a new one is synced to disk."""
     make_private(path.parent)
     descriptor = private_opener(str(path), os.O_RDWR | os.O_CREAT)
     for folder in (path.parent, path.parent.parent):
@@ -298,25 +298,25 @@ def _hash(update: Callable[[bytes], None], path: Path, start: int, count: int) -
 
 
 class Reader(Protocol):
-    """Somebody who reads an upload while it arrives."""
+    """A reader of an upload that still arrives."""
 
     def reached(self, size: int) -> None:
-        """So many bytes may be read."""
+        """Note that so many bytes may be read."""
 
     def keeps_up(self, size: int) -> bool:
-        """Whether so many bytes may have come by now.
+        """Return whether reading is not too far behind `size` bytes.
 
         Raises: ServiceError when they will not be read.
         """
 
     async def changed(self, seconds: float) -> None:
-        """Wait until that may have changed, at most so long."""
+        """Wait for a change of that, at most so many seconds."""
 
 
 async def kept_up(reader: Reader, writer: BlobWriter) -> None:
-    """Wait until the reader is not too far behind what was written.
+    """Wait until the reader is not too far behind the writer.
 
-    Raises: ServiceError when it has failed; (409) when somebody else is to go on, or what is written to was deleted.
+    Raises: ServiceError when it has failed; (409) when another request is to go on, or the upload was deleted.
     """
     while not reader.keeps_up(writer.end):
         await writer.flush()
@@ -325,9 +325,9 @@ async def kept_up(reader: Reader, writer: BlobWriter) -> None:
 
 
 async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes]:
-    """The body, until it ends or another request wants to write.
+    """Yield the body, until it ends or another request wants to write.
 
-    Raises: what the body raises; ServiceError (409) when somebody else is to go on, or what is written to was deleted.
+    Raises: what the body raises; ServiceError (409) when another request is to go on, or the upload was deleted.
     """
     chunks = body.chunks()
     checked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""What is known of uploads and files, in transactions that several processes share."""
+"""The catalogue of uploads and files, changed in transactions that several processes share."""
 
 import re
 import secrets
@@ -28,7 +28,7 @@ from dist_attn_service.uploads.ledger import (
 
 T = TypeVar("T")
 PAGE = 500
-COMPLETED_S = 3600.0  # an upload that is done can be asked for so long, so that a lost answer can be had again
+COMPLETED_S = 3600.0  # for which a completed upload can still be asked for, so that a lost answer can be had again
 _ID = re.compile("[A-Za-z0-9_-]{1,64}")
 
 
@@ -39,7 +39,7 @@ def new_id(kind: str) -> str:
 
 @final
 class Catalogue:
-    """Uploads and files of all callers; a caller is told nothing of another's."""
+    """The uploads and files of all callers; a caller learns nothing of another's."""
 
     def __init__(
         self, records: Records, secret: bytes, limits: FileSettings, folder: ByteFolder, clock: Callable[[], float]
@@ -50,7 +50,7 @@ class Catalogue:
         self.limits = limits
         self.clock = clock
         self.total = Usage()
-        """What all callers had when this process last looked."""
+        """The usage of all callers when this process last looked."""
 
     @staticmethod
     async def open(
@@ -69,7 +69,7 @@ class Catalogue:
         return Catalogue(records, await secret_of(records), limits, folder, clock)
 
     def tenant(self, caller: str) -> str:
-        """A caller as it stands in keys."""
+        """The salted hash by which keys name a caller."""
         return salted(self._secret, caller.encode())[:32]
 
     async def change(self, work: Callable[[FileLedger], Awaitable[T]]) -> T:
@@ -95,7 +95,7 @@ class Catalogue:
     async def begin(
         self, caller: str, length: int, details: Details, metadata: str = "", feed: FeedRecord | None = None
     ) -> tuple[str, UploadRecord]:
-        """A new upload of so many bytes, which may feed a session.
+        """Begin an upload of so many bytes, which may feed a session.
 
         Raises: TooLarge, ServiceError (429, 507).
         """
@@ -112,7 +112,7 @@ class Catalogue:
         return name, await self.change(enter)
 
     async def upload(self, caller: str, name: str) -> UploadRecord:
-        """How an upload stands.
+        """Find the record of an upload.
 
         Raises: NotFound.
         """
@@ -135,7 +135,7 @@ class Catalogue:
         return await self.change(run)
 
     async def note_feed(self, caller: str, name: str, feed: FeedRecord, synced: int) -> UploadRecord:
-        """How far its session is; the upload stays for as long as it is fed. `synced` bytes of it are on the disk.
+        """Note the progress of a feeding, for which the upload stays; `synced` of its bytes are on the disk.
 
         Raises: NotFound; ServiceError (409) for one that was cancelled.
         """
@@ -180,9 +180,9 @@ class Catalogue:
         await self.change(drop)
 
     async def parts(self, upload: str, part_ids: list[str]) -> tuple[Segment, ...]:
-        """The bytes of these parts of an upload.
+        """Find the segments of these parts of an upload.
 
-        Raises: BadRequest for one that is not there.
+        Raises: BadRequest for a part that is not there.
         """
         names = [f"{upload}/{part}" for part in part_ids]
         parts = await self.change(lambda ledger: ledger.find_all(PartRecord, names))
@@ -194,7 +194,7 @@ class Catalogue:
     async def complete(
         self, caller: str, name: str, segments: tuple[Segment, ...], made_of: tuple[str, ...] = ()
     ) -> UploadRecord:
-        """Make a file of these segments of an upload, and forget what else has come.
+        """Make a file of these segments of an upload, and drop its other bytes.
 
         Raises: NotFound; ServiceError (409).
         """
@@ -205,7 +205,7 @@ class Catalogue:
             file = new_id("file-")
             ends = ledger.now + COMPLETED_S
             done = changed(before, state="completed", file=file, made_of=made_of, blob="", expires_at=ends)
-            # First, so that what was announced is given back before the file is charged.
+            # First, so that the announced bytes are given back before the file is charged.
             await ledger.save(name, done, before)
             await ledger.add_file(file, self.new_file(ledger, before.tenant, before.details, segments))
             return done
@@ -215,7 +215,7 @@ class Catalogue:
     # ---- files ---------------------------------------------------------------------------------
 
     async def file(self, caller: str, name: str) -> FileRecord:
-        """A file.
+        """Find the record of a file.
 
         Raises: NotFound.
         """
@@ -237,7 +237,7 @@ class Catalogue:
     async def files(
         self, caller: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
     ) -> tuple[list[tuple[str, FileRecord]], bool]:
-        """At most `limit` files behind the file `after`, and whether there are more.
+        """At most `limit` files after the file `after`, and whether there are more.
 
         Raises: NotFound for an `after` that is not there.
         """
@@ -264,7 +264,7 @@ class Catalogue:
 
 
 async def _some(ledger: FileLedger, prefix: str, after: str) -> tuple[list[str], list[tuple[str, FileRecord]]]:
-    """The next places of a caller's files, and those of the files that have not expired."""
+    """The next keys of a caller's files, and the names and records of those that have not expired."""
     keys = [key for key, _ in await ledger.transaction.scan(prefix, PAGE, after)]
     names = [key.rpartition("/")[2] for key in keys]
     records = zip(names, await ledger.find_all(FileRecord, names), strict=True)
@@ -272,9 +272,9 @@ async def _some(ledger: FileLedger, prefix: str, after: str) -> tuple[list[str],
 
 
 def known(name: str) -> str:
-    """An id as it may stand in a key.
+    """Check an id before it stands in a key.
 
-    Raises: NotFound for what is none of ours.
+    Raises: NotFound for one that this service never gives.
     """
     if not _ID.fullmatch(name):
         raise NotFound(f"there is no {name[:80]!r}; it was deleted, has expired, or never was")
@@ -282,7 +282,7 @@ def known(name: str) -> str:
 
 
 def pending(record: UploadRecord) -> UploadRecord:
-    """The same record.
+    """Return the record, if its upload is pending.
 
     Raises: ServiceError (409) when the upload takes nothing any more.
     """

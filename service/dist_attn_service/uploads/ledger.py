@@ -1,16 +1,15 @@
-"""The ledger of uploads and files: the records, the keys they stand under, whose bytes are whose, and how much anybody
-may have.
+"""The ledger of uploads and files: the records and their keys, the owners of bytes, and the limits of callers.
 
-    secret                    32 random bytes: what salts callers
+    secret                    32 random bytes: the salt of callers' hashes
     total, usage/TENANT       Usage of all, and of one caller
     upload/ID                 UploadRecord
     part/UPLOAD/ID            PartRecord
     file/ID                   FileRecord
     oldest/TENANT/TIME/ID     the files of a caller in the order they were made
-    newest/TENANT/EMIT/ID     the same in the other order
-    expiry/TIME/KIND/ID       when an upload or a file ends; KIND is `upload` or `file`
-    blob/NAME                 BlobRecord: whose bytes these are
-    held/NAME                 bytes that are being written
+    newest/TENANT/EMIT/ID     the files of a caller in the opposite order
+    expiry/TIME/KIND/ID       uploads and files by expiry; KIND is `upload` or `file`
+    blob/NAME                 BlobRecord: the owner of these bytes
+    held/NAME                 blobs that are being written
 
 TENANT is a salted hash of the caller, EMIT is TIME counted backwards (`remote_moment`).
 """
@@ -33,23 +32,23 @@ _END_OF_TIME = 10.0**12
 
 
 class Usage(Sums, frozen=True):
-    """What is kept for one caller, or for all. `entries` counts uploads and files."""
+    """The storage of one caller, or of all. `entries` counts uploads and files."""
 
     bytes: int = 0
     entries: int = 0
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """So many bytes of a file, in a blob of their own."""
+    """A part of a file: `size` bytes in a blob of their own."""
 
     blob: str
     size: Size
 
 
 class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client says of a file; its name is never that of a file on disk.
+    """The details of a file, as a client gives them; its name is never that of a file on disk.
 
-    `lives_s` is how long the file is to live once it is there, 0 for ever.
+    `lives_s` is for how long the file is kept once it is there, in seconds, 0 for ever.
     """
 
     filename: str
@@ -59,16 +58,16 @@ class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FeedMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A position of a session whose state was to be kept, and the place of the text from which it is read on."""
+    """A position of a session whose state was to be kept, and the place of the text from which reading goes on."""
 
     position: Size
     mark: TextMark
 
 
 class FeedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The session that an upload feeds: it stood at `expected`, and the text begins at `start` once that is known.
+    """The session that an upload feeds: its position was `expected`, and the text begins at `start` once that is known.
 
-    It was kept up to `position`. Of the last two states there are `marks`: the very last may not have come to be.
+    Up to `position` it is kept. There are `marks` of the last two states, as the last one may not have been kept.
     """
 
     session: str
@@ -85,8 +84,8 @@ class UploadRecord(Record, frozen=True, forbid_unknown_fields=True):
     """An upload of `length` bytes, which come as parts or as one stream.
 
     Of parts: `received` bytes are in whole ones, `writing` at most are on their way. Of a stream: `blob` holds it,
-    `synced` bytes of it survive a power cut, and what was written beyond is trusted while this is still `boot`.
-    `made_of` are the parts that the file was made of. `metadata` is what tus was given, `feed` the session it feeds.
+    `synced` bytes of it survive a power cut, and bytes beyond them are trusted while the machine's start is `boot`.
+    `made_of` has the parts of the file that was made, `metadata` is tus's header, `feed` the session that is fed.
     """
 
     KIND: ClassVar[str] = "upload"
@@ -110,20 +109,20 @@ class UploadRecord(Record, frozen=True, forbid_unknown_fields=True):
 
     @property
     def charge(self) -> int:
-        """Bytes that count as its caller's: those that were announced, or that came because parts came again."""
+        """The bytes that are charged to the caller: those announced, or more if parts were sent again."""
         return max(self.length, self.received + self.writing) if self.state == "pending" else 0
 
     def index(self, name: str) -> tuple[str, ...]:
-        """Those that end, by when."""
+        """The key in the index of expiry times."""
         return (f"expiry/{moment(self.expires_at)}/upload/{name}",)
 
     def sums(self) -> Mapping[str, Sums]:
-        """One entry."""
+        """The usage of the upload: one entry, and the bytes charged."""
         return of_tenant(self.tenant, Usage(self.charge, entries=1))
 
 
 class PartRecord(Record, frozen=True, forbid_unknown_fields=True):
-    """A part that is whole."""
+    """A part of an upload that has come as a whole."""
 
     KIND: ClassVar[str] = "part"
     segment: Segment
@@ -142,7 +141,7 @@ class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
     segments: tuple[Segment, ...]
 
     def index(self, name: str) -> tuple[str, ...]:
-        """Those of a caller in either order; those that end, by when."""
+        """The keys in the indexes of a caller's files in either order, and of expiry times."""
         return (
             f"oldest/{self.tenant}/{moment(self.made_at)}/{name}",
             f"newest/{self.tenant}/{remote_moment(self.made_at)}/{name}",
@@ -150,14 +149,14 @@ class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
         )
 
     def sums(self) -> Mapping[str, Sums]:
-        """One entry."""
+        """The usage of the file: one entry, and its bytes."""
         return of_tenant(self.tenant, Usage(self.size, entries=1))
 
 
 class BlobRecord(Record, frozen=True, forbid_unknown_fields=True):
-    """Bytes on disk: of `owner`, an upload or a file by its key; with `held` bytes reserved while they are written.
+    """Bytes on disk: of `owner`, the key of an upload or a file; with `held` bytes reserved while they are written.
 
-    Without an owner they are those of a file that is being sent.
+    Without an owner they belong to a file that is being sent.
     """
 
     KIND: ClassVar[str] = "blob"
@@ -167,16 +166,16 @@ class BlobRecord(Record, frozen=True, forbid_unknown_fields=True):
     held: Size = 0
 
     def index(self, name: str) -> tuple[str, ...]:
-        """Those that are being written."""
+        """The key in the index of blobs that are being written."""
         return (f"held/{name}",) if self.held else ()
 
     def sums(self) -> Mapping[str, Sums]:
-        """What is held for a file; what is held for a part counts as its upload's."""
+        """The bytes reserved for a file; those for a part count as its upload's."""
         return of_tenant(self.tenant, Usage(self.held)) if self.held and not self.owner else {}
 
 
 def remote_moment(time: float) -> str:
-    """Seconds since 1970 as a key: keys stand in the order opposite to time."""
+    """Seconds since 1970 as a key, such that the order of keys is opposite to that of time."""
     return moment(_END_OF_TIME - time)
 
 
@@ -187,14 +186,14 @@ Owned = TypeVar("Owned", UploadRecord, FileRecord)
 
 @final
 class FileLedger(Ledger):
-    """Changes uploads and files so that the owners of bytes always agree."""
+    """One transaction on uploads and files, which keeps the owners of bytes consistent."""
 
     def __init__(self, transaction: BufferedTransaction, limits: FileSettings, now: float) -> None:
         super().__init__(transaction, now)
         self.limits = limits
 
     def check(self, key: str, before: Usage, after: Usage) -> None:
-        """Raises: ServiceError (429, 507) for more than the caller, or all, may have."""
+        """Check a usage. Raises: ServiceError (429, 507) for more than the caller, or all, may have."""
         limits = self.limits
         if key == "total":
             if after.bytes > limits.all_bytes:
@@ -211,7 +210,7 @@ class FileLedger(Ledger):
     async def owned(self, kind: type[Owned], tenant: str, name: str) -> Owned:
         """The record of a caller's upload or file.
 
-        Raises: NotFound when it is not there, has expired, or is somebody else's, which sounds the same.
+        Raises: NotFound, in the same words when it is not there, has expired, or is another caller's.
         """
         record = await self.find(kind, name)
         if record is None or record.tenant != tenant or 0 < record.expires_at <= self.now:
@@ -226,7 +225,7 @@ class FileLedger(Ledger):
         await self.forget(name, record)
 
     async def empty_upload(self, name: str, record: UploadRecord, keep: frozenset[str] = frozenset()) -> None:
-        """Forget the bytes of an upload, except the blobs that are to be kept; the record is the caller's to change."""
+        """Drop the bytes of an upload, except the blobs to keep; the record is left for the calling code to change."""
         for key, value in await self.transaction.scan(f"part/{name}/", self.limits.upload_parts + PAGE):
             blob = decode(value, PartRecord).segment.blob
             self.transaction.delete(key)
@@ -238,7 +237,7 @@ class FileLedger(Ledger):
     # ---- files ---------------------------------------------------------------------------------
 
     async def add_file(self, name: str, record: FileRecord) -> None:
-        """Enter a file and make it the owner of its blobs, for which nothing is held any more.
+        """Add a file, and make it the owner of its blobs, for which nothing is reserved any more.
 
         Raises: ServiceError (429, 507).
         """
@@ -255,9 +254,9 @@ class FileLedger(Ledger):
     # ---- blobs ---------------------------------------------------------------------------------
 
     async def blob(self, name: str) -> BlobRecord:
-        """Whose bytes these are.
+        """The record of a blob.
 
-        Raises: NotFound when no file or upload has it any more.
+        Raises: NotFound when no file or upload owns it any more.
         """
         record = await self.find(BlobRecord, name)
         if record is None:
@@ -265,13 +264,13 @@ class FileLedger(Ledger):
         return record
 
     def drop_blob(self, name: str) -> None:
-        """Bytes that are whole, which no sum counts as a blob's, are nobody's: they go."""
+        """Drop a blob that is whole, so that no sum counts it as reserved."""
         for key in (f"blob/{name}", f"held/{name}"):
             self.transaction.delete(key)
         self.dropped.append(name)
 
     async def release(self, name: str, record: BlobRecord) -> None:
-        """What was being written is given up: nothing is held for it any more, and its bytes go."""
+        """Drop a blob that was being written, and give back the bytes reserved for it."""
         await self.forget(name, record)
         self.dropped.append(name)
         upload = record.owner.removeprefix("upload/")

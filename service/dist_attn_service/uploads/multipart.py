@@ -1,8 +1,8 @@
 """multipart/form-data while it arrives: fields and their bytes, wherever the stream is cut; strict and bounded.
 
 Reference: RFC 7578 over RFC 2046 section 5.1, without preamble, epilogue and nested parts, which clients do not send.
-python-multipart, which Starlette can use, takes a body that ends before its last boundary, what follows that, and any
-number of fields, and its errors name places of bytes: a file that broke off would be kept for whole.
+python-multipart, which Starlette can use, takes a body that ends before its last boundary, bytes after it, and any
+number of fields, and its errors name places of bytes: a file that broke off would be kept as if it were whole.
 """
 
 import re
@@ -26,7 +26,7 @@ _PARAMETER = re.compile(r"[ \t]*;[ \t]*([0-9A-Za-z*_-]+)=(\"(?:[^\"\\]|\\.)*\"|[
 
 @dataclass(frozen=True)
 class FieldStart:
-    """A field begins; `filename` is None where none was given."""
+    """The beginning of a field; `filename` is None where none was given."""
 
     name: str
     filename: str | None
@@ -42,7 +42,7 @@ class FieldBytes:
 
 @dataclass(frozen=True)
 class FieldEnd:
-    """The field is whole."""
+    """The end of a field."""
 
 
 FormEvent = FieldStart | FieldBytes | FieldEnd
@@ -59,7 +59,7 @@ class _At(Enum):
 def boundary_of(content_type: str) -> bytes:
     """The boundary that a Content-Type of multipart/form-data names.
 
-    Raises: BadRequest when there is none, or none that RFC 2046 allows.
+    Raises: BadRequest when there is none, or one that RFC 2046 does not allow.
     """
     match = _BOUNDARY.search(content_type)
     boundary = (match[1] if match[1] is not None else match[2]) if match else ""
@@ -74,7 +74,7 @@ def boundary_of(content_type: str) -> bytes:
 
 @final
 class FormParser:
-    """Takes the body in any pieces and gives its events; holds no more than one field's head and one boundary."""
+    """A parser that takes the body in any pieces and gives its events; holds at most a field's head and a boundary."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
@@ -86,7 +86,7 @@ class FormParser:
     def push(self, chunk: bytes) -> list[FormEvent]:
         """The events that the next bytes complete.
 
-        Raises: BadRequest for what is no form.
+        Raises: BadRequest for bytes that are no form.
         """
         self._held += chunk
         events: list[FormEvent] = []
@@ -95,7 +95,7 @@ class FormParser:
         return events
 
     def finish(self) -> None:
-        """Nothing follows.
+        """End the body.
 
         Raises: BadRequest when the last boundary is missing.
         """
@@ -103,7 +103,7 @@ class FormParser:
             raise _broken("the body ends before its last boundary")
 
     def _step(self, events: list[FormEvent]) -> bool:
-        """Go on as far as one state reaches; whether more can be done with what is there."""
+        """Take one step; return whether the bytes at hand may allow another one."""
         match self._at:
             case _At.START:
                 return self._start()
@@ -167,7 +167,7 @@ class FormParser:
 
 
 def _field(head: bytes) -> FieldStart:
-    """What the head of a field says.
+    """Parse the head of a field.
 
     Raises: BadRequest when it is no head, or names no field.
     """
@@ -217,7 +217,7 @@ def _broken(what: str) -> ServiceError:
 
 @dataclass
 class Form:
-    """What a form holds: one file, whose bytes are elsewhere, and values of other fields."""
+    """A form: the head of its one file, whose bytes are elsewhere, and the values of other fields."""
 
     file: FieldStart | None = None
     values: dict[str, str] = field(default_factory=dict)
@@ -232,7 +232,7 @@ async def read_form(
     fields: Collection[str],
     room_for: Callable[[int], Awaitable[None]],
 ) -> Form:
-    """Write the file of a form, and give its other fields; `room_for` is told of every size before it is written.
+    """Write the file of a form, and return its other fields; `room_for` gets every size before it is written.
 
     Raises: BadRequest for another form than is needed, what `room_for` and the body raise.
     """
@@ -259,7 +259,7 @@ async def read_form(
 
 
 def _begin(start: FieldStart, form: Form, file_field: str, fields: Collection[str]) -> tuple[str, bytearray] | None:
-    """Where the bytes of a field go to: None for the file."""
+    """Begin a field; return the name and the buffer of its value, or None for the file, whose bytes are written."""
     name = start.name
     if name != file_field and name not in fields:
         known = ", ".join(sorted([file_field, *fields]))

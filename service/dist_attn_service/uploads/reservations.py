@@ -16,18 +16,18 @@ from dist_attn_service.uploads.ledger import (
     UploadRecord,
 )
 
-TIMES_RECEIVED = 3  # a part whose answer was lost comes again: so many times the announced bytes are taken
+TIMES_RECEIVED = 3  # an upload takes so many times its announced bytes, as a part whose answer was lost comes again
 
 
 @final
 class Reservations:
-    """Every blob has its record before it has a byte, so that whatever a process leaves behind can be told."""
+    """The reservations of blobs, each recorded before its first byte, so that what a dead process leaves is known."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
 
     async def for_part(self, caller: str, upload: str, most: int) -> tuple[str, int]:
-        """A new blob for a part of at most `most` bytes, and how many it may have.
+        """Reserve a new blob for a part of at most `most` bytes; return its name, and how many it may have.
 
         Raises: NotFound, BadRequest; ServiceError (409, 429, 507).
         """
@@ -53,7 +53,7 @@ class Reservations:
         return blob, room
 
     async def into_part(self, caller: str, upload: str, blob: str, size: int) -> str:
-        """The blob is a part of so many bytes; the part's id.
+        """Make the blob a part of so many bytes, and return the part's id.
 
         Raises: NotFound; ServiceError (409) when the upload has changed meanwhile.
         """
@@ -75,7 +75,7 @@ class Reservations:
         return part
 
     async def for_file(self, caller: str, room: int) -> str:
-        """A new blob for a file that is sent in one request, of at most `room` bytes for now.
+        """Reserve a new blob for a file that is sent in one request, of at most `room` bytes for now.
 
         Raises: ServiceError (429, 507).
         """
@@ -88,7 +88,7 @@ class Reservations:
         return blob
 
     async def more(self, blob: str, size: int, ahead: int) -> int:
-        """Hold at least `size` bytes in all for a file that is longer than was known, `ahead` if so many may be had.
+        """Reserve `ahead` bytes in all for a file that is longer than was known, or `size` where so many are not free.
 
         Raises: NotFound, TooLarge; ServiceError (429, 507).
         """
@@ -110,7 +110,7 @@ class Reservations:
         return await self._catalogue.change(lambda ledger: enter(ledger, size))
 
     async def into_file(self, caller: str, blob: str, size: int, details: Details) -> tuple[str, FileRecord]:
-        """The blob is a file of so many bytes; its id and record.
+        """Make the blob a file of so many bytes, and return its id and record.
 
         Raises: NotFound; ServiceError (429, 507).
         """
@@ -126,7 +126,7 @@ class Reservations:
         return name, await self._catalogue.change(enter)
 
     async def for_stream(self, caller: str, upload: str) -> UploadRecord:
-        """The upload, its bytes now those of one stream.
+        """Make the upload one whose bytes come as one stream, and return its record.
 
         Raises: NotFound; ServiceError (409) when it has parts, or takes nothing any more.
         """
@@ -141,7 +141,7 @@ class Reservations:
         return await self._catalogue.change_upload(caller, upload, enter)
 
     async def give_up(self, blob: str) -> None:
-        """What was on its way does not come: its room and its bytes are given back."""
+        """Give back the reservation and the bytes of a blob that does not come."""
 
         async def leave(ledger: FileLedger) -> None:
             record = await ledger.find(BlobRecord, known(blob))

@@ -1,4 +1,4 @@
-"""Files and uploads as routes use them: what a client sends is on disk and recorded when it has its answer."""
+"""Files and uploads as routes use them: bytes are on disk and recorded before the client has its answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -29,14 +29,14 @@ from dist_attn_service.uploads.upkeep import Upkeep
 
 THREADS = 4
 CATALOGUE, NAMESPACE = "files.sqlite", "dist-attn-files"  # of records in a folder, and in Redis
-FIRST_BYTES = 1  # held at first for a file of which it is not known how long it is
-ROOM_BYTES = 64 << 20  # and how much more at most each time
-FORM_BYTES = 4 << 10  # of a form are likely not those of its file
+FIRST_BYTES = 1  # reserved at first for a file of unknown length
+ROOM_BYTES = 64 << 20  # the most that is then reserved at a time
+FORM_BYTES = 4 << 10  # about what a form has beside its file
 
 
 @final
 class FileService:
-    """All files and uploads of a service; any number of processes may have the same."""
+    """All files and uploads of a service, which any number of processes may share."""
 
     def __init__(self, catalogue: Catalogue, folder: ByteFolder, boot: str, grace: ExpiryGrace) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class FileService:
     # ---- uploads -------------------------------------------------------------------------------
 
     async def standing(self, caller: str, name: str) -> UploadRecord:
-        """An upload as it stands; if the process died between the last byte and the file, the file is made now.
+        """Find an upload; if a process died between its last byte and the making of the file, make the file now.
 
         Raises: NotFound; ServiceError (507).
         """
@@ -86,7 +86,7 @@ class FileService:
             return record
 
     async def offset(self, record: UploadRecord) -> int:
-        """How many bytes of an upload are on disk."""
+        """The number of bytes of an upload that are on disk."""
         if record.state == "completed":
             return record.length
         if record.kind == "stream":
@@ -102,16 +102,16 @@ class FileService:
         announced: int | None,
         reader: Reader | None = None,
     ) -> tuple[UploadRecord, int]:
-        """Go on with an upload at this byte, and complete it with its last; how it stands then, and up to which byte.
+        """Go on with an upload at this byte, and complete it with its last; return its record and the bytes received.
 
-        `announced` is how many bytes the body says it has. However this ends, what has arrived is kept. No more is
-        taken than what `reader` can keep up with.
+        `announced` is how many bytes the body says it has. However this ends, all that has arrived is kept. No more is
+        taken than `reader` can keep up with.
 
-        Raises: NotFound, TooLarge; ServiceError (409) where it stands elsewhere or has parts; what the body raises.
+        Raises: NotFound, TooLarge; ServiceError (409) for another offset or an upload of parts; what the body raises.
         """
         blob = (await self._reservations.for_stream(caller, name)).blob
         async with self._folder.writing(blob) as writer:
-            # As it stands now that no other request writes.
+            # Read again, now that no other request writes.
             record = await self._reservations.for_stream(caller, name)
             begin = self._trusted(record, writer.end)
             if offset != begin:
@@ -153,7 +153,7 @@ class FileService:
                 await self._record_synced(caller, name, synced)
 
     async def _record_synced(self, caller: str, name: str, synced: int) -> UploadRecord:
-        """Up to this byte a stream is on disk, and from here on this machine's word counts."""
+        """Record the bytes of a stream that are on disk, and the machine's start in which later ones are written."""
 
         async def note(_: object, before: UploadRecord) -> UploadRecord:
             ends = self.catalogue.clock() + self.catalogue.limits.upload_s
@@ -162,11 +162,11 @@ class FileService:
         return await self.catalogue.change_upload(caller, name, note)
 
     def _trusted(self, record: UploadRecord, size: int) -> int:
-        """Up to where a stream of this size is surely what was sent."""
+        """The number of bytes of a stream of this size that are surely those sent."""
         return min(size, record.length if record.boot == self._boot else record.synced)
 
     async def fed_from(self, caller: str, name: str) -> tuple[UploadRecord, tuple[Segment, ...], int]:
-        """An upload that is read while it arrives: its record, where its bytes lie, and how many of them are there.
+        """The record of an upload that is read while it arrives, its segments, and the number of bytes received.
 
         Raises: NotFound, also for a file that was deleted; ServiceError (409) when it takes nothing any more.
         """
@@ -179,7 +179,7 @@ class FileService:
     async def note_feed(
         self, caller: str, name: str, feed: FeedRecord, segments: tuple[Segment, ...] = (), size: int = 0
     ) -> FeedRecord:
-        """Write down how far the session of an upload is, once so many bytes of it are on the disk.
+        """Record the progress of the session that an upload feeds, after so many bytes of it are synced to disk.
 
         Raises: NotFound; ServiceError (409, 507).
         """
@@ -191,7 +191,7 @@ class FileService:
     async def add_part(
         self, caller: str, name: str, boundary: bytes, body: RequestBody, announced: int | None
     ) -> tuple[str, float]:
-        """A part from the field `data` of a form: its id, and when it was made. A part that breaks off leaves nothing.
+        """Add a part from the field `data` of a form; return its id and time. A part that breaks off leaves nothing.
 
         Raises: NotFound, BadRequest, TooLarge; ServiceError (409, 429, 507); what the body raises.
         """
@@ -212,7 +212,7 @@ class FileService:
             return await self._reservations.into_part(caller, name, blob, writer.end), self.catalogue.clock()
 
     async def complete(self, caller: str, name: str, part_ids: list[str], md5: str | None) -> UploadRecord:
-        """Make a file of these parts in this order; asked again in the same words, answer the same.
+        """Make a file of these parts in this order; the same request again gets the same answer.
 
         Raises: NotFound, BadRequest; ServiceError (409, 507).
         """
@@ -248,7 +248,7 @@ class FileService:
         fields: tuple[str, ...],
         details: Callable[[Form], Details],
     ) -> tuple[str, FileRecord]:
-        """A file from the field `file` of a form, whose other fields say what it is.
+        """Add a file from the field `file` of a form, whose other fields give its details.
 
         Raises: BadRequest, TooLarge; ServiceError (429, 507); what `details` and the body raise.
         """
@@ -259,7 +259,7 @@ class FileService:
         async def within(size: int) -> None:
             nonlocal held
             if size > held:
-                # What is known to come is held exactly, so that a share can be used up to its last byte.
+                # An announced size is reserved exactly, so that a share can be used up to its last byte.
                 ahead = size if announced is not None else max(size, min(2 * held, held + ROOM_BYTES))
                 held = await self._reservations.more(blob, size, ahead)
 
@@ -270,7 +270,7 @@ class FileService:
             return await self._reservations.into_file(caller, blob, writer.end, described)
 
     def read(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
-        """Bytes [start, stop) of a file, or of an upload as far as it is there, in pieces.
+        """Read bytes [start, stop) of a file, or of an upload as far as it has come, in pieces.
 
         Raises: NotFound when it is deleted meanwhile.
         """
@@ -278,7 +278,7 @@ class FileService:
 
     @asynccontextmanager
     async def _kept(self, blob: str) -> AsyncIterator[BlobWriter]:
-        """Write a blob that has its record; unless the block ends well, both go."""
+        """Write a blob that has its record; unless the block ends well, both are removed."""
         try:
             async with self._folder.writing(blob) as writer:
                 yield writer

@@ -21,9 +21,9 @@ _MOST = 1 << 53
 
 
 def check_version(headers: Mapping[str, str]) -> None:
-    """Accept our version, or a request without the header.
+    """Accept this service's version of tus, or a request without the header.
 
-    Raises: ServiceError (412) for another one.
+    Raises: ServiceError (412) for another version.
     """
     version = headers.get(RESUMABLE, VERSION)
     if version != VERSION:
@@ -37,9 +37,9 @@ def check_version(headers: Mapping[str, str]) -> None:
 
 
 def parse_count(headers: Mapping[str, str], name: str) -> int:
-    """A number of bytes in a header.
+    """Read a number of bytes from a header.
 
-    Raises: BadRequest when it is missing or is none.
+    Raises: BadRequest when it is missing or is no number.
     """
     value = headers.get(name)
     if value is None:
@@ -50,9 +50,9 @@ def parse_count(headers: Mapping[str, str], name: str) -> int:
 
 
 def parse_metadata(value: str) -> dict[str, str]:
-    """Upload-Metadata: keys with base64 of their values, which are UTF-8; a key alone has an empty one.
+    """Read Upload-Metadata: keys with base64 of their values, which are UTF-8; a key alone has an empty value.
 
-    Raises: BadRequest for anything else, a key that is given twice among it.
+    Raises: BadRequest for anything else, a key given twice included.
     """
     if len(value) > METADATA_BYTES:
         raise _no_metadata(f"it has {len(value)} characters, and may have {METADATA_BYTES}")

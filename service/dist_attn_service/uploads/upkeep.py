@@ -1,4 +1,4 @@
-"""Keeps the folder and its catalogue in order: what has expired goes, and what processes left behind when they died."""
+"""The upkeep of the folder and its catalogue: it removes what has expired, and what dead processes left behind."""
 
 import asyncio
 from collections import Counter
@@ -14,14 +14,14 @@ from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
 from dist_attn_service.uploads.ledger import BlobRecord, FileLedger, FileRecord, PartRecord, UploadRecord, Usage
 
-BATCH = 64  # ends in one transaction
+BATCH = 64  # entries that are removed in one transaction
 PAGE = 500
-BEGINNING_S = 300.0  # between the record of bytes that will come and the lock of who writes them
+BEGINNING_S = 300.0  # the most between the record of bytes that will come and their writer's lock
 
 
 @dataclass(frozen=True)
 class Swept:
-    """What one round removed."""
+    """The counts of what one round removed."""
 
     uploads: int = 0
     files: int = 0
@@ -30,7 +30,7 @@ class Swept:
 
 @final
 class Upkeep:
-    """Any process that shares the folder may do this, at any time."""
+    """The rounds of upkeep, which any process that shares the folder may do at any time."""
 
     def __init__(self, catalogue: Catalogue, folder: ByteFolder, grace: ExpiryGrace) -> None:
         self._catalogue = catalogue
@@ -38,7 +38,7 @@ class Upkeep:
         self.grace = grace
 
     async def sweep(self) -> Swept:
-        """One round.
+        """Do one round.
 
         Raises: ServiceError (507) when the catalogue cannot be read or written.
         """
@@ -50,7 +50,7 @@ class Upkeep:
         return Swept(ended["upload"], ended["file"], await self._give_up_unwritten() + await self._remove_unknown())
 
     async def repeat(self, every_s: float, log: Log) -> None:
-        """A round once in a while, until it is cancelled; one that fails is tried again."""
+        """Do a round every `every_s` seconds, until cancelled; one that fails is tried again."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -60,7 +60,7 @@ class Upkeep:
                 log.warning("files could not be put in order; will try again", exc_info=error)
 
     async def _give_up_unwritten(self) -> int:
-        """Release what is held for bytes that are not written any more."""
+        """Release the reservations of blobs that are not written any more."""
         change = self._catalogue.change
 
         async def page(after: str) -> tuple[int, str]:
@@ -84,7 +84,7 @@ class Upkeep:
         return removed
 
     async def audit(self) -> list[str]:
-        """What is wrong, in words: sums, owners and bytes that do not agree. Nothing is changed.
+        """List in words the sums, owners and bytes that do not agree; change nothing.
 
         Raises: StorageError.
         """
@@ -109,7 +109,7 @@ class Upkeep:
 async def _end_expired(
     ledger: FileLedger, after: str, deletable_until: Callable[[float], float]
 ) -> tuple[Counter[str], str]:
-    """Drop those of one page of expired entries whose grace is over: how many, and where the next page begins."""
+    """Drop those of one page of expired entries whose grace is over; return their counts and the next page's key."""
     ended: Counter[str] = Counter()
     keys, last = await ledger.due("expiry/", after, BATCH)
     for key in keys:
@@ -131,7 +131,7 @@ async def _end_expired(
 
 
 async def _held(ledger: FileLedger, after: str) -> tuple[list[tuple[str, float]], str]:
-    """Blobs that something is held for, since when, and where the next page begins."""
+    """The blobs with a reservation, the times of their records, and the next page's key."""
     keys = [key for key, _ in await ledger.transaction.scan("held/", PAGE, after)]
     held = [(name, (await ledger.blob(name)).made_at) for name in map(name_in, keys)]
     return held, keys[-1] if len(keys) == PAGE else ""
@@ -146,7 +146,7 @@ async def _release(ledger: FileLedger, blob: str) -> int:
 
 
 async def _unknown(ledger: FileLedger, names: list[str]) -> list[str]:
-    if await ledger.transaction.get("secret") is None:  # a catalogue that was emptied meanwhile says nothing
+    if await ledger.transaction.get("secret") is None:  # a catalogue that was emptied meanwhile knows none
         return []
     values = await ledger.transaction.get_many(f"{BlobRecord.KIND}/{name}" for name in names)
     return [name for name, value in zip(names, values, strict=True) if value is None]
