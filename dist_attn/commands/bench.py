@@ -28,7 +28,7 @@ def bench(
     deadline_s: float = DEADLINE_S,
     root: Path | None = None,
 ) -> int:
-    """Run one benchmark of the source tree at `root` (by default this package's) in a process; its exit code.
+    """Run one benchmark of the source tree at `root` (by default this package's) in a process; returns its exit code.
 
     Without a name it lists them all.
 
