@@ -1,4 +1,4 @@
-r"""Where a byte stream may be cut before BPE: words, numbers, punctuation, line ends and runs of blanks.
+r"""The places where a byte stream may be cut before BPE: words, numbers, punctuation, line ends and runs of blanks.
 
 Every alternative is capped in length and none looks behind, so a match that starts at `s` is decided by
 `data[s : s + TAIL_BYTES]` alone. Hence the rule for streams: cut at `s` only once TAIL_BYTES bytes from `s` on
@@ -43,7 +43,7 @@ TEXT_PATTERN = (
 )
 
 MAX_PIECE_BYTES = 25
-"""The longest piece: a blank and a word of 24 bytes, or a blank and eight three-byte characters."""
+"""The bytes of the longest piece: a blank and a word of 24 bytes, or a blank and eight three-byte characters."""
 
 # `findall` keeps the interpreter lock: blocks of this size give it back every few milliseconds.
 _BLOCK_BYTES = 1 << 16
