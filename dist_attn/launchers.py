@@ -37,7 +37,7 @@ _DIALECTS = (
 )
 
 
-# What tells gloo, NCCL, and MPICH's UCX and libfabric the interface on which they listen.
+# The variables by which gloo, NCCL, and MPICH's UCX and libfabric know the interface on which they listen.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -169,7 +169,7 @@ class SequenceLayout:
         for rank in range(self.size):
             first, inside, last = self.pieces(rank)
             before = sum(lengths)
-            # Where the tokens of one document end another begins, also where an earlier block's document is left out.
+            # A new document begins behind the end of one, also where an earlier block's document is left out.
             if last and first + inside + self.cuts[rank] in (self.documents or ()):
                 starts.append(before + first)
             lengths.append(first + last)

@@ -74,7 +74,7 @@ class Communicator(ABC):
         self._agreed_before: set[tuple[str, str]] = set()
         self._told: dict[str, str] = {}
         self._hosts: tuple[tuple[int, ...], ...] = ()
-        # How a compiled graph, which holds no objects, finds this one again.
+        # By this number a compiled graph, which holds no objects, finds the communicator again.
         self.number = next(_numbers)
         _by_number[self.number] = self
 

@@ -224,7 +224,7 @@ class MpiCommunicator(Communicator):
             if now > deadline:
                 raise self._late(call, waiting, now - began)
             if self._reasons() or any(message.partner in self._left for message in waiting):
-                # What they sent before they left may be on its way still.
+                # Messages that they sent before they left may still be on their way.
                 deadline = min(deadline, now + GRACE_S)
             rest(now - began)
 

@@ -26,12 +26,12 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 POISON = 0xFF  # as any float type, bytes of ones are NaN
 
-# What an NCCL group reads when it is made, where the environment does not say otherwise. An exchange is only queued, so
-# it is not the caller but torch's watchdog thread that finds one which failed or is late.
+# Variables that an NCCL group reads when it is made; those of the environment count first. An exchange is only queued,
+# so it is not the caller but torch's watchdog thread that finds one which failed or is late.
 _NCCL_VARIABLES = {
-    # It shall abort the communicators (2), so that whoever waits for the GPU wakes up, and leave it to the main thread
-    # to say what failed: by default (3) it ends the process. TORCH_NCCL_BLOCKING_WAIT, which has no watchdog, would
-    # stop the host at every exchange.
+    # The watchdog shall abort the communicators (2), so that whoever waits for the GPU wakes up, and leave it to the
+    # main thread to say what failed: by default (3) it ends the process. TORCH_NCCL_BLOCKING_WAIT, which has no
+    # watchdog, would stop the host at every exchange.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # Before it aborts it sleeps four times as long as a dump of past exchanges may take, by default 4 x 15 s.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",

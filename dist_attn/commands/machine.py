@@ -61,12 +61,12 @@ def unknown(name: str, detail: str, advice: str, *, needed: bool = True) -> Find
 OLDEST_PYTHON = (3, 11)
 FREE_DISK_BYTES = 1 << 30
 
-# What the service needs, by the names of pyproject.toml.
+# The packages that the service needs, by the names of pyproject.toml.
 LIBRARIES = (
     "torch", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "httptools", "pydantic",
     "prometheus-client", "structlog", "typer", "rich", "scipy", "aiosqlite", "jinja2", "httpx", "anyio",
 )  # fmt: skip
-# What each optional extra brings, and what for. [mpi] is looked at with the back ends.
+# The packages and the purpose of each optional extra. [mpi] is looked at with the back ends.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpu": (("triton",), "kernels for NVIDIA GPUs"),
     "fla": (("fla-core",), "flash-linear-attention's kernels for GPUs"),

@@ -185,7 +185,7 @@ class _Columns(RowsWriter):
         self._writer.close()
 
     def _flush(self) -> None:
-        # Of a text without rows the width is not known, and pyarrow divides by it.
+        # The width of a text without rows is not known, and pyarrow divides by it.
         batch = self._batch(self._waiting or [FileRows(np.empty((0, 4), np.int64), np.empty((0, 1), np.float32))])
         if self._writer is None:
             self._writer = self._open(batch.schema)

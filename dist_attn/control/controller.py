@@ -209,7 +209,7 @@ class Controller:
     def advance(self, now: float) -> None:
         """Send steps until as many are under way as may be, or there is nothing to do."""
         self._requests.now = now
-        # What comes waits for all that is under way: a long step gains little from one that is there before it ends.
+        # New work waits for all steps under way: a long step gains little from one that is there before it ends.
         most = 1 if self._pace.round_s > LONG_ROUND_S else self._settings.steps_in_flight
         while self._group.running and len(self._steps.under_way) < most:
             chosen = plan(self._view())

@@ -168,7 +168,8 @@ class RankProcesses:
             try:
                 self._watched[os.pidfd_open(pid)] = (rank, pid)
             except (OSError, AttributeError):
-                # It has ended already, or this system has no process descriptors and `ended_ranks` asks for it.
+                # The process has ended already, or this system has no process descriptors and `ended_ranks` asks for
+                # it.
                 self._unwatchable[rank] = pid
 
     def ended_ranks(self) -> list[tuple[int, int]]:

@@ -321,7 +321,7 @@ class States:
 
     def _may_count(self, request: Request, saved: SavedState) -> bool:
         if not request.is_session:
-            # What comes with a draw is behind all of the text.
+            # A state that comes with a draw is behind all of the text.
             return saved.draws > 0 or saved.position <= request.reading.done
         if request.reading.tokens_in(saved) > request.reading.done:
             return False

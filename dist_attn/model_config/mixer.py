@@ -110,7 +110,8 @@ class MixerConfig(FrozenConfig):
         try:
             return cast(Self, mixer_config_class(kind).model_validate(values))
         except ValidationError as error:
-            # As of a union: the kind stands in the place of an error, so that a key can be looked for among its own.
+            # The kind is added to an error's place, as for a union, so that a key can be looked for among the kind's
+            # own.
             raise ValidationError.from_exception_data(
                 error.title, [_below(kind, one) for one in error.errors()]
             ) from None

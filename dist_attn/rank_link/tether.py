@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(2)
     die_with_parent()
     if parent_is_gone(int(arguments[0])):
-        # It died before the kernel knew of the tie.
+        # The parent died before the kernel knew of the tie.
         sys.exit(1)
     try:
         os.execvp(arguments[1], arguments[1:])

@@ -68,7 +68,7 @@ class BufferedTransaction:
     async def scan(self, prefix: str, limit: int, after: str = "") -> list[tuple[str, bytes]]:
         """The first `limit` records whose keys begin with `prefix` and come after the key `after`, in order."""
         own = {key: value for key, value in self.changes.items() if key.startswith(prefix) and key > after}
-        # As many more as this transaction may have deleted of them.
+        # Reads beyond `limit` by as many records as this transaction may have deleted.
         stored = await self._view.range(prefix, after, limit + len(own))
         merged = {key: value for key, value in stored if key not in own}
         merged |= {key: value for key, value in own.items() if value is not None}

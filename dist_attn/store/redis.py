@@ -126,7 +126,7 @@ class RedisBlobs(Blobs):
                         await pipe.rpush(key, piece).expire(key, WRITING_TTL_S).execute()
                 await self._client.persist(key)
             except BaseException:
-                # Where it cannot be deleted now, its end comes.
+                # If it cannot be deleted now, it expires.
                 with contextlib.suppress(Exception):
                     await asyncio.shield(self._client.unlink(key))
                 raise

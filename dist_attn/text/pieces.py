@@ -29,8 +29,8 @@ PATTERN = (
     rb"| "
 )
 
-# The same cut for characters, in the syntax of the `tokenizers` library: what other programs read from
-# tokenizer.json. It differs from PATTERN only where the caps meet text that is not ASCII.
+# The same cut for characters, in the syntax of the `tokenizers` library, for other programs that read tokenizer.json.
+# It differs from PATTERN only where the caps meet text that is not ASCII.
 TEXT_PATTERN = (
     r" ?[^\x00-@\[-`{-\x7f\x{2000}-\x{2fff}]{1,24}"
     r"|['\x{2019}](?:[dmst]|ll|re|ve)(?![^\x00-@\[-`{-\x7f\x{2000}-\x{2fff}])"

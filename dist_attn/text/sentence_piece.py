@@ -36,7 +36,8 @@ class SentencePieceTokeniser(PiecewiseTokeniser):
         ids = ids_of(contents)
         self._byte_ids = [ids[_byte_token(value)] for value in range(256)]
         special = [re.escape(token["content"]) for token in contents["added_tokens"] if token["content"]]
-        # Where such a name begins; the library may find it in the vocabulary: it is cut behind its first character.
+        # The places of special names in a text; the library may know them as words: each is cut behind its first
+        # character.
         self._names = re.compile("(?=" + "|".join(["<0x[0-9A-F]{2}>", *special]) + ")")
         self._pieces = _WORDS_OF_ONE_BLANK if _splits(contents) else _WORDS
 

@@ -180,7 +180,7 @@ class TrainingConfig(_Config):
     data: DataConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
-    # Where this section is there, the run trains encodings of chapters.
+    # With this section the run trains encodings of chapters.
     contrast: ContrastConfig | None = None
     run: RunConfig
 

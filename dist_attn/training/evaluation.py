@@ -140,7 +140,7 @@ def _windowed_nats(model: CausalModel, stream: torch.Tensor, context: int, share
 def _nats(model: CausalModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> float:
     targets_L = send(targets_L, h_LD.device)
     pieces = zip(h_LD.split(_BLOCK_TOKENS), targets_L.split(_BLOCK_TOKENS), strict=True)  # logits of all would be large
-    # As slices of one sequence: [B, D] would be a step of as many sequences.
+    # The tokens go in as slices of one sequence: [B, D] would be a step of as many sequences.
     logits = ((model.readout(h_LD[None])[0], targets_L) for h_LD, targets_L in pieces)
     return sum(float(cross_entropy(l_LV, t_L)) for l_LV, t_L in logits)
 

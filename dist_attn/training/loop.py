@@ -96,7 +96,7 @@ def train(
     """
     world = LocalCommunicator() if comm is None else comm
     compute = choose_compute(config.run.device, config.run.dtype)
-    # What "auto" came to is what the run is: it goes on so elsewhere.
+    # The precision that "auto" has become is recorded with the run, which keeps it when it goes on elsewhere.
     config = config.model_copy(update={"run": config.run.model_copy(update={"dtype": compute.precision})})
     with Mesh(world, config.run.data_ranks, config.run.sequence_ranks, compute.device) as mesh, ExitStack() as held:
         held.enter_context(denormals_flushed())
@@ -294,7 +294,7 @@ class _Run:
 
     def _forward_and_backward(self, backward: bool = True) -> Tensor:
         """Compute this rank's part of the loss; its gradients are added to those of the parameters."""
-        # Whatever is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
+        # All that is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
         torch.manual_seed(_step_seed(self.config.run.seed, self.step, self.mesh.world.rank))
         self.task.prepare(self.step)
         self.dropout.step = self.step

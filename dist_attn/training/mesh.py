@@ -64,7 +64,7 @@ class Mesh:
         self.data_ranks, self.sequence_ranks = mesh_shape(world.size, data_ranks, sequence_ranks)
         self.data_index, self.sequence_index = divmod(world.rank, self.sequence_ranks)
         self._groups = ExitStack()
-        # Where an axis is all there is, the whole group is that axis.
+        # If one axis has all the ranks, the whole group is that axis.
         self._data = self._sequence = world
         if self.data_ranks > 1 and self.sequence_ranks > 1:
             self._data = self._groups.enter_context(world.split(self.sequence_index))

@@ -72,7 +72,7 @@ def _to_int8(x_N: NDArray[np.float32]) -> NDArray[np.uint8]:
     scale_B = (np.abs(padded_BN).max(axis=1, initial=0.0) / 127.0).astype("<f4")
     if (scale_B > MAX_SCALE).any():
         raise WireError("a number of this state is too large for int8; store it exactly")
-    # Of numbers so small that their scale is 0 or has few digits, nothing is kept.
+    # Numbers so small that their scale is 0 or has few digits are dropped.
     normal_B1 = np.where(scale_B < np.finfo(np.float32).tiny, np.inf, scale_B)[:, None]
     q_BN = np.clip(np.rint(padded_BN / normal_B1), -127, 127).astype(np.int8)
     return np.concatenate([scale_B.view(np.uint8), q_BN.reshape(-1)[: len(x_N)].view(np.uint8)])

@@ -186,11 +186,11 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
     # Bytes of a request's state before any token; None where it is not saved.
     state_bytes: Count | None = None
-    # What stored states say about themselves; None where they cannot be stored.
+    # The identity that stored states carry; None where states cannot be stored.
     manifest: Manifest | None = None
     token_bytes: Count = 0  # that a token adds to a state at most; 0: it has one size
     pauses: Count = 0
-    # What "auto" came to: the back end between ranks, and the device with its precision.
+    # The choices that "auto" has become: the back end between ranks, and the device with its precision.
     backend: str = ""
     device: str = ""
     writes: bool = True

@@ -18,7 +18,7 @@ DEFAULT_WINDOW = 512
 FIRST_TOKEN = "first"
 MOST_END_TOKENS = 64
 CALLER_LENGTH = 16
-# What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
+# Bounds on what a decoded message holds; a value outside is refused as a WireError before anybody counts with it.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 LONGEST_TEXT = 1 << 52

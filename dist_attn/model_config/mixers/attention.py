@@ -192,9 +192,10 @@ class AttentionConfig(FeaturesConfig):
     """Attention that sees all keys, by one of the kernels; the options of features are those of `rfa`."""
 
     attention: Literal["rfa", "elu", "performer", "efficient", "scaleformer", "softmax"]
-    # Of rfa, elu, performer and efficient; what is not given is filled in for rfa (docs/decisions/0036). None: exact
-    # division for elu, whose weights are positive; a floor that only keeps 0 / 0 away for performer and efficient; for
-    # rfa the floor of 0.3, which is what null means in the files of models that were trained under it.
+    # The division of rfa, elu, performer and efficient; one that is not given is filled in for rfa
+    # (docs/decisions/0036). None: exact division for elu, whose weights are positive; a floor that only keeps 0 / 0
+    # away for performer and efficient; for rfa the floor of 0.3, which is what null means in the files of models that
+    # were trained under it.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
     relative: RelativeConfig | None = None  # of softmax

@@ -90,7 +90,7 @@ class LsslConfig(_StateSpaceConfig):
 
     kind: Literal["lssl"]
     outputs: int = Field(default=1, ge=1)  # of every channel
-    # Of the generalised bilinear transform: 0 Euler, 1/2 trapezoidal, 1 backward.
+    # The alpha of the generalised bilinear transform: 0 Euler, 1/2 trapezoidal, 1 backward.
     alpha: float = Field(default=0.5, ge=0, le=1)
     transition: Literal["fixed", "learned"] = "fixed"
 
