@@ -1,5 +1,5 @@
-"""The launchers of ranks: the words of torchrun and mpiexec (MPICH, Open MPI, PMIx) to a process, the place of mpiexec,
-and the signals by which they, or a person, ask a run to stop.
+"""Launchers of ranks: how torchrun and mpiexec (MPICH, Open MPI, PMIx) tell a process its rank, where mpiexec is, and
+the signals by which they, or a person, ask a run to stop.
 """
 
 import contextlib

@@ -216,5 +216,5 @@ class Scan:
 
 
 def reversed_ranks(comm: "MPI.Intracomm") -> "MPI.Intracomm":
-    """Count the ranks of a communicator from the last. Blocks: for a thread that is waited for with a deadline."""
+    """Make a communicator of the same ranks, counted from the last. Blocks: for a thread waited for with a deadline."""
     return cast("MPI.Intracomm", comm.Split(0, comm.Get_size() - comm.Get_rank()))

@@ -17,7 +17,7 @@ log = structlog.get_logger("dist_attn.control")
 
 @final
 class Answers:
-    """The turning of the ranks' answers into messages to API processes."""
+    """The part of the controller that turns the ranks' answers into messages to API processes."""
 
     def __init__(self, requests: OpenRequests, states: States, settings: ControlSettings) -> None:
         self._requests = requests

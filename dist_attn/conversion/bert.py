@@ -170,7 +170,7 @@ def _pooling(path: Path) -> str:
 
 
 def _max_tokens(folder: Path, source: SourceConfig, about: dict[str, Any]) -> int:
-    """The number of tokens to which texts are cut: max_seq_length, else the tokeniser's; at most all positions."""
+    """The number of tokens at which texts are cut: max_seq_length, else the tokeniser's; never beyond the positions."""
     positions = source.integer("max_position_embeddings", 512)
     limit = about.get("max_seq_length")
     if limit is None:

@@ -21,7 +21,7 @@ from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
 from dist_attn.text.whole_text import DECIDING, WholeText, content_of
 
 MAX_PIECE_BYTES = TAIL_BYTES - 8
-"""The longest piece; a character cut at the end of the bytes looked at, and one looked ahead to, fit behind it."""
+"""The bytes of the longest piece, which leave room for a character cut at the end and one looked ahead to."""
 
 _BLOCK_BYTES = 1 << 16
 _CACHE_ENTRIES = 1 << 16

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def mesh_shape(size: int, data_ranks: int | None, sequence_ranks: int | None) -> tuple[int, int]:
-    """Settle the number of ranks along the data and the sequence axis; what is not given follows from their product.
+    """Settle the number of ranks along the data and the sequence axis; what is not given follows from `size`.
 
     With neither given all ranks divide rows: that exchanges gradients alone.
 

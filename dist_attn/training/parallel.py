@@ -149,7 +149,7 @@ class _Sharded(Parameters):
             return whole(nn.utils.clip_grad_norm_(self._model.parameters(), norm))
 
     def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
-        """Do nothing: no gradient was made of zeros."""
+        """Do nothing: no zeros were made for missing gradients."""
 
     def whole_weights(self) -> Mapping[str, Tensor]:
         """Gather the weights and buffers on every rank."""
