@@ -54,7 +54,7 @@ READERS = ("text_encoder", "stream_encoder", "million")  # what encodes texts be
 
 
 def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32") -> LanguageModel:
-    """The model of a folder or of a shipped name, in float32 and in evaluation mode.
+    """Load the model of a folder or of a shipped name, in float32 and in evaluation mode.
 
     With other `weights` most of them are held in fewer bits, see `hold_weights_as`: such a model cannot be trained.
 
@@ -78,7 +78,7 @@ def load_causal_model(
     dtype: torch.dtype = torch.float32,
     over: Communicator | None = None,
 ) -> CausalModel:
-    """`load_model`, or the model of a folder of transformers as it was downloaded.
+    """Load a model as `load_model`, or that of a folder of transformers as it was downloaded.
 
     Such a model computes in `dtype`, or in bfloat16 where `weights` are of fewer bits than float32, and may have its
     layers divided `over` several ranks (one is the same as None); see `adapters.model.load_adapted_model`.
@@ -100,7 +100,7 @@ def load_causal_model(
 
 
 def load_any_model(path_or_name: str | Path | None = None) -> Model:
-    """`load_model` for a model of any kind: classifiers, auto-encoders and encoder-decoders too."""
+    """Load a model of any kind as `load_model`: classifiers, auto-encoders and encoder-decoders too."""
     folder = resolve_model_folder(path_or_name)
     with _making(folder):
         model = build_model(read_any_config(folder))
@@ -120,7 +120,7 @@ def _making(folder: Path) -> Iterator[None]:
 
 
 def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
-    """`load_model` for a text encoder.
+    """Load a text encoder as `load_model`.
 
     Raises: ModelFolderError as `load_model`, and for a model of another kind.
     """
@@ -132,7 +132,7 @@ def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
 
 
 def load_stream_encoder(path_or_name: str | Path | None = None) -> StreamEncoder:
-    """`load_text_encoder` for a stream encoder."""
+    """Load a stream encoder as `load_text_encoder`."""
     model = load_any_model(path_or_name)
     if not isinstance(model, StreamEncoder):
         folder = resolve_model_folder(path_or_name)
@@ -143,7 +143,7 @@ def load_stream_encoder(path_or_name: str | Path | None = None) -> StreamEncoder
 def load_model_and_tokeniser(
     path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32"
 ) -> tuple[CausalModel, Tokeniser]:
-    """The model of a folder, with `weights` as in `load_causal_model`, and the tokeniser beside it.
+    """Load the model of a folder, with `weights` as in `load_causal_model`, and the tokeniser beside it.
 
     Raises: as `load_causal_model`, and ModelFolderError when the tokeniser does not fit, see `text.fitted`.
     """
@@ -156,7 +156,7 @@ def load_model_and_tokeniser(
 def load_reader_and_tokeniser(
     path_or_name: str | Path | None = None,
 ) -> tuple[StreamingModel | TextEncoder | MillionModel, Tokeniser]:
-    """`load_model_and_tokeniser` for whatever makes vectors of texts: a language, encoder or million-scale model.
+    """Load whatever makes vectors of texts, with its tokeniser: a language, encoder or million-scale model.
 
     Raises: ModelFolderError as `load_model_and_tokeniser`.
     """

@@ -159,5 +159,5 @@ class MissingExtraError(DistAttnError):
 
 
 def extra_hint(extra: str) -> str:
-    """What installs an extra of pyproject.toml; no package index has this project, so it is done from its checkout."""
+    """Say how to install an extra of pyproject.toml: from a checkout, as no package index has this project."""
     return f"in the checkout, run .venv/bin/pip install -e '.[{extra}]'"

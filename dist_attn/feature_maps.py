@@ -54,7 +54,7 @@ def _project(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
 
 
 def unit_norm(x: torch.Tensor) -> torch.Tensor:
-    """x / |x| along the last dimension; a zero vector stays zero."""
+    """Divide x by |x| along the last dimension; a zero vector stays zero."""
     length: torch.Tensor = x.norm(dim=-1, keepdim=True)
     # Not a floor under the length: its gradient at zero would be the floor's inverse, 1e38, and overflow a layer later.
     return x / length.masked_fill(length == 0, 1.0)
@@ -120,7 +120,7 @@ def positive_ratios(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Projected:
-    """What feature maps over projections share."""
+    """The common part of feature maps over projections."""
 
     w_HDK: torch.Tensor
 
@@ -142,7 +142,7 @@ class Gaussian(_Projected):
         return gaussian(unit_norm(x_BHLK) if self.unit_norm else x_BHLK, self.w_HDK)
 
     def fused_form(self) -> FusedForm:
-        """How GPU kernels make these features."""
+        """The description by which GPU kernels make these features."""
         return FusedForm("gaussian", self.unit_norm)
 
 
@@ -156,7 +156,7 @@ class ArcCosine(_Projected):
         return arc_cosine(unit_norm(x_BHLK) if self.unit_norm else x_BHLK, self.w_HDK)
 
     def fused_form(self) -> FusedForm:
-        """How GPU kernels make these features."""
+        """The description by which GPU kernels make these features."""
         return FusedForm("arc_cosine", self.unit_norm)
 
 
@@ -192,5 +192,5 @@ class EluPlusOne:
         return self
 
     def fused_form(self) -> FusedForm:
-        """How GPU kernels make these features."""
+        """The description by which GPU kernels make these features."""
         return FusedForm("elu")

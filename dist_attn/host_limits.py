@@ -32,7 +32,7 @@ class MemoryLimit(NamedTuple):
 
 
 def compute_environment(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What OpenMP is told, before it loads, in each of `ranks` processes that compute on this host at the same time.
+    """The variables for OpenMP, before it loads, in each of `ranks` processes that compute on this host at one time.
 
     What `environ` says already stays. By default a thread that waits spins for milliseconds; where other work needs its
     core, the threads that it waits for are held up, and all is tens of times slower. Passive waiting, a word of the
@@ -43,25 +43,25 @@ def compute_environment(ranks: int, environ: Mapping[str, str] = os.environ) -> 
 
 
 def given_threads(environ: Mapping[str, str]) -> int | None:
-    """The threads that OpenMP is told to compute with, of a list the first number; None where it is told none."""
+    """The number of threads with which OpenMP is told to compute, of a list the first; None where it is told none."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, by affinity and quota; a part of a core counts as one."""
+    """The number of cores that this process may use, by affinity and quota; a part of a core counts as one."""
     cores = affine_cores()
     quota = core_quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def affine_cores() -> int:
-    """The cores on which this process may run."""
+    """The number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def core_quota() -> float | None:
-    """Cores' worth of time that the control groups of this process may use; None without a limit."""
+    """The cores' worth of time that the control groups of this process may use; None without a limit."""
     quotas = []
     for folder in _groups(""):
         with contextlib.suppress(OSError, ValueError):
@@ -76,7 +76,7 @@ def core_quota() -> float | None:
 
 
 def memory_limit() -> MemoryLimit | None:
-    """Of the limits on this process's control groups the one that is reached first; None without any."""
+    """The limit on this process's control groups that is reached first; None without any."""
     limits = [
         *(_memory_limit(folder, "memory.max", "memory.current", "inactive_file") for folder in _groups("")),
         *(
@@ -88,7 +88,7 @@ def memory_limit() -> MemoryLimit | None:
 
 
 def available_memory() -> tuple[int | None, int | None]:
-    """Bytes in all and bytes available, within the limits; None where the system does not say."""
+    """The bytes in all and the bytes available, within the limits; None where the system does not say."""
     total = available = None
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = (ROOT / "proc/meminfo").read_text().splitlines()
@@ -104,7 +104,7 @@ def available_memory() -> tuple[int | None, int | None]:
 
 
 def oom_kills() -> int | None:
-    """How many processes of this one's control group the kernel has killed for want of memory; None if not counted."""
+    """The number of processes of this one's control group that were killed for want of memory; None if not counted."""
     for version, name in (("", "memory.events"), ("memory", "memory.oom_control")):
         for folder in _groups(version):
             with contextlib.suppress(OSError, ValueError, KeyError):

@@ -1,5 +1,6 @@
-"""Launchers of ranks: what torchrun and mpiexec (MPICH, Open MPI, PMIx) tell a process, how they end it, and
-where mpiexec is; and the signals by which they, or a person, ask a run to stop."""
+"""Launchers of ranks: how torchrun and mpiexec (MPICH, Open MPI, PMIx) tell a process its rank, where mpiexec is, and
+the signals by which they, or a person, ask a run to stop.
+"""
 
 import contextlib
 import importlib.util
@@ -18,7 +19,7 @@ from dist_attn.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Who started this process, and as which of how many ranks; None stands for what was not said."""
+    """The start of this process: its launcher, its rank and the number of ranks; None stands for what was not said."""
 
     launcher: str
     rank_variable: str
@@ -36,16 +37,16 @@ _DIALECTS = (
 )
 
 
-# What tells gloo, NCCL, and MPICH's UCX and libfabric the interface on which they listen.
+# The variables by which gloo, NCCL, and MPICH's UCX and libfabric know the interface on which they listen.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
-# Where ranks meet that `--ranks` of a command has started, as the URL of a file.
+# The variable that names the meeting place, as a file's URL, of ranks that `--ranks` of a command has started.
 MEETING_VARIABLE = "DIST_ATTN_MEETING"
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """How this process was started; None when no launcher left a word.
+    """Read how this process was started; None when no launcher left a word.
 
     Raises: ConfigError for a rank or a number of ranks that cannot be read.
     """
@@ -58,7 +59,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def is_first_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process is alone or rank 0, the one that speaks for all; it never fails."""
+    """Return whether this process is alone or rank 0, the one that speaks for all; it never fails."""
     return all(environ.get(rank_variable, "0") == "0" for _, rank_variable, _ in _DIALECTS)
 
 
@@ -82,7 +83,7 @@ def place_on_host(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def find_mpiexec(*, one_host: bool = False) -> str | None:
-    """MPI's launcher, looked for beside this Python first, where wheels put theirs.
+    """Find MPI's launcher, first beside this Python, where wheels put theirs.
 
     For ranks of `one_host` MPICH's gforker comes first, where it is installed: it listens on no port, while hydra, the
     usual launcher of MPICH, listens on all addresses and admits every connection.
@@ -95,7 +96,7 @@ def find_mpiexec(*, one_host: bool = False) -> str | None:
 
 
 def lacks_for_mpi() -> list[str]:
-    """What ranks over MPI need and is not installed; nothing is loaded."""
+    """The parts that ranks over MPI need and that are not installed; nothing is loaded."""
     absent = ["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []
     return absent + (["mpiexec"] if find_mpiexec() is None else [])
 
@@ -124,19 +125,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @final
 class StopRequest:
-    """Whether, and by which signal, the run was asked to stop."""
+    """A request to stop the run, with the signal that made it."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     def __call__(self) -> bool:
-        """Whether to stop after this step."""
+        """Return whether to stop after this step."""
         return self.signal is not None
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Inside, the first SIGINT or SIGTERM is a request to stop; a second one does what it did outside.
+    """Take the first SIGINT or SIGTERM inside as a request to stop; a second one does what it did outside.
 
     Only the main thread may enter.
     """

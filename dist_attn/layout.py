@@ -1,4 +1,4 @@
-"""Which rank holds which tokens: contiguous global ranges per rank and where documents start, in integers only."""
+"""The division of a sequence: contiguous ranges of tokens per rank, and the starts of documents, in integers only."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ class SequenceLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int], documents: Iterable[int] | None = None) -> "SequenceLayout":
-        """The layout in which rank r holds the next `lengths[r]` tokens.
+        """Make the layout in which rank r holds the next `lengths[r]` tokens.
 
         Raises: InputError if there is no rank or a length is negative or not a whole number.
         """
@@ -57,7 +57,7 @@ class SequenceLayout:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Iterable[int], lengths: Iterable[int]) -> "SequenceLayout":
-        """The layout of packed documents given by their cumulative lengths: 0, n1, n1 + n2, …, the number of tokens.
+        """Make the layout of packed documents from their cumulative lengths: 0, n1, n1 + n2, …, the number of tokens.
 
         Documents without tokens leave no trace.
 
@@ -75,7 +75,7 @@ class SequenceLayout:
     def even(
         cls, total: int, size: int, multiple_of: int = 1, documents: Iterable[int] | None = None
     ) -> "SequenceLayout":
-        """The layout that splits `total` tokens most evenly over `size` ranks with every inner cut on the grid.
+        """Make the layout that splits `total` tokens most evenly over `size` ranks, with every inner cut on the grid.
 
         Every cut is a multiple of `multiple_of`, or the end of the sequence. Earlier ranks take what is left over,
         so with few tokens the last ranks are empty.
@@ -143,7 +143,7 @@ class SequenceLayout:
 
     @cached_property
     def crosses_cuts(self) -> bool:
-        """Whether any document has tokens on more than one rank."""
+        """Return whether any document has tokens on more than one rank."""
         return any(self.ranks_before(rank) for rank in range(self.size))
 
     def at_ends(self, rank: int) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class SequenceLayout:
         return (starts[0], length - starts[-1]) if starts else (length, length)
 
     def pieces(self, rank: int) -> tuple[int, int, int]:
-        """How many of this rank's tokens are of a document of earlier ranks, of none but this rank, of later ranks.
+        """Count this rank's tokens of a document of earlier ranks, of none but this rank, and of later ranks.
 
         Tokens of a document of earlier and later ranks count as the first.
         """
@@ -169,7 +169,7 @@ class SequenceLayout:
         for rank in range(self.size):
             first, inside, last = self.pieces(rank)
             before = sum(lengths)
-            # Where the tokens of one document end another begins, also where an earlier block's document is left out.
+            # A new document begins behind the end of one, also where an earlier block's document is left out.
             if last and first + inside + self.cuts[rank] in (self.documents or ()):
                 starts.append(before + first)
             lengths.append(first + last)
@@ -191,7 +191,7 @@ class SequenceLayout:
 
 
 def _whole_numbers(what: str, values: Iterable[int]) -> tuple[int, ...]:
-    """The values as plain ints; refuses floats, which would round silently."""
+    """Convert the values to plain ints; refuses floats, which would round silently."""
     given = tuple(values)
     try:
         return tuple(index(value) for value in given)
@@ -200,6 +200,6 @@ def _whole_numbers(what: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _short(values: Sequence[object]) -> str:
-    """At most eight of the values, for messages."""
+    """Show at most eight of the values, for messages."""
     tail = f", … ({len(values)} in all)" if len(values) > 8 else ""
     return f"[{', '.join(map(str, values[:8]))}{tail}]"

@@ -1,4 +1,4 @@
-"""How a line of log is written: JSON for programs, words for a person at a terminal."""
+"""The form of log lines: JSON for programs, words for a person at a terminal."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ LogFormat = Literal["auto", "plain", "json"]
 
 
 def line_processors(stream: TextIO, form: LogFormat = "auto") -> list[Any]:
-    """What makes a line of an event; `auto` is plain where `stream` is a terminal and JSON elsewhere.
+    """The processors that make a line of an event; `auto` is plain where `stream` is a terminal and JSON elsewhere.
 
     A plain line has the local time of day and no colours where NO_COLOR is set or no terminal is.
     """

@@ -1,4 +1,4 @@
-"""The `Communicator` interface: what each exchange means, checks and counts, whatever carries the bytes.
+"""The `Communicator` interface: the meaning, checks and counts of each exchange, whatever carries the bytes.
 
 A back end only moves bytes (`_gather`, `_exchange`, `_send_receive`, `_broadcast`; MPI also scans). Shapes, dtypes,
 sums and counts are settled here, once, so every back end gives the same bits: sums are taken in the order of the ranks,
@@ -74,13 +74,13 @@ class Communicator(ABC):
         self._agreed_before: set[tuple[str, str]] = set()
         self._told: dict[str, str] = {}
         self._hosts: tuple[tuple[int, ...], ...] = ()
-        # How a compiled graph, which holds no objects, finds this one again.
+        # By this number a compiled graph, which holds no objects, finds the communicator again.
         self.number = next(_numbers)
         _by_number[self.number] = self
 
     @staticmethod
     def of_number(number: int) -> "Communicator":
-        """The communicator of this process with that `number`.
+        """Find the communicator of this process with that `number`.
 
         Raises: CommError when it is gone.
         """
@@ -91,11 +91,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def _gather(self, call: Call, sent: Tensor) -> Pending:
-        """Launch: every rank's bytes [n] to every rank, as [P n] in order of rank."""
+        """Launch: gather every rank's bytes [n] on every rank, as [P n] in order of rank."""
 
     @abstractmethod
     def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
-        """Launch: split `sent` by `send_bytes`, part r to rank r; the parts for this rank, in order of their senders.
+        """Launch: split `sent` by `send_bytes`, part r to rank r; gives this rank's parts, in order of their senders.
 
         Every rank is waited for, with or without bytes.
         """
@@ -104,17 +104,17 @@ class Communicator(ABC):
     def _send_receive(
         self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
     ) -> Pending:
-        """Launch: as `_exchange` between the ranks named, in ascending order; nobody waits for the others.
+        """Launch: as `_exchange`, between the ranks named, in ascending order; no rank waits for the others.
 
         No rank is its own partner, and no count is 0.
         """
 
     @abstractmethod
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
-        """The bytes [n] of rank `source`."""
+        """Send the bytes [n] of rank `source` to every rank."""
 
     def _exclusive_scan(self, call: Call, sent: Tensor, combine: Combine, reverse: bool) -> Pending:
-        """Launch: the bytes [n] of the ranks before this one, combined; zeros on the first rank.
+        """Launch: combine the bytes [n] of the ranks before this one; gives zeros on the first rank.
 
         Unless a back end has its own, the wait passes them on from rank to rank.
         """
@@ -122,7 +122,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> "Communicator":
-        """The one of `groups` that this rank is in; every rank makes the call, with the same groups."""
+        """Make the one of `groups` that this rank is in; every rank makes the call, with the same groups."""
 
     def check_exchanges(self) -> None:
         """Wait for this rank's queued exchanges and raise what failed; a rank calls it alone, where a step ends.
@@ -138,7 +138,7 @@ class Communicator(ABC):
 
     @final
     def all_gather(self, x: Tensor, *, label: str = "") -> Tensor:
-        """Every rank's `x`, in order of rank.
+        """Gather every rank's `x`, in order of rank.
 
         Shapes: x [...] equal on all ranks -> [P, ...].
         Cost: sends and receives (P-1) |x| bytes in P-1 messages.
@@ -155,7 +155,7 @@ class Communicator(ABC):
 
     @final
     def all_reduce_sum(self, x: Tensor, *, label: str = "") -> Tensor:
-        """The sum of `x` over the ranks, added in order of rank, on every rank.
+        """Sum `x` over the ranks, added in order of rank, on every rank.
 
         Shapes: x [...] equal on all ranks -> [...].
         Cost: (P-1) |x| bytes in one step up to 64 KiB, 2 (P-1)/P |x| in two steps above.
@@ -180,7 +180,7 @@ class Communicator(ABC):
 
     @final
     def reduce_scatter_sum(self, x: Tensor, *, label: str = "") -> Tensor:
-        """The sum over the ranks of their `x[rank]`, added in order of rank: each rank gets its own row.
+        """Sum over the ranks their `x[rank]`, added in order of rank: each rank gets its own row.
 
         Shapes: x [P, ...] equal on all ranks -> [...].
         Cost: sends and receives (P-1)/P |x| bytes in P-1 messages.
@@ -279,7 +279,7 @@ class Communicator(ABC):
 
     @final
     def broadcast(self, x: Tensor, source: int, *, label: str = "") -> Tensor:
-        """The `x` of rank `source`, on every rank; the others' `x` only says what to expect.
+        """Give every rank the `x` of rank `source`; the others' `x` only says what to expect.
 
         Shapes: x [...] equal on all ranks -> [...].
         Cost: the source sends (P-1) |x| bytes, the others receive |x|.
@@ -302,7 +302,7 @@ class Communicator(ABC):
 
     @final
     def split(self, colour: int) -> "Communicator":
-        """The ranks that give the same `colour`, as a group of their own in which they keep their order.
+        """Make a group of the ranks that give the same `colour`, in which they keep their order.
 
         Every rank makes the call. The group has this one's deadline and a log of traffic of its own; close it first.
 
@@ -338,7 +338,7 @@ class Communicator(ABC):
 
     @final
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        """Every rank's text, in order of rank; an empty one arrives as one space."""
+        """Gather every rank's text, in order of rank; an empty one arrives as one space."""
         own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor(own.numel()), label=label).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -348,7 +348,7 @@ class Communicator(ABC):
 
     @final
     def agree_on(self, what: str, value: str) -> None:
-        """`require_equal`, but no exchange where the value is the one that was agreed on last.
+        """Require an equal value as `require_equal`, without an exchange where the value is the one last agreed on.
 
         All ranks agreed on that one: where values differ now, a rank at least exchanges, and none goes on unnoticed.
         """
@@ -358,7 +358,7 @@ class Communicator(ABC):
 
     @final
     def agree_once(self, what: str, value: str) -> None:
-        """`require_equal` the first time that this value is met, and no exchange from then on.
+        """Require an equal value as `require_equal` the first time that it is met, and exchange nothing from then on.
 
         Cheaper than `agree_on` where values alternate, as those of a model's layers do; ranks that come with two
         different values of which each was agreed on before are not found out.
@@ -371,7 +371,7 @@ class Communicator(ABC):
 
     @final
     def told_by_first(self, what: str, value: Callable[[], str]) -> str:
-        """Rank 0's value, on all ranks: looked up and sent when `what` is asked for first, remembered from then on."""
+        """Give all ranks rank 0's value: looked up and sent when `what` is asked for first, remembered from then on."""
         if what not in self._told:
             text = value().encode() if self.rank == 0 else b""
             size = int(self.broadcast(torch.tensor([len(text)]), 0, label=what))
@@ -383,7 +383,7 @@ class Communicator(ABC):
 
     @final
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host, in order of their first ranks: one small exchange, remembered from then on."""
+        """List the ranks of each host, in order of their first ranks: one small exchange, remembered from then on."""
         if not self._hosts:
             name = hashlib.sha256(host_name(os.environ).encode()).digest()
             names = self.all_gather(torch.frombuffer(bytearray(name), dtype=torch.uint8), label="hosts").tolist()
@@ -478,7 +478,7 @@ class Communicator(ABC):
 
     @contextmanager
     def _counted(self, call: Call, sent: int, received: int, messages: int, phase: Phase = "call") -> Iterator[None]:
-        """Log what is done inside, with the time it takes, also when it fails."""
+        """Log the exchange that runs inside, with the time it takes, also when it fails."""
         began = time.perf_counter()
         try:
             yield

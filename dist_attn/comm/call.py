@@ -1,4 +1,4 @@
-"""One exchange between ranks: what all of them must agree on, what of a tensor travels, its result, and its traffic.
+"""One exchange between ranks: the call that all agree on, the bytes of a tensor, its result, and its traffic.
 
 Values that ranks compare are words `name=entry,entry,…`, as a layout describes itself; any other text is a field
 without entries. Of two values the first entry of the first field that is not the same is named.
@@ -19,7 +19,7 @@ from dist_attn.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What all ranks of one exchange must agree on; -1 in the shape stands for a size that may differ."""
+    """The facts of an exchange that all ranks must agree on; -1 in the shape stands for a size that may differ."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Pending:
         self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, once the ranks whose bytes it needs have launched the exchange.
+        """Return the result, once the ranks whose bytes it needs have launched the exchange.
 
         Raises: CommError if that does not happen within the group's deadline.
         """
@@ -53,7 +53,7 @@ class Pending:
 
 
 def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:
-    """What the ranks must agree on when they exchange `x`; refuses a tensor whose gradient would be lost."""
+    """Describe an exchange of `x` for comparison between ranks; refuses a tensor whose gradient would be lost."""
     if x.requires_grad and torch.is_grad_enabled():
         raise InputError(
             f"{name} was given a tensor that requires a gradient, which would be lost here: "
@@ -64,14 +64,14 @@ def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> 
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The elements of `x` in order, as a flat uint8 tensor; may share memory with `x`."""
+    """View the elements of `x` in order as a flat uint8 tensor, which may share memory with `x`."""
     flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # One element cut out of a larger tensor counts as contiguous whatever its stride is, and cannot be viewed as bytes.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """parts[0] + parts[1] + …, from left to right, with float32 sums for half-precision parts."""
+    """Sum parts[0] + parts[1] + …, from left to right, with float32 sums for half-precision parts."""
     wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
@@ -92,7 +92,7 @@ class _Place(Protocol):
 
 
 def pass_along(place: _Place, send_receive: _SendReceive, own: Tensor, combine: Combine, reverse: bool) -> Tensor:
-    """The exclusive scan by its definition, from neighbour to neighbour.
+    """Compute the exclusive scan by its definition, from neighbour to neighbour.
 
     What the ranks before this one (`reverse`: after it) brought is combined from the first on.
 
@@ -183,14 +183,14 @@ WORD_LENGTH = 80
 
 
 def differences(values: Sequence[str]) -> str:
-    """Which ranks differ from rank 0, and how each of the first few of them does; empty where all are equal."""
+    """Name the ranks that differ from rank 0, and how each of the first few does; empty where all are equal."""
     ranks = [rank for rank, value in enumerate(values) if value != values[0]]
     parts = [difference(values[0], values[rank], rank) for rank in ranks[:RANKS_NAMED]]
     return "; ".join(parts) + ("; …" if len(ranks) > RANKS_NAMED else "")
 
 
 def difference(zero: str, other: str, rank: int) -> str:
-    """The first difference between the value of rank 0 and the one of another rank."""
+    """Name the first difference between the value of rank 0 and the one of another rank."""
     for ours, theirs in zip_longest(zero.split(" "), other.split(" "), fillvalue=""):
         if ours == theirs:
             continue
@@ -216,12 +216,12 @@ def _short(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """The first line of an error's words."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def host_name(environ: Mapping[str, str]) -> str:
-    """Equal for two ranks exactly when one agent (torchrun's, or the engine's) or, without any, one machine runs both.
+    """Name a host: equal for two ranks exactly when one agent (torchrun's, the engine's), else one machine, runs both.
 
     Two agents on one machine are two hosts: whoever starts them so wants to try that out.
     """

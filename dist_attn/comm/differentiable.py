@@ -51,11 +51,11 @@ class _Exchange:
 
     @property
     def transposed(self) -> "_Exchange":
-        """That of the gradients."""
+        """The exchange of the gradients."""
         return _Exchange(_BACKWARD[self.kind], self.recv, self.send)
 
     def run(self, comm: Communicator, x: Tensor, label: str) -> Tensor:
-        """The exchange without gradients."""
+        """Run the exchange without gradients."""
         match self.kind:
             case "all_to_all":
                 return comm.all_to_all(x, self.send, self.recv, label=label)
@@ -71,13 +71,13 @@ class _Exchange:
         return torch.zeros_like(total) if self.kind == "sum_at_source" and comm.rank != self.recv[0] else total
 
     def launch(self, comm: Communicator, x: Tensor, label: str) -> Pending:
-        """`run` in two steps, for those exchanges that are launched."""
+        """Launch the exchange, if it is one of those that are launched."""
         if self.kind == "send_receive":
             return comm.send_receive_start(x, _by_rank(self.send), _by_rank(self.recv), label=label)
         return (comm.all_gather_start if self.kind == "all_gather" else comm.reduce_scatter_sum_start)(x, label=label)
 
     def shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """Of what comes of a tensor of that shape."""
+        """Compute the shape of the result of a tensor of that shape."""
         match self.kind:
             case "all_gather":
                 return (ranks, *shape)
@@ -100,7 +100,7 @@ def _rows(send: Mapping[int, int], recv: Mapping[int, int]) -> _Exchange:
 
 
 def all_gather(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
-    """Every rank's `x`, in order of rank; backward sums each rank's gradients of it (reduce-scatter).
+    """Gather every rank's `x`, in order of rank; backward sums each rank's gradients of it (reduce-scatter).
 
     Shapes: x [...] -> [P, ...].
     """
@@ -108,7 +108,7 @@ def all_gather(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
 
 
 def all_reduce_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
-    """The sum of `x` over the ranks, on every rank; backward sums the gradients in the same way.
+    """Sum `x` over the ranks, on every rank; backward sums the gradients in the same way.
 
     Shapes: x [...] -> [...].
     """
@@ -116,7 +116,7 @@ def all_reduce_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
 
 
 def reduce_scatter_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
-    """The sum over the ranks of their `x[rank]`; backward is an all-gather.
+    """Sum over the ranks their `x[rank]`; backward is an all-gather.
 
     Shapes: x [P, ...] -> [...].
     """
@@ -126,7 +126,7 @@ def reduce_scatter_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Ten
 def all_to_all(
     comm: Communicator, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], *, label: str = ""
 ) -> Tensor:
-    """Rows of `x` to every rank, rows from every rank; backward sends the gradients back the same way.
+    """Send rows of `x` to every rank, and receive rows from every rank; backward sends the gradients back the same way.
 
     Shapes: x [sum(send_counts), ...] -> [sum(recv_counts), ...].
     """
@@ -136,7 +136,7 @@ def all_to_all(
 def send_receive(
     comm: Communicator, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
 ) -> Tensor:
-    """Rows of `x` to some ranks, rows from some; backward sends the gradients back the same way.
+    """Send rows of `x` to some ranks, and receive rows from some; backward sends the gradients back the same way.
 
     Shapes: x [sum of send_counts, ...] -> [sum of recv_counts, ...].
     """
@@ -144,7 +144,7 @@ def send_receive(
 
 
 def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") -> Tensor:
-    """The `x` of rank `source`; backward sums the gradients there and is zero elsewhere.
+    """Give every rank the `x` of rank `source`; backward sums the gradients there and is zero elsewhere.
 
     Shapes: x [...] -> [...].
     """
@@ -164,7 +164,7 @@ def send_receive_start(
 
 
 def marked(comm: Communicator, x: Tensor, name: str) -> Tensor:
-    """`x` itself, with a mark in the traffic log now, and one when its gradient comes back."""
+    """Return `x` itself, with a mark in the traffic log now, and one when its gradient comes back."""
     if torch.compiler.is_compiling():
         return x
     return cast(Tensor, _Marked.apply(x, comm, name))  # type: ignore[no-untyped-call]
@@ -178,11 +178,11 @@ class Launched:
         self.token, self._thread, self._flight = token, thread, flight
 
     def wait(self) -> Tensor:
-        """What the exchange brings, connected to what was sent."""
+        """Return the result of the exchange, connected to what was sent."""
         return self.wait_from(self.token)
 
     def wait_from(self, token: Tensor) -> Tensor:
-        """`wait`, for a token that came back through autograd."""
+        """Wait with a token that came back through autograd."""
         return cast(Tensor, _Wait.apply(token, self._thread, self._flight))  # type: ignore[no-untyped-call]
 
 
@@ -194,7 +194,7 @@ class Done:
         self._value = value
 
     def wait(self) -> Tensor:
-        """What the exchange has brought."""
+        """Return the result of the exchange."""
         return self._value
 
 
@@ -212,12 +212,12 @@ def _started(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -> 
 
 
 def _thread(x: Tensor) -> Tensor:
-    """An empty tensor with the history of `x`: kept for the backward pass in place of `x`, it holds no memory."""
+    """Make an empty tensor with the history of `x`: kept for the backward pass in its place, it holds no memory."""
     return x.reshape(-1)[:0].clone()
 
 
 def _on_thread(grad: Tensor, thread: Tensor) -> Tensor:
-    """The gradient, connected to what the forward pass sent, where the backward pass is to be differentiated itself.
+    """Connect a gradient to what the forward pass sent, where the backward pass is to be differentiated itself.
 
     A gradient may be a constant on one rank only, which a pass through the gradients' graph would then not go through.
     """
@@ -231,7 +231,7 @@ def _backward_of(label: str) -> str:
 
 
 def _compared_as(label: str, wants_gradient: bool) -> str:
-    """The label under which ranks compare an exchange: whether a gradient comes back is part of it."""
+    """Label an exchange for comparison between ranks: the label also says whether a gradient comes back."""
     return f"{label} with gradient".strip() if wants_gradient else label
 
 

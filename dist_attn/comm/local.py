@@ -14,7 +14,7 @@ __all__ = ["LocalCommunicator"]
 
 @final
 class LocalCommunicator(Communicator):
-    """The only rank there is."""
+    """The only rank of a group of one."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1, backend="local", timeout_s=0.0)
@@ -41,4 +41,4 @@ class LocalCommunicator(Communicator):
         return LocalCommunicator()
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is no group to leave."""

@@ -204,7 +204,7 @@ class MpiCommunicator(Communicator):
         return Pending(finish)
 
     def _wait(self, call: Call, messages: list[Message | Scan]) -> None:
-        """Until all have been sent and have arrived, at most until the deadline."""
+        """Wait until all messages have been sent or have arrived, at most until the deadline."""
         self._check(call)
         began = time.monotonic()
         deadline = began + self.timeout_s
@@ -224,12 +224,12 @@ class MpiCommunicator(Communicator):
             if now > deadline:
                 raise self._late(call, waiting, now - began)
             if self._reasons() or any(message.partner in self._left for message in waiting):
-                # What they sent before they left may be on its way still.
+                # Messages that they sent before they left may still be on their way.
                 deadline = min(deadline, now + GRACE_S)
             rest(now - began)
 
     def _late(self, call: Call, waiting: list[Message | Scan], waited_s: float) -> CommError:
-        """Who was waited for in vain, and what is known of them; a scan that goes on may lack any of the others."""
+        """Name the ranks waited for in vain, and what is known of them; a scan under way may lack any of the others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         partners = sorted({message.partner for message in waiting if isinstance(message, Message)}) or others
         elsewhere = [rank for rank in partners if self._data.Iprobe(source=rank, tag=self._mpi.ANY_TAG)]
@@ -259,7 +259,7 @@ class MpiCommunicator(Communicator):
         return f"rank {self.rank} of {self.size} ({self.backend})"
 
     def _hear_farewells(self) -> None:
-        """Take in who has left meanwhile."""
+        """Take in the farewells of ranks that have left meanwhile."""
         status = self._mpi.Status()
         while self._farewells.Iprobe(status=status):
             text = bytearray(status.Get_count(self._mpi.BYTE))
@@ -267,7 +267,7 @@ class MpiCommunicator(Communicator):
             self._left[status.Get_source()] = (text.startswith(b"0"), text[1:].decode(errors="replace"))
 
     def _all_have_left(self, farewells: list[Message]) -> bool:
-        """Whether every rank has said farewell and has got this one's; an error of MPI is a failure like any other."""
+        """Return whether every rank has said farewell and has got this one's; an error of MPI counts as a failure."""
         try:
             self._hear_farewells()
             return len(self._left) == self.size - 1 and all(message.done() for message in farewells)
@@ -276,11 +276,11 @@ class MpiCommunicator(Communicator):
             return False
 
     def _reasons(self) -> list[str]:
-        """Why ranks have left before their end."""
+        """The reasons why ranks have left before their end."""
         return [reason for _, (_, reason) in sorted(self._left.items()) if reason]
 
     def _in_order(self) -> bool:
-        """Whether no exchange has failed or was left under way, as far as is known here."""
+        """Return whether no exchange has failed or was left under way, as far as is known here."""
         return not self._failure and all(in_order for in_order, _ in self._left.values())
 
     def _tag(self, call: Call, counts: list[int], rank: int) -> int:
@@ -297,7 +297,7 @@ class MpiCommunicator(Communicator):
 
 
 def _duplicate(mpi: ModuleType, world: "MPI.Intracomm", timeout_s: float) -> "MPI.Intracomm":
-    """A communicator with the ranks of `world` whose messages mix with no others."""
+    """Duplicate `world`: a communicator with its ranks, whose messages mix with no others."""
     world.Set_errhandler(mpi.ERRORS_RETURN)
     copy, request = world.Idup()
     began = time.monotonic()
@@ -315,7 +315,7 @@ def _duplicate(mpi: ModuleType, world: "MPI.Intracomm", timeout_s: float) -> "MP
 
 
 def _reversed(mpi: ModuleType, comm: "MPI.Intracomm", timeout_s: float) -> "MPI.Intracomm":
-    """The ranks of `comm` from the last to the first.
+    """Make a communicator with the ranks of `comm` from the last to the first.
 
     MPI has no such call that only starts; all ranks are here in a moment, since they have all duplicated `comm`. A
     thread waits inside the library, which has let go of the interpreter's lock, and this one waits for it.
@@ -335,7 +335,7 @@ def _reversed(mpi: ModuleType, comm: "MPI.Intracomm", timeout_s: float) -> "MPI.
 
 
 def _parts(whole: Tensor, counts: Mapping[int, int]) -> dict[int, Tensor]:
-    """Each rank's part of `whole`, where they lie in ascending order."""
+    """Cut `whole` into each rank's part; they lie in ascending order."""
     ranks = sorted(counts)
     return dict(zip(ranks, whole.split([counts[rank] for rank in ranks]), strict=True))
 

@@ -1,11 +1,11 @@
-"""What is asked of the MPI library: to start and to end, to carry messages and scans, and to wait without its waits.
+"""The part of the MPI library in use: to start and to end, to carry messages and scans, and to wait without its waits.
 
 MPI_Init waits for the other ranks, spins meanwhile and, called through mpi4py, holds the interpreter's lock: neither
 a signal nor another thread would run. So it is called in a thread that holds no lock and is waited for. MPI is brought
 up once and with a deadline, and taken down at exit only if all ranks left in order.
 
-The scan is MPI's own exclusive scan with an operator of ours: started and then asked for, as a message is. Who waits
-does not take the core from the ranks that are waited for.
+The scan is MPI's own exclusive scan with an operator of ours: started and then asked for, as a message is. A rank that
+waits does not take the core from the ranks that are waited for.
 """
 
 import atexit
@@ -34,7 +34,7 @@ _abandoned: list[object] = []
 
 
 def start_mpi(timeout_s: float) -> ModuleType:
-    """The module `mpi4py.MPI` with MPI initialised, by whomever.
+    """Return the module `mpi4py.MPI` with MPI initialised, here or before.
 
     Raises: MissingExtraError without mpi4py or an MPI library; ConfigError where MPI was initialised for calls of one
     thread; CommError if it was finalised before, or the ranks do not come together in time.
@@ -62,7 +62,7 @@ def start_mpi(timeout_s: float) -> ModuleType:
 
 
 def leave_running(*memory: object) -> None:
-    """The group did not end in order: keep what messages under way may still write to, and never finalise."""
+    """Never finalise, as the group did not end in order; keep memory to which messages under way may still write."""
     _abandoned.append(memory)
 
 
@@ -86,7 +86,7 @@ def _initialise(MPI: ModuleType, timeout_s: float) -> None:
 
 
 def _finish(MPI: ModuleType) -> None:
-    """At the exit of the process: MPI_Finalize waits for every rank, so it is for groups that ended in order."""
+    """Finalise MPI at the exit of the process. It waits for every rank, so only groups that ended in order do it."""
     if not _abandoned:
         MPI.Finalize()
     elif not is_first_rank(os.environ):
@@ -115,7 +115,7 @@ class Message:
         self.partner = partner
 
     def done(self) -> bool:
-        """Whether it has been sent or has arrived.
+        """Return whether the message has been sent or has arrived.
 
         Raises: MismatchError if it is not of the expected size.
         """
@@ -141,7 +141,7 @@ class Message:
 
 
 def pieces(part: Tensor) -> tuple[Tensor, ...]:
-    """What goes into one message each; an empty part is one empty message."""
+    """Cut a part into what goes into one message each; an empty part is one empty message."""
     return part.split(PIECE_BYTES) if part.numel() else (part,)
 
 
@@ -186,7 +186,7 @@ class Scan:
         self._request = comm.Iexscan([own.numpy(), 1, self._type], [before.numpy(), 1, self._type], self._operator)
 
     def done(self) -> bool:
-        """Whether the result is there.
+        """Return whether the result is there.
 
         Ranks that call different things may fail inside MPI, which cannot say whose fault it is; the roll call can, so
         that an error counts from when all have answered it.
@@ -207,7 +207,7 @@ class Scan:
         return False
 
     def _operate(self, earlier: "Buffer", later: "Buffer", _: "MPI.Datatype") -> None:
-        """`later` becomes both; an exception here would end the process, and is kept for `done`."""
+        """Combine both into `later`; an exception here would end the process, and is kept for `done`."""
         try:
             into = torch.frombuffer(later, dtype=torch.uint8)
             into.copy_(self._combine(torch.frombuffer(earlier, dtype=torch.uint8), into))
@@ -216,5 +216,5 @@ class Scan:
 
 
 def reversed_ranks(comm: "MPI.Intracomm") -> "MPI.Intracomm":
-    """The same ranks, counted from the last. Blocks: for a thread that is waited for with a deadline."""
+    """Make a communicator of the same ranks, counted from the last. Blocks: for a thread waited for with a deadline."""
     return cast("MPI.Intracomm", comm.Split(0, comm.Get_size() - comm.Get_rank()))

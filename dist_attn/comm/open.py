@@ -1,4 +1,4 @@
-"""Find out in which group this process runs and join it.
+"""The joining of a process to its group of ranks, which it finds out from its environment.
 
 Ranks that no torchrun brought together find each other at a rendezvous: a file on one host, a store of rank 0 on
 several.
@@ -50,7 +50,7 @@ class Rendezvous:
     listener: int | None = None
 
     def open_store(self, rank: int, size: int) -> Store:
-        """The store, once all ranks are there.
+        """Open the store, once all ranks are there.
 
         Raises: ConfigError for a `url` of another kind, CommError if ranks are missing after `timeout_s`.
         """
@@ -89,7 +89,7 @@ def open_communicator(
     device: torch.device | str | None = None,
     rendezvous: Rendezvous | None = None,
 ) -> Communicator:
-    """The communicator of this process: alone it is local, under torchrun or mpiexec it joins the other ranks.
+    """Make the communicator of this process: alone it is local, under torchrun or mpiexec it joins the other ranks.
 
     Without a `backend` (or with "auto"), mpiexec means mpi; other ranks take nccl where each has a CUDA `device` of its
     own, and gloo where several share one, or compute on CPUs. `timeout_s` bounds every wait. Ranks that were started
@@ -172,7 +172,7 @@ def _torchrun_store(rank: int, size: int, timeout_s: float) -> Store:
 
 
 def _listen_as_master(host: str, port: str) -> socket.socket | None:
-    """The socket of the store that rank 0 serves, on that address alone, where torch would listen on all of them.
+    """Open the socket of rank 0's store on that address alone, where torch would listen on all of them.
 
     None where the address is not this host's own, or a name that only this host takes for loopback, as in Debian's
     /etc/hosts: torch then does as it does, and says what is wrong.
@@ -185,7 +185,7 @@ def _listen_as_master(host: str, port: str) -> socket.socket | None:
 
 
 def _places_of_ranks(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> list[str]:
-    """What each rank computes on: "cpu", or the GPU's name among all that there are."""
+    """Gather the device of each rank: "cpu", or the GPU's name among all that there are."""
     known = PrefixStore("device", store)
     known.set_timeout(timedelta(seconds=timeout_s))
     uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
@@ -197,7 +197,7 @@ def _places_of_ranks(store: Store, rank: int, size: int, device: torch.device, t
 
 
 def _backend_between(places: list[str], backend: str | None) -> str:
-    """The back end of ranks that compute there.
+    """Choose the back end between ranks that compute at these places.
 
     Raises: ConfigError for GPUs beside CPUs, and for nccl between ranks that share a GPU.
     """

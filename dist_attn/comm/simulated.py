@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """What one rank brings to one exchange: its bytes and, between pairs, how many go to and come from each rank."""
+    """The part of one rank in an exchange: its bytes and, between pairs, how many go to and come from each rank."""
 
     data: Tensor
     send_bytes: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class _Parcel:
 
 @dataclass(slots=True)
 class _Meeting:
-    """One exchange: who arrived with what, and who has collected the parcels."""
+    """One exchange: the ranks that have arrived, with their parcels, and how many have collected these."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     parcels: dict[int, _Parcel] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Group:
         self._parts: dict[tuple[int, tuple[int, ...]], _Group] = {}
 
     def part(self, step: int, ranks: tuple[int, ...]) -> "_Group":
-        """The group of some of the ranks that was split off before exchange number `step`, made by who comes first."""
+        """Find the group of ranks that was split off before exchange number `step`; the first rank to come makes it."""
         with self._changed:
             return self._parts.setdefault((step, ranks), _Group(len(ranks), self.timeout_s))
 
@@ -73,7 +73,7 @@ class _Group:
             self._changed.notify_all()
 
     def collect(self, rank: int, step: int, call: Call, senders: Collection[int] | None = None) -> list[_Parcel]:
-        """The parcels of `senders` (of all ranks) of exchange number `step`, in order of rank, once they arrived."""
+        """Wait for the parcels of `senders` (of all ranks) in exchange number `step`; returns them in order of rank."""
         wanted = range(self.size) if senders is None else sorted(senders)
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
@@ -104,7 +104,7 @@ class _Group:
             return [meeting.parcels[other] for other in wanted]
 
     def leave(self, rank: int) -> None:
-        """The rank makes no more calls, here and in what was split off."""
+        """Note that the rank makes no more calls, here and in groups that were split off."""
         with self._changed:
             self._left.setdefault(rank, self._arrivals[rank])
             self._changed.notify_all()
@@ -124,7 +124,7 @@ class _Group:
             part.fail(error)
 
     def _check_counts(self, rank: int, step: int, call: Call, meeting: _Meeting) -> None:
-        """What each rank sends to another is what that one expects of it."""
+        """Check that what each rank sends to another is what that one expects of it."""
         if not meeting.parcels[rank].send_bytes:
             return
         for other in meeting.parcels:
@@ -153,7 +153,7 @@ class _Group:
 
 
 def _mismatch(step: int, meeting: _Meeting) -> MismatchError:
-    """Who called what in an exchange in which the ranks differ."""
+    """Name the calls of the ranks in an exchange in which they differ."""
     ranks_of: dict[str, list[str]] = {}
     for rank, call in sorted(meeting.calls.items()):
         ranks_of.setdefault(str(call), []).append(str(rank))
@@ -218,7 +218,7 @@ class SimulatedCommunicator(Communicator):
         return SimulatedCommunicator(self._group.part(self._steps, ranks), ranks.index(self.rank))
 
     def close(self) -> None:
-        """Leave the group: who waits for this rank from now on is told so."""
+        """Leave the group: a rank that waits for this one from now on is told so."""
         self._closed = True
         self._group.leave(self.rank)
 
@@ -272,7 +272,7 @@ def run_simulated(fn: Callable[[Communicator], Result], size: int, *, timeout_s:
 
 
 def _first_cause(escaped: list[BaseException], failure: BaseException | None) -> BaseException:
-    """The exception that a rank raised by itself, before those of ranks that lost a partner by it."""
+    """Choose the exception that a rank raised by itself, before those of ranks that lost a partner by it."""
     own = [error for error in escaped if failure is None or error.__cause__ is not failure]
     return ([*own, failure] if failure is not None else own)[0]
 

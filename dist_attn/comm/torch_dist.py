@@ -26,12 +26,12 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 POISON = 0xFF  # as any float type, bytes of ones are NaN
 
-# What an NCCL group reads when it is made, where the environment does not say otherwise. An exchange is only queued, so
-# it is not the caller but torch's watchdog thread that finds one which failed or is late.
+# Variables that an NCCL group reads when it is made; those of the environment count first. An exchange is only queued,
+# so it is not the caller but torch's watchdog thread that finds one which failed or is late.
 _NCCL_VARIABLES = {
-    # It shall abort the communicators (2), so that whoever waits for the GPU wakes up, and leave it to the main thread
-    # to say what failed: by default (3) it ends the process. TORCH_NCCL_BLOCKING_WAIT, which has no watchdog, would
-    # stop the host at every exchange.
+    # The watchdog shall abort the communicators (2), so that whoever waits for the GPU wakes up, and leave it to the
+    # main thread to say what failed: by default (3) it ends the process. TORCH_NCCL_BLOCKING_WAIT, which has no
+    # watchdog, would stop the host at every exchange.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # Before it aborts it sleeps four times as long as a dump of past exchanges may take, by default 4 x 15 s.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
@@ -130,7 +130,7 @@ class TorchDistCommunicator(Communicator):
         return comm
 
     def _meet(self) -> None:
-        """The first exchanges of a group, in which all its ranks take part; from now on waits end at the deadline.
+        """Perform a group's first exchanges, in which all its ranks take part; later waits end at the deadline.
 
         In these NCCL connects the ranks: the first one of a group must not be a `_send_receive`, which ranks without a
         partner leave out.
@@ -182,7 +182,7 @@ class TorchDistCommunicator(Communicator):
         return self._pending(call, [work], copy, sent).wait()
 
     def _pending(self, call: Call, works: Sequence[dist.Work], received: Tensor, sent: Tensor) -> Pending:
-        """What was launched as `works`; its wait gives `received` on the device of `sent`."""
+        """Wrap the launched `works`; the wait gives `received` on the device of `sent`."""
         if self.backend == "nccl":
             # Not the works themselves, which would keep the tensors of a whole step.
             self._queued.extend((call, cast(Any, work).get_future_result()) for work in works)
@@ -276,7 +276,7 @@ class TorchDistCommunicator(Communicator):
 
 
 def first_failed(queued: Sequence[tuple[Call, Future[int]]]) -> str:
-    """The first exchange that did not end well, in words.
+    """Name the first exchange that did not end well.
 
     torch gives an exchange a result some time after its end, 0 where it went well.
     """
@@ -287,14 +287,14 @@ def first_failed(queued: Sequence[tuple[Call, Future[int]]]) -> str:
 
 
 def _start_s(backend: str, timeout_s: float) -> float:
-    """How long ranks may take to come together and to exchange something for the first time."""
+    """The seconds that ranks may take to come together and to exchange something for the first time."""
     return max(timeout_s, NCCL_START_S) if backend == "nccl" else timeout_s
 
 
 def _partners(
     operation: Callable[..., object], data: Tensor, counts: Mapping[int, int], group: dist.ProcessGroup | None
 ) -> list[dist.P2POp]:
-    """One send or receive for each rank in `counts`, of the next part of `data`."""
+    """Make one send or receive for each rank in `counts`, of the next part of `data`."""
     parts = data.split(list(counts.values())) if counts else ()
     return [dist.P2POp(operation, part, group=group, group_peer=rank) for rank, part in zip(counts, parts, strict=True)]
 

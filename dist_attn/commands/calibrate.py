@@ -27,14 +27,14 @@ DEADLINE_S = 60.0
 
 
 class CalibrateSettings(TrialSettings, frozen=True, kw_only=True):
-    """Arguments of one of the processes."""
+    """Arguments of one of the processes that time exchanges."""
 
     heads: tuple[int, ...] = HEADS
     rounds: int = ROUNDS
 
 
 def calibrate(ranks: Sequence[int] = CALIBRATED_RANKS) -> list[Finding]:
-    """Measure with so many ranks, keep the times in the user's cache, and say which exchange was fastest.
+    """Time the exchanges over each number of ranks, keep the times in the user's cache, and say which were fastest.
 
     Over gloo, and over MPI where it is installed. Two levels are not timed: one machine is one host.
     """
@@ -84,7 +84,7 @@ def _in_words(known: Calibration, times: Sequence[ScanTime], ranks: int, backend
 
 
 def _run(settings: CalibrateSettings) -> None:
-    """This rank's part; rank 0 writes the result."""
+    """Time the exchanges as this rank; rank 0 writes the result."""
     import torch
 
     from dist_attn.ops import LinearState

@@ -1,6 +1,6 @@
 """The command line: argument parsing and one call per command.
 
-Those that look at things are in `commands/inspect.py`. Commands import what they need when they run, so
+Commands that look at things are in `commands/inspect.py`. Commands import what they need when they run, so
 `dist-attn --help` and `serve` never load torch.
 Bad input, and a file or disk that cannot be read or written, ends with exit code 2 and one line on stderr; a failure
 of the work with exit code 1 and one line.
@@ -141,14 +141,14 @@ def _run() -> object:
 
 
 def _is_of_memory(error: Exception) -> bool:
-    """Whether memory ran out; torch has a kind of its own for devices, and says it in words for the CPU."""
+    """Return whether memory ran out; torch has an error of its own for devices, and only words for the CPU."""
     return isinstance(error, MemoryError) or any(
         words in str(error) for words in ("can't allocate memory", "out of memory", "not enough memory")
     )
 
 
 def _usage(error: Exception) -> str:
-    """What is wrong with the arguments, in click's words; none are needed where the help is shown instead."""
+    """The fault in the arguments in click's words; where no command was named, a question which one is meant."""
     words = str(getattr(error, "format_message", error.__str__)())
     if type(error).__name__ == "NoArgsIsHelpError":  # its words are the help; typer shows it itself on a terminal
         print(words)
@@ -185,7 +185,7 @@ def _complain(message: str, code: int, *, instead_of_rank_0: bool = False) -> in
 
 
 def _over_ranks(ranks: int) -> None:
-    """Let so many ranks of this machine do it where there are several and this is none of them; it exits then."""
+    """Let `ranks` ranks of this machine do the work, and exit, where there are several and this is none of them."""
     if ranks == 1 or MEETING_VARIABLE in os.environ:
         return
     from dist_attn.commands.local_ranks import run_over_ranks

@@ -52,7 +52,7 @@ class ShowByDefault(TyperGroup):
     """A group of commands of which `show` need not be named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `show` before what names no command; without a word too, unless the group then shows its help."""
+        """Put `show` before arguments that name no command; also before none, unless the group then shows its help."""
         words = (*self.commands, *ctx.help_option_names)
         named = args[0] in words if args else self.no_args_is_help
         return super().parse_args(ctx, args if named else ["show", *args])
@@ -95,7 +95,7 @@ def state_repair(
 
 @taking(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """What a document will cost: memory, bytes between ranks, time, output; here, or of a running service now.
+    """Estimate what a document will cost: memory, bytes between ranks, time, output; here, or of a running service now.
 
     Example: dist-attn plan --tokens 2M --ranks 4 --measure
     """
@@ -250,7 +250,7 @@ class Entry:
     is_command: bool = False
 
     def has(self, words: Sequence[str]) -> bool:
-        """Whether all of the words stand in it, in any case and also as parts of longer ones."""
+        """Return whether all of the words stand in the entry, in any case and also as parts of longer ones."""
         text = " ".join((self.name, self.words, *self.examples)).casefold()
         return all(word.casefold() in text for word in words)
 
@@ -269,7 +269,7 @@ def entries(command: Any, name: str) -> Iterator[Entry]:
 
 
 def search(command: Any, words: Sequence[str]) -> list[Entry]:
-    """What holds all of the words but those of a question: commands, then their options, then settings."""
+    """Find the entries with all words but those of a question: commands, then their options, then settings."""
     from dist_attn.settings import settings_words
 
     words = [word for word in words if word.casefold().strip("?") not in OF_QUESTIONS] or words

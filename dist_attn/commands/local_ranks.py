@@ -40,9 +40,9 @@ POLL_S = 1.0  # of whether a signal has come
 
 
 class LastWords(msgspec.Struct, frozen=True):
-    """Why a rank ended, and its exit code; `of_others`: because an exchange with another rank failed.
+    """The reason why a rank ended, and its exit code; `of_others`: an exchange with another rank failed.
 
-    `traceback` is what it printed where it left no words.
+    `traceback` is the printed one of a rank that left no words.
     """
 
     message: str
@@ -52,7 +52,7 @@ class LastWords(msgspec.Struct, frozen=True):
 
 
 def run_over_ranks(ranks: int, arguments: Sequence[str]) -> LastWords:
-    """Run `dist-attn ARGUMENTS` as so many ranks; what is left to say, "" where nothing is, and the exit code.
+    """Run `dist-attn ARGUMENTS` over `ranks` ranks; returns the words left to say, "" for none, and the exit code.
 
     SIGINT and SIGTERM are handed on to the ranks. None is left when this returns.
 
@@ -96,7 +96,7 @@ def _refuse_inside_a_launcher(ranks: int) -> None:
 
 @final
 class _Rank:
-    """One process, and the end of what it says on stderr unless it is rank 0, whose stderr is this process's own."""
+    """One process, and the end of its output on stderr unless it is rank 0, whose stderr is this process's own."""
 
     def __init__(self, rank: int, command: list[str], environment: dict[str, str], folder: Path) -> None:
         self.rank = rank
@@ -115,7 +115,7 @@ class _Rank:
         )
 
     def follow(self, ended: "queue.Queue[_Rank]") -> None:
-        """Wait for its end, in a thread."""
+        """Wait in a thread until the process ends, keeping the end of its output."""
         if self.process.stderr is not None:
             while data := os.read(self.process.stderr.fileno(), 1 << 16):
                 self.tail = (self.tail + data)[-TAIL_BYTES:]
@@ -124,19 +124,19 @@ class _Rank:
         ended.put(self)
 
     def send(self, number: int) -> None:
-        """Nothing happens where it has ended."""
+        """Send a signal to the process; does nothing where it has ended."""
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
     @property
     def own_words(self) -> LastWords | None:
-        """What it has left."""
+        """The last words that the rank has left, if any."""
         with suppress(OSError, msgspec.MsgspecError):
             return msgspec.json.decode(self._words.read_bytes(), type=LastWords)
         return None
 
     def words(self, ranks: int) -> LastWords:
-        """Its own, or what there is to say of how it ended."""
+        """The rank's own last words, or else a description of how it ended."""
         if (own := self.own_words) is not None:
             return own
         code = self.process.returncode
@@ -184,7 +184,7 @@ class _Ranks:
             threading.Thread(target=one.follow, args=(self._ended,), daemon=True).start()
 
     def wait(self) -> LastWords:
-        """Until all have ended, those that do not end by themselves by force; what is to be said."""
+        """Wait until all ranks have ended, and end by force those that do not; returns what is to be said."""
         before = {number: signal.signal(number, self._hand_on) for number in SIGNALS}
         try:
             return self._wait()
@@ -233,7 +233,7 @@ class _Ranks:
             return None
 
     def _end(self, late: Sequence[_Rank]) -> None:
-        """Ask them to end, so that files are removed which they have not finished."""
+        """Ask the ranks to end, so that they remove files which they have not finished."""
         for one in late:
             one.send(signal.SIGTERM)
         until = time.monotonic() + GRACE_S
@@ -257,5 +257,5 @@ def _number(one: _Rank) -> int:
 
 
 def _reason(words: Sequence[LastWords]) -> LastWords:
-    """The first of those that failed by themselves, else the first of all."""
+    """The last words of the first rank that failed by itself, else of the first rank of all."""
     return next((one for one in words if not one.of_others), words[0])

@@ -29,7 +29,7 @@ READ_OUT = 64  # tokens whose logits a rank holds at a time
 
 
 def logits_here(options: LogitsOptions) -> dict[str, Any] | None:
-    """Write the logits; what it took on rank 0, None elsewhere.
+    """Write the logits; returns on rank 0 the model's name, tokens, ranks and seconds, and None elsewhere.
 
     Raises: InputError for tokens that are none, ModelFolderError, TokenError, CommError.
     """

@@ -1,4 +1,4 @@
-"""What `doctor` finds without loading or measuring anything: what this machine offers, asked of the system."""
+"""The findings of `doctor` that load and measure nothing: what this machine offers, asked of the system."""
 
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ from dist_attn.launchers import find_mpiexec
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """`needed`: without it the service does not start. `measured` holds figures for machines, units in their names."""
+    """A finding of `doctor`. `needed`: the service does not start without it. `measured`: figures named with units."""
 
     name: str
     status: Literal["ok", "missing", "broken", "unknown"]
@@ -29,7 +29,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> bool:
-        """Whether the service cannot start because of this."""
+        """Return whether the service cannot start because of this."""
         return self.needed and self.status in ("missing", "broken")
 
     def line(self) -> str:
@@ -39,34 +39,34 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ok(name: str, detail: str, **measured: float) -> Finding:
-    """It is there and works."""
+    """A finding that something is there and works."""
     return Finding(name=name, status="ok", detail=detail, measured=measured)
 
 
 def missing(name: str, detail: str, advice: str, *, needed: bool = False) -> Finding:
-    """It is not here; `advice` says how to get it."""
+    """A finding that something is not here; `advice` says how to get it."""
     return Finding(name=name, status="missing", detail=detail, advice=advice, needed=needed)
 
 
 def broken(name: str, detail: str, advice: str, *, needed: bool = True) -> Finding:
-    """It is here and does not work; `advice` says what to do."""
+    """A finding that something is here and does not work; `advice` says what to do."""
     return Finding(name=name, status="broken", detail=detail, advice=advice, needed=needed)
 
 
 def unknown(name: str, detail: str, advice: str, *, needed: bool = True) -> Finding:
-    """It could not be tried in the time there was, so it may work."""
+    """A finding that something could not be tried in the time there was, so it may work."""
     return Finding(name=name, status="unknown", detail=detail, advice=advice, needed=needed)
 
 
 OLDEST_PYTHON = (3, 11)
 FREE_DISK_BYTES = 1 << 30
 
-# What the service needs, by the names of pyproject.toml.
+# The packages that the service needs, by the names of pyproject.toml.
 LIBRARIES = (
     "torch", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "httptools", "pydantic",
     "prometheus-client", "structlog", "typer", "rich", "scipy", "aiosqlite", "jinja2", "httpx", "anyio",
 )  # fmt: skip
-# What each optional extra brings, and what for. [mpi] is looked at with the back ends.
+# The packages and the purpose of each optional extra. [mpi] is looked at with the back ends.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpu": (("triton",), "kernels for NVIDIA GPUs"),
     "fla": (("fla-core",), "flash-linear-attention's kernels for GPUs"),
@@ -94,7 +94,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def check_python() -> Finding:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     name = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info >= OLDEST_PYTHON:
         return ok("python", name)
@@ -103,7 +103,7 @@ def check_python() -> Finding:
 
 
 def check_libraries() -> Finding:
-    """The libraries that the service cannot do without, by their installed versions."""
+    """Check that the libraries which the service needs are installed, and tell their versions."""
     versions = {name: _version(name) for name in LIBRARIES}
     absent = [name for name, version in versions.items() if version is None]
     if absent:
@@ -113,7 +113,7 @@ def check_libraries() -> Finding:
 
 
 def check_extras() -> list[Finding]:
-    """The optional extras, each with what it is for."""
+    """Look for the optional extras, each with what it is for."""
     findings = []
     for extra, (packages, purpose) in EXTRAS.items():
         versions = {name: _version(name) for name in packages}
@@ -128,7 +128,7 @@ def check_extras() -> list[Finding]:
 
 
 def check_mpi() -> Finding:
-    """mpi4py and an mpiexec."""
+    """Look for mpi4py and an mpiexec."""
     version, program = _version("mpi4py"), find_mpiexec()
     if version is None or program is None:
         absent = " and ".join(name for name, present in (("mpi4py", version), ("mpiexec", program)) if present is None)
@@ -137,7 +137,7 @@ def check_mpi() -> Finding:
 
 
 def check_cores(ranks: int = 1) -> Finding:
-    """The cores that the ranks of this host may use, by affinity and by the container's quota, and their threads."""
+    """Count the cores that the ranks of this host may use, by affinity and the container's quota, and their threads."""
     cores, quota = affine_cores(), core_quota()
     given, threads = given_threads(os.environ), int(compute_environment(ranks, {})["OMP_NUM_THREADS"])
     detail = _counted(cores, "core")
@@ -153,7 +153,7 @@ def check_cores(ranks: int = 1) -> Finding:
 
 
 def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> Finding:
-    """Memory that is free to use, against what each of the ranks needs (0: not known), and all of the encoder's."""
+    """Compare the free memory with what each of the ranks needs (0: not known), and all of the encoder's."""
     total, available = available_memory()
     if available is None:
         return ok("memory", "not known on this system")
@@ -169,7 +169,7 @@ def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> Fin
 
 
 def check_port(host: str, port: int) -> Finding:
-    """Whether the service could listen here."""
+    """Check whether the service could listen here."""
     if why := why_not_listen(host, port):
         advice = "stop what listens there, or choose another with `dist-attn serve --port N`"
         return broken("port", f"{host}:{port} cannot be listened on: {why}", advice)
@@ -177,7 +177,7 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_disk(data_dir: Path) -> Finding:
-    """Whether the data folder can be written to and has room; the folder itself may not be there yet."""
+    """Check whether the data folder can be written to and has room; the folder itself may not be there yet."""
     place = data_dir.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent

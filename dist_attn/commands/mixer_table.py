@@ -41,7 +41,7 @@ def mixer_facts(tokens: int, *, hidden_size: int, num_heads: int, ranks: int) ->
     Raises: InputError for sizes that do not make a mixer.
     """
     lengths = SequenceLayout.even(tokens, ranks).lengths
-    # That of a kind's class; sizes do not enter.
+    # The paradigm of a kind's class; sizes do not enter.
     paradigms = {(small.kind, form): build_mixer(small).paradigm for form, small in _configs(4, 1, 4)}
     facts = []
     for form, config in _configs(hidden_size, num_heads, tokens):

@@ -1,4 +1,4 @@
-"""Options that several commands have, those of commands with many of them, and what is refused beside one of them."""
+"""Options that several commands share, the options of commands with many, and refusals beside `--url`."""
 
 import functools
 import inspect
@@ -196,7 +196,7 @@ Options = TypeVar("Options")
 
 
 def taking(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """A command of typer whose options are the fields of a dataclass, and whose function takes them as one value."""
+    """Make a typer command of a function that takes one dataclass, whose fields become the command's options."""
     hints = get_type_hints(kind, include_extras=True)
     parameters = [
         inspect.Parameter(
@@ -221,7 +221,7 @@ def taking(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callabl
 
 
 def sampling_spec(options: GenerateOptions) -> SamplingSpec:
-    """How tokens are drawn, as flags and KEY=VALUE say; a value is JSON.
+    """Read the drawing options from flags and KEY=VALUE; a value is JSON.
 
     Raises: InputError for another key, and for a value that is not of its kind.
     """
@@ -239,12 +239,12 @@ def sampling_spec(options: GenerateOptions) -> SamplingSpec:
 
 
 def chosen_compute(options: EncodeOptions | GenerateOptions | PlanOptions) -> dict[str, bool]:
-    """Which of --device and --dtype were given."""
+    """Tell for --device and --dtype whether they were given."""
     return {"device": options.device != "auto", "dtype": options.dtype != "auto"}
 
 
 def leave_to_service(**flags: bool) -> None:
-    """Raises: InputError for flags that say how it is done here."""
+    """Raises: InputError for flags that settle how the work is done on this machine."""
     for name in (name for name, is_set in flags.items() if is_set):
         raise InputError(f"--{name} and --url were given; how a service does its work is its own choice: leave one out")
 

@@ -1,4 +1,4 @@
-"""What a document will cost before anything is started: the figures of `costs`, as a table or as JSON."""
+"""The cost of a document, before anything is started: the figures of `costs`, as a table or as JSON."""
 
 import json
 import os
@@ -193,7 +193,7 @@ def _notes(result: Estimate, source: str) -> list[str]:
 
 
 def _plan_downloaded(folder: Path, tokens: int, *, options: PlanOptions, rates: Rates) -> None:
-    """Print what a model of transformers takes, as it was downloaded; its states are those of float32.
+    """Print what a model of transformers takes as it was downloaded; its states are in float32.
 
     Raises: InputError for counts below 1 and for weights in 8 bits; as `check_downloaded` for the folder.
     """

@@ -25,7 +25,7 @@ ERROR_CHARACTERS = 500
 
 
 class ProbeSettings(TrialSettings, frozen=True, kw_only=True):
-    """Arguments of one of the two processes."""
+    """Arguments of one of the two processes that try out torch or MPI."""
 
     ranks: int = 2
     model: str = ""
@@ -34,19 +34,19 @@ class ProbeSettings(TrialSettings, frozen=True, kw_only=True):
 
     @property
     def report(self) -> Path:
-        """Where the findings go, one JSON object per line."""
+        """The file of the findings, one JSON object per line."""
         return Path(self.folder) / "findings"
 
     @property
     def checks(self) -> list[str]:
-        """What rank 0 tries, in order."""
+        """The names of rank 0's checks, in order."""
         if self.backend == "mpi":
             return ["mpi"]
         return [name for name in CHECKS if name != "mpi" and (name != "model" or self.model)]
 
 
 def findings_in(settings: ProbeSettings) -> list[Finding]:
-    """What has been written so far; a line that is not whole is left out."""
+    """Read the findings written so far; a last line that is not whole is left out."""
     if not settings.report.exists():
         return []
     lines = settings.report.read_bytes().split(b"\n")[:-1]
@@ -54,7 +54,7 @@ def findings_in(settings: ProbeSettings) -> list[Finding]:
 
 
 def run(settings: ProbeSettings) -> None:
-    """Perform this rank's part."""
+    """Perform this rank's part: rank 0 checks, the other rank joins its exchange."""
     if not (is_first_rank(os.environ) if settings.backend == "mpi" else settings.rank == 0):
         _gather_times(settings)
         return
@@ -76,7 +76,7 @@ def _tried(name: str, check: Callable[[ProbeSettings], Finding], settings: Probe
 
 
 def check_torch(_: ProbeSettings) -> Finding:
-    """That torch can be imported, and how it was built."""
+    """Check that torch can be imported, and tell how it was built."""
     import torch
 
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
@@ -86,7 +86,7 @@ def check_torch(_: ProbeSettings) -> Finding:
 
 
 def check_cuda(_: ProbeSettings) -> Finding:
-    """The GPUs that torch can use."""
+    """List the GPUs that torch can use."""
     import torch
 
     if not torch.cuda.is_available():
@@ -97,7 +97,7 @@ def check_cuda(_: ProbeSettings) -> Finding:
 
 
 def check_nccl(_: ProbeSettings) -> Finding:
-    """The back end between GPUs."""
+    """Check the back end between GPUs."""
     import torch
 
     if not torch.cuda.is_available():
@@ -108,7 +108,7 @@ def check_nccl(_: ProbeSettings) -> Finding:
 
 
 def check_exchange(settings: ProbeSettings) -> Finding:
-    """A real all-gather between the two processes, timed."""
+    """Time a real all-gather between the two processes."""
     seconds = _gather_times(settings)
     median = statistics.median(seconds)
     detail = (
@@ -119,7 +119,7 @@ def check_exchange(settings: ProbeSettings) -> Finding:
 
 
 def check_matmul(_: ProbeSettings) -> Finding:
-    """How fast this process multiplies float32 matrices and copies memory."""
+    """Time this process's products of float32 matrices and its copies of memory."""
     import torch
 
     rate, moved = machine_speeds()
@@ -132,7 +132,7 @@ def check_matmul(_: ProbeSettings) -> Finding:
 
 
 def check_kernels(_: ProbeSettings) -> Finding:
-    """Whether linear attention has its C kernels here; they are compiled when they have not been."""
+    """Check that linear attention has its C kernels here; they are compiled when they have not been."""
     from dist_attn.ops.linear_attention import half_products, why_no_library
 
     why_not = why_no_library()
@@ -145,7 +145,7 @@ def check_kernels(_: ProbeSettings) -> Finding:
 
 
 def check_model(settings: ProbeSettings) -> Finding:
-    """That the model and its tokeniser load, and that its manifest lists exactly these files."""
+    """Check that the model and its tokeniser load, and that its manifest lists exactly these files."""
     from dist_attn.checkpoints import kind_of_model, load_model, load_stream_encoder, load_text_encoder
     from dist_attn.control.preflight import check_downloaded
     from dist_attn.models import LanguageModel, StreamEncoder, TextEncoder

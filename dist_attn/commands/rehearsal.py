@@ -39,7 +39,7 @@ DEADLINE_S = 120.0
 
 
 class RehearsalSettings(TrialSettings, frozen=True, kw_only=True):
-    """Arguments of one of the processes."""
+    """Arguments of one of the processes that encode for a moment."""
 
     model: str
     block_tokens: int
@@ -51,7 +51,7 @@ class RehearsalSettings(TrialSettings, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the processes found: times of a block as rank 0 spends them, the rest medians over the ranks.
+    """The times that the processes found: of a block as rank 0 spends them, the rest as medians over the ranks.
 
     `blocks` were timed, after WARM_UP_BLOCKS.
     """
@@ -75,7 +75,7 @@ def measured_rates(
     *,
     options: PlanOptions,
 ) -> Rates:
-    """The rates of one rank while so many encode on this machine for `read_s` and do a little more.
+    """Measure the rates of one rank while all ranks encode on this machine for `read_s` and do a little more.
 
     `options` say over what they exchange, and what they compute on.
 
@@ -144,7 +144,7 @@ def _rehearse(settings: RehearsalSettings) -> Measured:
 
 
 def _run(settings: RehearsalSettings) -> None:
-    """This rank's part; rank 0 writes the result."""
+    """Encode and time as this rank; rank 0 writes the result."""
     import torch
 
     from dist_attn.checkpoints import load_model_and_tokeniser
@@ -178,7 +178,7 @@ def _run(settings: RehearsalSettings) -> None:
 
 
 def _tokenised(tokeniser: "Tokeniser") -> tuple[float, "np.ndarray"]:
-    """Tokens per second, and the tokens, of a text that is always at hand: the source of this package."""
+    """Time the tokeniser on a text that is always at hand, this package's source: tokens per second, and the tokens."""
     import dist_attn
 
     began, text = time.perf_counter(), b""
@@ -191,7 +191,7 @@ def _tokenised(tokeniser: "Tokeniser") -> tuple[float, "np.ndarray"]:
 
 
 def _blocks(tokens: "np.ndarray", settings: RehearsalSettings) -> Iterator["np.ndarray"]:
-    """Whole blocks of these tokens over and over: those to warm up, then some until the time is over."""
+    """Repeat whole blocks of these tokens: first those to warm up, then some until the time is over."""
     import numpy as np
 
     size, at, until = settings.ranks * settings.block_tokens, 0, float("inf")

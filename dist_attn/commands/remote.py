@@ -30,12 +30,12 @@ FIRST_ANSWER_S = 30.0
 
 
 def key_of_environment() -> str | None:
-    """The key for services: in the environment, as other users of a machine see the flags of a command."""
+    """The key for services from the environment; other users of a machine can see the flags of a command."""
     return os.environ.get(KEY_VARIABLE) or None
 
 
 def reached(url: str) -> Client:
-    """A client of a service that has answered once: a wrong address or key is told at once, not after all tries.
+    """Connect to a service that has answered once: a wrong address or key is told at once, not after all tries.
 
     Raises: InputError for a URL that is none, KeyRefused, Unreachable, ClientError.
     """
@@ -46,7 +46,7 @@ def reached(url: str) -> Client:
 
 
 def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
-    """Write the rows that a service makes of a file; a report in plain values.
+    """Write the rows that a service makes of a file; returns a report in plain values.
 
     A lost connection goes on with the next row. The target appears only when it is complete.
 
@@ -99,7 +99,7 @@ def _one_row(row: Row, text: IO[bytes] | None) -> FileRows:
 def generate_remotely(
     url: str, prompt: bytes, spec: SamplingSpec, *, model: str | None, on_text: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Let a service continue a text; a report in plain values. `on_text` gets each piece as it is drawn.
+    """Let a service continue a text; returns a report in plain values. `on_text` gets each piece as it is drawn.
 
     Raises: InputError for a prompt that is no UTF-8, ClientError.
     """
@@ -131,7 +131,7 @@ def generate_remotely(
 
 
 def plan_remotely(url: str, tokens: str, *, model: str | None, as_json: bool) -> None:
-    """Print what a service thinks that reading `tokens` (like 2M) would cost it now.
+    """Print a running service's estimate of what reading `tokens` (like 2M) would cost it now.
 
     Raises: InputError for a count that cannot be read, ClientError.
     """
@@ -178,7 +178,7 @@ OF_ENGINES = [name for name in FIGURES if name in EngineStatus.__dataclass_field
 
 @dataclass(frozen=True)
 class Look:
-    """What a service answered, or why it did not."""
+    """The status that a service answered, or the problem why it did not."""
 
     status: Status | None
     problem: str = ""
@@ -228,9 +228,9 @@ def _looks(client: Client, *, once: bool, sleep: Callable[[float], None]) -> Ite
 
 
 def plain_lines(look: Look) -> list[str]:
-    """Names and values with tabs between them; a rank's line has names and values in turn.
+    """Lines of names and values with tabs between them; a rank's line has names and values in turn.
 
-    Those of the encoder's engine come last, with `encoder.` before each line.
+    Lines of the encoder's engine come last, each with `encoder.` before it.
     """
     if look.status is None:
         return ["ready\tno", f"reason\t{_line(look.problem)}"]

@@ -42,7 +42,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class About:
-    """What a file of rows tells besides: the document's name in each row, and of all what was asked for."""
+    """The facts of a file besides its rows: the document's name for each row, and metadata of the whole file."""
 
     document: str
     with_text: bool = False
@@ -90,13 +90,13 @@ def check_text(file: Path) -> None:
 
 
 def open_rows(target: Path, about: About, file: IO[bytes]) -> "RowsWriter":
-    """What writes rows into `file`, which is to be `target`; `check_rows_file` has let it pass."""
+    """Make the writer of rows into `file` for the ending of `target`, which `check_rows_file` has let pass."""
     kinds: dict[str, type[RowsWriter]] = dict(zip(ENDINGS, (_Npy, _JsonLines, _Arrow, _Parquet), strict=True))
     return kinds[target.suffix.lower()](file, about)
 
 
 class RowsWriter(ABC):
-    """Takes the rows of one document in order."""
+    """A writer that takes the rows of one document in order."""
 
     def __init__(self, file: IO[bytes], about: About) -> None:
         self._file, self._about = file, about
@@ -104,12 +104,12 @@ class RowsWriter(ABC):
         self.finished = False
 
     def write(self, rows: FileRows) -> None:
-        """Append them; all have as many numbers as the first ones."""
+        """Append rows; all have as many numbers as the first ones."""
         self._write(rows)
         self.rows += len(rows.vectors_ND)
 
     def finish(self) -> None:
-        """Say that this was all."""
+        """Complete the file."""
         self._finish()
         self.finished = True
 
@@ -125,7 +125,7 @@ class RowsWriter(ABC):
 
 @final
 class _Npy(RowsWriter):
-    """Vectors alone."""
+    """A NumPy file of vectors alone."""
 
     def __init__(self, file: IO[bytes], about: About) -> None:
         super().__init__(file, about)
@@ -140,7 +140,7 @@ class _Npy(RowsWriter):
 
 @final
 class _JsonLines(RowsWriter):
-    """An object on each line."""
+    """A JSON object on each line."""
 
     def _write(self, rows: FileRows) -> None:
         encode = msgspec.json.Encoder().encode_lines
@@ -185,7 +185,7 @@ class _Columns(RowsWriter):
         self._writer.close()
 
     def _flush(self) -> None:
-        # Of a text without rows the width is not known, and pyarrow divides by it.
+        # The width of a text without rows is not known, and pyarrow divides by it.
         batch = self._batch(self._waiting or [FileRows(np.empty((0, 4), np.int64), np.empty((0, 1), np.float32))])
         if self._writer is None:
             self._writer = self._open(batch.schema)
@@ -222,7 +222,7 @@ class _Columns(RowsWriter):
 
 @final
 class _Arrow(_Columns):
-    """Arrow's file format."""
+    """A file in Arrow's file format."""
 
     def _open(self, schema: Any) -> Any:
         from pyarrow import ipc
@@ -232,10 +232,10 @@ class _Arrow(_Columns):
 
 @final
 class _Parquet(_Columns):
-    """A row group for each batch."""
+    """A Parquet file with a row group for each batch."""
 
     def close(self) -> None:
-        """Or else it would try to complete the file when it is thrown away."""
+        """Mark the writer as closed: else it would try to complete the file when it is thrown away."""
         if self._writer is not None:
             self._writer.is_open = False
 

@@ -35,7 +35,7 @@ API_FAREWELL_S = 8.0  # the API's last words to what did not finish, and its exi
 
 
 def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
-    """Run until SIGTERM or Ctrl-C, or until a part ends again and again; the exit code.
+    """Run until SIGTERM or Ctrl-C, or until a part ends again and again; returns the exit code.
 
     `flags` are values of dist_attn.settings by key, None for those that were not given.
     Raises: ModelFolderError for an unknown or damaged model, ConfigError for settings that do not fit, a port that is
@@ -64,7 +64,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
 
 
 def _checked(settings: Settings) -> list[ControlSettings]:
-    """The settings of each controller, once all is found that a process needs.
+    """Check all that a process needs, and make the settings of each controller.
 
     Raises: as `serve`; MissingExtraError for a package.
     """
@@ -104,12 +104,12 @@ def _run(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The socket of the API; those who come while it is started again wait in its queue."""
+    """Open the API's socket; clients that come while the API is started again wait in its queue."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
 
 
 def _whereabouts(listener: socket.socket) -> str:
-    """This service, for another one that comes upon its folder."""
+    """The description of this service for another one that comes upon its data folder."""
     host, port = listener.getsockname()[:2]
     place = f"[{host}]" if ":" in host else host
     return f"process {os.getpid()} on {socket.gethostname()} at http://{place}:{port}"
@@ -166,11 +166,11 @@ class _Api:
         self.restart()
 
     def exit_code(self) -> int | None:
-        """How it ended, None while it runs."""
+        """The exit code of the API, None while it runs."""
         return self._process.poll()
 
     def restart(self) -> None:
-        """Start it, at the socket that stays."""
+        """Start the API at the socket, which stays open between starts."""
         # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends all parts in order.
         self._process = subprocess.Popen(
             self._command,
@@ -181,7 +181,7 @@ class _Api:
         )
 
     def stop(self, deadline_s: float) -> None:
-        """End it in order, or after the deadline at once; nobody is taken in by this process meanwhile."""
+        """End the API in order, or after the deadline at once; this process accepts no connection meanwhile."""
         self._listener.close()
         self._process.terminate()
         try:
@@ -192,7 +192,7 @@ class _Api:
 
 
 def _watch(parts: Mapping[str, Part], stopped: threading.Event) -> tuple[int, str]:
-    """Wait for the end: 0 when asked to stop, else the code of a part that ended, and words on it.
+    """Wait for the end; returns 0 when asked to stop, else the code of a part that ended, and words on it.
 
     A part that dies is started again. What a controller had open goes on with the next one, over the same connections;
     an API loses its connections and nothing that it has acknowledged. One that dies again and again, or is refused
@@ -219,10 +219,10 @@ def _watch(parts: Mapping[str, Part], stopped: threading.Event) -> tuple[int, st
 
 
 def _shell_code(code: int) -> int:
-    """The exit code as a shell says it: 128 + n for a process that signal n ended."""
+    """Translate the exit code to a shell's: 128 + n for a process that signal n ended."""
     return 128 - code if code < 0 else code
 
 
 def api_stop_deadline_s(settings: Settings) -> float:
-    """How long the API may take to end by itself: it lets open streams finish first."""
+    """The seconds that the API may take to end by itself: it lets open streams finish first."""
     return settings.waits.shutdown_seconds + API_FAREWELL_S

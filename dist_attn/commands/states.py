@@ -1,4 +1,4 @@
-"""`dist-attn state`: what the file of a state says about itself, and a new catalogue for a folder that lost its own."""
+"""`dist-attn state`: the contents of a state's file, and a new catalogue for a folder that lost its own."""
 
 import asyncio
 import hashlib
@@ -95,7 +95,7 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 class Repaired(msgspec.Struct, frozen=True):
-    """What was made of a folder: sessions, files that hold no sound state with the reason, and where those lie now."""
+    """The result of a repair: new sessions, files that hold no sound state with the reason, and where those lie now."""
 
     sessions: list[Restored] = []
     refused: dict[str, str] = {}
@@ -140,7 +140,7 @@ async def _is_sound(catalogue: Path) -> bool:
 
 
 async def _rebuild(folder: Path, aside: Path, caller: str) -> Repaired:
-    """Sessions in a catalogue beside the one that is lost, so that a repair that is cut off can be done again."""
+    """Make sessions in a catalogue beside the lost one, so that a repair that is cut off can be done again."""
     done = Repaired()
     limits = StoreLimits(tenant_bytes=WITHOUT_BOUND, store_bytes=WITHOUT_BOUND, tenant_sessions=WITHOUT_BOUND)
     seen: set[str] = set()
@@ -164,7 +164,7 @@ async def _rebuild(folder: Path, aside: Path, caller: str) -> Repaired:
 
 
 def _checked(path: Path) -> tuple[int, int, str]:
-    """Position, bytes and SHA-256 of a file that holds a sound state.
+    """Read the position, bytes and SHA-256 of a file that holds a sound state.
 
     Raises: OSError, WireError.
     """

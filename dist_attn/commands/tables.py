@@ -17,7 +17,7 @@ WIDE = 10_000  # where output is no terminal, no line is wrapped or cut
 
 @dataclass(frozen=True)
 class Table:
-    """A title and rows of cells; the columns `texts` are read, the others are numbers."""
+    """A title and rows of cells; the columns `texts` hold words, the others numbers."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -56,7 +56,7 @@ def byte_size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds as people say them, in the unit that fits."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

@@ -1,4 +1,4 @@
-"""`dist-attn train`: over the ranks that a launcher started, with progress on a terminal and orders to stop."""
+"""`dist-attn train`: training over the ranks that a launcher started, with progress on a terminal."""
 
 import contextlib
 import signal
@@ -23,7 +23,7 @@ from dist_attn.training.config import TrainingConfig
 
 
 def train_here(settings: TrainingConfig, *, resume: bool) -> tuple[str, int]:
-    """Train; what is to be said where a signal ended it before the last step, and the exit code: "" and 0 otherwise.
+    """Train; returns "" and 0, or where a signal ended it before the last step, what is to be said and the exit code.
 
     Raises: as `train`.
     """
@@ -49,13 +49,13 @@ def train_here(settings: TrainingConfig, *, resume: bool) -> tuple[str, int]:
 
 
 class TrainingProgress:
-    """Shows a person how a run goes; this one shows nothing."""
+    """The progress of a run as a person sees it; this one shows nothing."""
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Take one report of the run: a loss, or a validation."""
 
     def reading(self, what: str, done: int, total: int) -> None:
-        """Take what is made ready before the first step, the bytes of it that are done, and all of them."""
+        """Take how many of `total` bytes of `what` are ready; they are read before the first step."""
 
     def tell(self, line: str) -> None:
         """Say something that is no number."""

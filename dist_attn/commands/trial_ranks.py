@@ -30,7 +30,7 @@ POLL_S = 0.05
 
 
 class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one of the processes is told; under mpiexec, which tells the rank itself, all are told the same.
+    """The settings of one of the processes; under mpiexec, which tells the rank itself, all get the same.
 
     `folder` is private to the trial: the ranks meet there, and rank 0 writes there what was found. `timeout_s` bounds
     every exchange.
@@ -44,7 +44,7 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def result(self) -> Path:
-        """What rank 0 writes when it is done."""
+        """The file that rank 0 writes when it is done."""
         return Path(self.folder) / "result"
 
     def write_result(self, value: object) -> None:
@@ -60,7 +60,7 @@ S = TypeVar("S", bound=TrialSettings)
 def run_trial(
     module: str, settings: TrialSettings, *, doing: str, deadline_s: float, environment: dict[str, str]
 ) -> bytes:
-    """Run `python -m MODULE SETTINGS` once for each rank until the first has a result; the result as JSON.
+    """Run `python -m MODULE SETTINGS` once for each rank until the first has a result; returns the result as JSON.
 
     Raises: EngineError when the processes cannot be started, fail or are late; `doing` says what they do.
     """
@@ -85,7 +85,7 @@ def run_trial(
 def started(
     commands: Sequence[Sequence[str]], words: Path, environment: dict[str, str] | None = None, *, politely: bool = False
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that are ended with the block, `politely` by SIGTERM; what they say on stderr goes into a file."""
+    """Run processes that end with the block, `politely` by SIGTERM; their output on stderr goes into a file."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with words.open("wb") as stderr:
@@ -104,12 +104,12 @@ def started(
 
 
 def last_line(words: Path) -> str:
-    """The last thing that processes said, "" where they said nothing."""
+    """The last line that processes wrote, "" where they wrote nothing."""
     return "".join(words.read_text(errors="replace").strip().splitlines()[-1:])
 
 
 def gather_times(comm: "Communicator", size: int, *, rounds: int, warm_up: int) -> list[float]:
-    """Seconds of each of `rounds` all-gathers of so many bytes, after some to warm up; all ranks call this."""
+    """Time each of `rounds` all-gathers of `size` bytes, in seconds, after some to warm up; all ranks call this."""
     import torch
 
     message, seconds = torch.zeros(size, dtype=torch.uint8), []
@@ -121,7 +121,7 @@ def gather_times(comm: "Communicator", size: int, *, rounds: int, warm_up: int) 
 
 
 def machine_speeds(together: Callable[[], object] = lambda: None, compute: "Compute | None" = None) -> list[float]:
-    """Operations per second in a product of matrices, and bytes read and written per second in a copy.
+    """Measure operations per second in a product of matrices, and bytes read and written per second in a copy.
 
     Ranks that meet in `together` are timed at once. Without `compute` it is float32 on the CPU.
     """
@@ -157,7 +157,7 @@ def machine_speeds(together: Callable[[], object] = lambda: None, compute: "Comp
 
 
 def _commands(module: str, settings: TrialSettings) -> list[list[str]]:
-    """What starts the ranks: a process each, or one mpiexec for all."""
+    """The commands that start the ranks: a process each, or one mpiexec for all."""
     if settings.backend == "mpi":
         return [[find_mpiexec() or "mpiexec", "-n", str(settings.ranks), *trial_command(module, settings)]]
     each = [msgspec.structs.replace(settings, rank=rank) for rank in range(settings.ranks)]
@@ -165,19 +165,19 @@ def _commands(module: str, settings: TrialSettings) -> list[list[str]]:
 
 
 def trial_command(module: str, settings: TrialSettings) -> list[str]:
-    """What starts one process, which calls `read_own` with its arguments."""
+    """The command of one process, which calls `read_own` with its arguments."""
     return [sys.executable, "-m", module, msgspec.json.encode(settings).decode()]
 
 
 def read_own(arguments: list[str], kind: type[S]) -> S:
-    """In one of the processes: what it is told; from now on it ends with the command that started it."""
+    """Read the settings of this trial process, and tie it to the command that started it."""
     die_with_parent()
     (text,) = arguments
     return msgspec.json.decode(text, type=kind)
 
 
 def join_trial(settings: TrialSettings, device: "torch.device | None" = None) -> "Communicator":
-    """In one of the processes: meet the others, which compute on such a device too; without one on CPUs."""
+    """Join the other processes of the trial, which compute on the same kind of device; without one on CPUs."""
     from dist_attn.comm import Rendezvous, open_communicator
 
     if settings.ranks == 1:

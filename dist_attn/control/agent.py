@@ -105,7 +105,7 @@ class _Agent:
         return self._again and not self._signalled
 
     def _clear(self, but: int | None = None) -> None:
-        """Kill what this host has of the controller that spoke last, that of an agent before this one too."""
+        """Kill all processes of the last controller on this host, also those of an earlier agent; keep epoch `but`."""
         if (engine := self._engine) is not None:
             left = kill_processes(lambda m: m.is_of(engine, self._name) and m.epoch != but, (), KILL_TIMEOUT_S)
             if left:
@@ -163,7 +163,7 @@ class _Agent:
                 self._stop = "the controller said so"
 
     def _kill(self, order: KillGroup) -> None:
-        """Kill what is left of an epoch that this agent did not start: an agent before it did, or another host's."""
+        """Kill what is left of an epoch that another agent started: an earlier one here, or one of another host."""
         kill_processes(
             lambda mark: mark.is_of(order.engine, self._name) and mark.epoch == order.epoch, order.pids, KILL_TIMEOUT_S
         )
@@ -203,7 +203,7 @@ class _Agent:
 
 
 def _reap(keep: RankProcesses | None = None) -> None:
-    """Take leave of adopted processes that have ended, so that none stays as a zombie."""
+    """Wait for adopted processes that have ended, so that none stays as a zombie."""
     own = keep.process_ids if keep is not None else set()
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:

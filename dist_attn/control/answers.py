@@ -1,4 +1,4 @@
-"""What comes of the ranks' work: rows and tokens go to the API, losses send requests back, and complete ones end."""
+"""Answers of the ranks: rows and tokens go to the API, losses send requests back, and complete requests end."""
 
 from typing import final
 
@@ -17,7 +17,7 @@ log = structlog.get_logger("dist_attn.control")
 
 @final
 class Answers:
-    """Turns what ranks answer into messages to API processes."""
+    """The part of the controller that turns the ranks' answers into messages to API processes."""
 
     def __init__(self, requests: OpenRequests, states: States, settings: ControlSettings) -> None:
         self._requests = requests
@@ -28,7 +28,7 @@ class Answers:
     # ---- from the ranks ------------------------------------------------------------------------
 
     def progress(self, number: int, position: int) -> None:
-        """All ranks have read a request up to here."""
+        """Note that all ranks have read a request up to `position`."""
         request = self._requests.get(number)
         if request is None:
             return
@@ -84,27 +84,27 @@ class Answers:
             self._states.end_drawing(request)
 
     def _compare(self, request: Request, token: int) -> None:
-        """A draw that is made again must give the token that was sent; the one that was sent is fed on in any case."""
+        """Compare a token that is drawn again with the one that was sent, which is fed on; log a difference."""
         draw = request.drawing.back
         sent = request.drawing.drawn(draw - 1)
         if token != sent:
             log.error("replay differs", request=request.request_id, draw=draw, sent=sent, again=token)
 
     def take_fault(self, fault: RequestFault) -> None:
-        """The ranks cannot go on with a request."""
+        """End a request with which the ranks cannot go on."""
         request = self._requests.get(fault.request)
         if request is not None:
             self._requests.fail(request, fault.code, fault.error)
 
     def came_further(self) -> bool:
-        """Whether any request has come further than ever since this was asked last."""
+        """Return whether any request has come further than ever since the last call."""
         further, self._furthered = self._furthered, False
         return further
 
     # ---- losses --------------------------------------------------------------------------------
 
     def rewind(self, reason: str) -> int:
-        """Send the requests of the lost ranks back to their last saved states; how many tokens will be done again.
+        """Send the requests of the lost ranks back to their last saved states; returns how many tokens to do again.
 
         A request that `losses_to_fail` groups in a row were lost on, and that came no further, fails: it may be the
         cause.
@@ -125,8 +125,8 @@ class Answers:
     # ---- the end -------------------------------------------------------------------------------
 
     def settle(self, request: Request) -> None:
-        """End an encoding whose every row has been sent, a completion of no tokens whose prompt has been read, or a
-        session that stands at its end already.
+        """End a request with nothing left to do: an encoding with every row sent, a completion of no tokens with its
+        prompt read, or a session that stands at its end.
         """
         if request.is_session:
             self._states.settle(request)

@@ -89,7 +89,7 @@ class Controller:
             self._intake.receive(peer, message)
 
     def on_unreadable(self, peer: bytes, error: WireError, now: float) -> None:
-        """An API process sent what cannot be read: the request that it is about ends, as far as that can be told."""
+        """End the request that an unreadable message of an API process is about, where the message still names it."""
         self._requests.now = now
         if error.request_id:
             self._intake.refuse(peer, error.request_id, str(error))
@@ -142,7 +142,7 @@ class Controller:
                 self._step_done(message, now)
 
     def _faulted(self, faulted: Faulted, now: float) -> None:
-        """End a request that all ranks have failed at alike; where they have not, the group is lost with it."""
+        """End a request at which all ranks have failed alike; where they have not, the group is lost with it."""
         place = (faulted.k, faulted.fault.request)
         met = self._met.setdefault(place, {})
         met[faulted.rank] = faulted
@@ -209,7 +209,7 @@ class Controller:
     def advance(self, now: float) -> None:
         """Send steps until as many are under way as may be, or there is nothing to do."""
         self._requests.now = now
-        # What comes waits for all that is under way: a long step gains little from one that is there before it ends.
+        # New work waits for all steps under way: a long step gains little from one that is there before it ends.
         most = 1 if self._pace.round_s > LONG_ROUND_S else self._settings.steps_in_flight
         while self._group.running and len(self._steps.under_way) < most:
             chosen = plan(self._view())
@@ -222,7 +222,7 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open."""
+        """Return whether no request is open."""
         return not len(self._requests)
 
     def _view(self) -> View:
@@ -257,13 +257,13 @@ class Controller:
         return self._to_engine(identity, message) is not Sent.GONE
 
     def group_ready(self, hello: RankHello) -> None:
-        """A fresh group is complete."""
+        """Begin the epoch of a new group whose ranks have all loaded the model."""
         self._steps.begin_epoch(hello.epoch)
         self._turns = Turns()
         self._intake.set_model(hello.model)
 
     def group_lost(self, reason: str) -> None:
-        """What the ranks had begun goes back to its last saved state, and is done again by those that come next."""
+        """Send what the lost ranks had begun back to its last saved state; the next group does it again."""
         self._down_since = self._requests.now
         self._steps.begin_epoch(self._group.epoch)
         for met in self._met.values():  # some ranks failed at a request: it would lose the next group as well
@@ -278,7 +278,7 @@ class Controller:
     # ---- state and end -------------------------------------------------------------------------
 
     def status(self, now: float) -> Status:
-        """What the engine is doing now."""
+        """Return the state of the engine as `GetStatus` is answered."""
         model, group = self._requests.model, self._group
         active = sum(request.keeping.on_ranks or request.reading.dispatched > 0 for request in self._requests)
         return Status(
@@ -303,12 +303,12 @@ class Controller:
         )
 
     def drain(self) -> None:
-        """No new requests; those that are open may finish."""
+        """Take no new requests; open ones may finish."""
         self._draining = True
         self._intake.drain(STOPPING)
 
     def stop(self, now: float) -> None:
-        """The engine ends: open requests fail and the ranks finish; `stopped` tells when nothing of them is left."""
+        """End the engine: open requests fail and the ranks finish; `stopped` tells when nothing of them is left."""
         self._requests.now = now
         self._group.stop()
         self._intake.stop(STOPPING)
@@ -317,18 +317,18 @@ class Controller:
 
     @property
     def stopped(self) -> bool:
-        """Whether no ranks are left, or none that could be asked to finish."""
+        """Return whether no ranks are left, or none that could be asked to finish."""
         return self._group.phase is Phase.IDLE or all(rank.exited for rank in self._group.ranks.values())
 
     def agent_silence_s(self, identity: bytes, now: float, since: float) -> float:
-        """How long an agent was not heard, from `since` on, while it is needed; 0 as long as the ranks just run."""
+        """Return the seconds since an agent was heard, at most those since `since`; 0 while the ranks just run."""
         return 0.0 if self._group.phase is Phase.RUNNING else now - max(since, self._group.agents.heard_at(identity))
 
     def knows_agent(self, identity: bytes) -> bool:
-        """Whether an agent has ever said hello."""
+        """Return whether an agent has ever said hello."""
         return self._group.agents.heard_at(identity) > 0
 
     def dismiss_agents(self) -> None:
-        """Let the agents kill what may be left, and exit."""
+        """Tell the agents to kill what may be left, and to exit."""
         for identity in self._agents:
             self._to_engine(identity, StopAgent())

@@ -1,4 +1,4 @@
-"""What one request draws: tokens that the ranks were asked for, that came back, that were sent, and how it ends."""
+"""The draws of one request: tokens asked of the ranks, answered, and sent to the client, and the end of drawing."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -24,28 +24,28 @@ class Drawing:
     rewinding: bool = False  # too much was drawn: once the ranks owe nothing more, it goes back
     saved: int = 0  # draws of the last saved state
     counts: Counter[int] = field(default_factory=Counter)
-    """How often each token was drawn that was fed to the saved state; penalties need it."""
+    """The times that each token was drawn, up to the saved state; penalties need them."""
     _drawn: deque[int] = field(default_factory=deque)
     _first_drawn: int = 0  # which draw the first of them was
 
     @property
     def most(self) -> int:
-        """How many tokens are drawn at most, as far as is known now."""
+        """The most tokens that will be drawn, as far as is known now."""
         most = 0 if self.spec is None else self.spec.max_tokens
         return most if self.limit is None else min(most, self.limit)
 
     @property
     def may_ask(self) -> bool:
-        """Whether fewer tokens are asked of the ranks than the request wants."""
+        """Return whether more tokens may be asked of the ranks."""
         return self.asked < self.most and not self.rewinding
 
     @property
     def complete(self) -> bool:
-        """Whether every token has been sent."""
+        """Return whether every token has been sent."""
         return self.sent >= self.most
 
     def ask(self, rank: int) -> int:
-        """Ask a rank for the next token; the index of the draw whose token goes along, -1 for the prompt's last token.
+        """Ask a rank for the next token; returns the draw whose token goes along, -1 for the prompt's last token.
 
         With `unfed` 1 that is the draw before, which this one feeds; with 0 it is this draw, whose token is known only
         where it is made a second time.
@@ -55,23 +55,23 @@ class Drawing:
         return self.asked - 1 - self.unfed
 
     def logits_are_at(self, rank: int) -> None:
-        """This rank has read the last token of a block."""
+        """Note the rank that has read the last token of a block, and so has the logits."""
         self.logits_rank = rank
 
     def drawn(self, index: int) -> int | None:
-        """The token of that draw; None if it is not known (yet)."""
+        """Return the token of draw `index`; None if it is not known (yet)."""
         at = index - self._first_drawn
         return self._drawn[at] if 0 <= at < len(self._drawn) else None
 
     # ---- what comes back -----------------------------------------------------------------------
 
     def take_back(self) -> bool:
-        """A token has come back; whether it was sent before, and is drawn for the second time."""
+        """Count a token that has come back; true if it was sent before, and is drawn for the second time."""
         self.back += 1
         return self.back <= self.sent
 
     def send(self, token: int) -> str | None:
-        """The token goes to the client; why drawing ends with it, None if it goes on."""
+        """Count a token that goes to the client; returns why drawing ends with it, None if it goes on."""
         assert self.spec is not None
         self.sent += 1
         self._drawn.append(token)
@@ -80,19 +80,19 @@ class Drawing:
         return "length" if self.sent >= self.spec.max_tokens else "stop"
 
     def end(self) -> None:
-        """The end token was drawn: what was asked for beyond it is not drawn."""
+        """End drawing at the end token: nothing that was asked for beyond it counts."""
         self.limit = self.sent if self.limit is None else min(self.limit, self.sent)
         self.back = self.asked
 
     @property
     def owed(self) -> bool:
-        """Whether the ranks have not answered for everything that was asked."""
+        """Return whether the ranks still owe tokens that were asked of them."""
         return self.back < self.asked
 
     # ---- states --------------------------------------------------------------------------------
 
     def finish_after(self, drawn: int) -> bool:
-        """No more than the first `drawn` tokens shall count; false where that changes nothing.
+        """Let no more than the first `drawn` tokens count; false where that changes nothing.
 
         What is in the saved state counts in any case. `rewinding` says whether more was asked of the ranks.
         """
@@ -108,14 +108,14 @@ class Drawing:
         return True
 
     def commit(self, draws: int) -> None:
-        """A state was saved after so many draws."""
+        """Note that a state was saved after `draws` draws."""
         while self._first_drawn < draws - self.unfed and self._drawn:
             self.counts[self._drawn.popleft()] += 1
             self._first_drawn += 1
         self.saved = draws
 
     def rewind(self) -> int:
-        """Go back to the last saved state; how many draws will be made again."""
+        """Go back to the last saved state; returns how many draws will be made again."""
         again = self.back - self.saved
         self.asked = self.back = self.saved
         self.owner = self.logits_rank = None

@@ -1,4 +1,4 @@
-"""The life of the rank group: epochs that only grow, who is alive, why a group was lost, when the next one starts.
+"""The life of the rank group: its epochs, which ranks are alive, why a group was lost, and when the next one starts.
 
 No clock and no sockets: every method is told the time, and what it decides goes out through `Outlet`.
 
@@ -31,7 +31,7 @@ log = structlog.get_logger("dist_attn.control")
 
 
 class Phase(StrEnum):
-    """Where the group is in its life."""
+    """The phases in the life of a rank group."""
 
     IDLE = "idle"
     STARTING = "starting"
@@ -56,18 +56,18 @@ class RankVitals:
     why: str = ""  # it exited, as far as its host knows
 
     def same_model(self, other: RankHello) -> bool:
-        """Whether another rank has loaded the same."""
+        """Return whether another rank has loaded the same model."""
         return _told(self.hello.model) == _told(other.model)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Take in a sign of life."""
+        """Take in a heartbeat."""
         if beat.progress != self.progress:
             self.progress_at = now
         self.heard_at, self.progress, self.phase = now, beat.progress, beat.phase
         self.peak_rss_bytes = beat.peak_rss_bytes
 
     def finished(self, step: int, seconds: float, now: float) -> None:
-        """The rank has finished a step, which took it so long."""
+        """Note that the rank has finished a step, which took `seconds`."""
         self.step_done = step
         self.busy_s += seconds
         self.heard_at = self.progress_at = now
@@ -88,7 +88,7 @@ class RankVitals:
 
 
 class Outlet(Protocol):
-    """What a group tells the rest of the controller."""
+    """The methods by which a group tells the controller of its decisions."""
 
     def to_agent(self, identity: bytes, message: AnyMessage) -> bool: ...
 
@@ -124,11 +124,11 @@ class RankGroup:
 
     @property
     def running(self) -> bool:
-        """Whether steps may be sent."""
+        """Return whether steps may be sent."""
         return self.phase is Phase.RUNNING and self._suspected_at is None
 
     def reason(self, now: float) -> str:
-        """The state of the group in words; "ready" when it is."""
+        """Return the state of the group in words; "ready" when it is."""
         failure = f"; last failure: {self.last_failure}" if self.last_failure else ""
         if self.running:
             return "ready"
@@ -146,13 +146,13 @@ class RankGroup:
         return f"the ranks are being started again{failure}"
 
     def status(self, now: float) -> list[RankStatus]:
-        """Every rank that has said hello, in order."""
+        """The status of every rank that has said hello, in order."""
         return [self.ranks[rank].status(now) for rank in sorted(self.ranks)]
 
     # ---- what happens --------------------------------------------------------------------------
 
     def agent_hello(self, identity: bytes, hello: AgentHello, now: float) -> bool:
-        """An agent says that it is here; false for one that speaks another protocol."""
+        """Take in the hello of an agent; false for an agent that speaks another protocol."""
         if hello.protocol_version != PROTOCOL_VERSION:
             log.error("agent refused", given=hello.protocol_version, needed=PROTOCOL_VERSION)
             return False
@@ -171,12 +171,12 @@ class RankGroup:
         return f"{len(here)} of {needed} agents are here ({names}); the ranks start when all are"
 
     def group_started(self, identity: bytes, started: GroupStarted) -> None:
-        """The launcher of a host runs."""
+        """Note that the launcher of a host runs."""
         if started.epoch == self.epoch and self.phase is Phase.STARTING:
             self._placement.started(self.agents.name_of(identity), started)
 
     def rank_hello(self, hello: RankHello, now: float) -> None:
-        """A rank of the current epoch has loaded its model."""
+        """Note that a rank of the current epoch has loaded its model."""
         if self.phase is not Phase.STARTING:
             return
         wanted = (PROTOCOL_VERSION, self._settings.ranks)
@@ -201,14 +201,14 @@ class RankGroup:
             self._outlet.group_ready(hello)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """A rank of the current epoch is alive."""
+        """Note that a rank of the current epoch is alive."""
         if beat.rank in self.ranks:
             self.ranks[beat.rank].heartbeat(beat, now)
         if beat.rank in self._heard_at:
             self._heard_at[beat.rank] = now
 
     def rank_failed(self, failed: RankFailed, now: float) -> None:
-        """A rank of the current epoch met an exception; it may be the victim of another one."""
+        """Note that a rank of the current epoch met an exception; another rank's failure may have caused it."""
         if failed.rank in self.ranks:
             self.ranks[failed.rank].failure = failed.error
             self._suspect(now)
@@ -216,23 +216,23 @@ class RankGroup:
             self._lose(f"rank {failed.rank} failed while it started: {failed.error}", now)
 
     def rank_exited(self, exited: RankExited, now: float) -> None:
-        """The process of a rank has ended."""
+        """Note that the process of a rank has ended."""
         if exited.epoch == self.epoch and exited.rank in self.ranks:
             self.ranks[exited.rank].exited = True
             self.ranks[exited.rank].why = exited.why
             self._suspect(now)
 
     def rank_unreachable(self, rank: int, now: float) -> None:
-        """A message to this rank could not be delivered."""
+        """Note that a message to this rank could not be delivered."""
         if rank in self.ranks:
             self._suspect(now)
 
     def rank_confused(self, rank: int, what: str, now: float) -> None:
-        """A rank sent something that cannot be."""
+        """Give the group up because a rank sent something that cannot be."""
         self._lose(f"rank {rank}: {what}", now)
 
     def group_exited(self, identity: bytes, exited: GroupExited, now: float) -> None:
-        """A host has nothing of an epoch left."""
+        """Note that a host has nothing of an epoch left."""
         name = self.agents.name_of(identity)
         if exited.epoch != self.epoch or self.phase is Phase.IDLE or name not in self._placement.names:
             return
@@ -272,7 +272,7 @@ class RankGroup:
                     self._cleared(now)
 
     def forgive_silence(self, now: float) -> None:
-        """The controller itself was held up: what it did not hear meanwhile says nothing about the others."""
+        """Count everybody as heard now: after the controller was held up, silence says nothing about the others."""
         self.agents.forgive_silence(now)
         self._heard_at = dict.fromkeys(self._heard_at, now)
         for vitals in self.ranks.values():
@@ -297,7 +297,7 @@ class RankGroup:
         self._placement.begin(self.epoch, agents)
 
     def _look_after_agents(self, now: float) -> None:
-        """A host whose agent died has no ranks any more, whatever else can be seen of them."""
+        """Give the group up when an agent has died: its host's ranks have died with it."""
         if now - self._probed_at < PROBE_S or self._stopping:
             return
         self._probed_at = now
@@ -306,7 +306,7 @@ class RankGroup:
             self._lose(self._gone, now)
 
     def _check_start(self, now: float) -> None:
-        """Give up a group of which a rank is late, or silent: one that is stopped would keep the others waiting."""
+        """Give up a starting group of which a rank is late, or silent: a stopped rank would keep the others waiting."""
         limit = self._settings.start_deadline_s
         if now >= self._deadline:
             missing = sorted(set(range(self._settings.ranks)) - self.ranks.keys())
@@ -345,7 +345,7 @@ class RankGroup:
             self._lose(f"rank {stuck.hello.rank} {text}", now)
 
     def was_of_use(self) -> None:
-        """A request came further than ever: should this group be lost too, the next one may start at once.
+        """Note that a request came further than ever: should this group be lost too, the next one may start at once.
 
         The wait between crashes spares a machine on which no work gets done; here some does.
         """
@@ -392,12 +392,12 @@ class RankGroup:
 
 
 def _told(model: LoadedModel) -> tuple[object, ...]:
-    """What must be equal of the models of all ranks."""
+    """The facts about the model that all ranks must agree on."""
     return model.name, model.hidden_size, model.vocab_size, model.end_tokens, model.manifest and model.manifest.model
 
 
 def name_culprit(ranks: Iterable[RankVitals]) -> str | None:
-    """Which rank brought the group down, as far as that shows.
+    """Name the rank that brought the group down, as far as that shows.
 
     A rank that died without a word is the cause; those that reported an error meanwhile are its victims.
     """
@@ -416,7 +416,7 @@ def name_culprit(ranks: Iterable[RankVitals]) -> str | None:
 
 
 def name_ending(exited: GroupExited) -> str:
-    """How the processes of a group ended; the end of its output tells why only if it ended by itself."""
+    """Say how the processes of a group ended; if they ended by themselves, the last line of their output says why."""
     if exited.exit_code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"killed by {names.get(-exited.exit_code, f'signal {-exited.exit_code}')}"

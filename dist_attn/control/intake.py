@@ -1,4 +1,4 @@
-"""What API processes ask: requests are admitted or refused, their tokens checked, and those that stopped coming end."""
+"""Messages of API processes: requests are admitted or refused, their tokens checked, and stalled ones ended."""
 
 import math
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ log = structlog.get_logger("dist_attn.control")
 
 @final
 class Intake:
-    """Takes the messages of API processes. `pace` tells when there may be room for a request that is refused."""
+    """The receiver of API processes' messages. `pace` tells when there may be room for a request that is refused."""
 
     def __init__(
         self, requests: OpenRequests, states: States, answers: Answers, settings: ControlSettings, pace: Pace
@@ -89,7 +89,7 @@ class Intake:
             self._requests.grant(request)
 
     def refuse(self, peer: bytes, request_id: str, text: str) -> None:
-        """End a request of which something came that cannot be read; it may not be open yet."""
+        """End a request of which something unreadable came; it may not be open yet."""
         request = self._requests.find(peer, request_id)
         if request is not None:
             self._requests.fail(request, Code.INVALID_VALUE, text)
@@ -114,7 +114,7 @@ class Intake:
             self._answers.settle(request)
 
     def _tokens_fit(self, request: Request) -> bool:
-        """Whether the model can do this and knows all queued tokens; otherwise the request fails."""
+        """Return whether the model can do the work and knows all queued tokens; fails the request where not."""
         model = self._requests.model
         if model is None:
             return True
@@ -131,7 +131,7 @@ class Intake:
         return not text
 
     def set_model(self, model: LoadedModel) -> None:
-        """What the ranks have loaded; tokens that came before it was known are checked now."""
+        """Take in the model that the ranks have loaded, and check the tokens that came before it was known."""
         self._requests.model = model
         for request in self._requests:
             if self._states.expect(request) and self._tokens_fit(request):
@@ -140,7 +140,7 @@ class Intake:
     # ---- time ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Send what waits, notice API processes that died or hang, and requests whose tokens stopped coming."""
+        """Send what waits; notice dead or hanging API processes, and requests whose tokens stopped coming."""
         self._requests.flush()
         for request in self._requests:
             self._check_deadlines(request)
@@ -165,18 +165,18 @@ class Intake:
     # ---- the end -------------------------------------------------------------------------------
 
     def drain(self, text: str) -> None:
-        """Refuse what comes from now on as not ready; what is open goes on."""
+        """Refuse new requests as not ready; open ones go on."""
         self._stopping = text
 
     def stop(self, text: str) -> None:
-        """End every open request as one that another controller may do, and refuse those that come now as not ready."""
+        """End every open request as one that another controller may do, and refuse new ones as not ready."""
         self._stopping = text
         for request in self._requests:
             self._requests.fail(request, Code.STOPPING, text)
 
 
 def contradiction_in(work: OpenWork) -> str:
-    """Why no engine does this work, empty when one does: only a session reads, draws and keeps states at once."""
+    """Say why no engine does this work; empty when one does. Only a session reads, draws and keeps states at once."""
     if work.kind == "session":
         return "states of a prompt are kept of completions only" if work.keep.at else ""
     if (work.rows is None) == (work.draw is None):
@@ -189,7 +189,7 @@ def contradiction_in(work: OpenWork) -> str:
 
 
 def misfit(model: LoadedModel, work: OpenWork, received: int) -> str:
-    """Why the model cannot do this work, of which `received` tokens have come; empty when it can."""
+    """Say why the model cannot do this work, of which `received` tokens have come; empty when it can."""
     rows, sampling = work.rows, work.draw
     unknown = [] if sampling is None else [token for token in sampling.logit_bias if token >= model.vocab_size]
     if unknown:
@@ -210,7 +210,7 @@ def misfit(model: LoadedModel, work: OpenWork, received: int) -> str:
 
 
 def too_long(model: LoadedModel, fed: int) -> str:
-    """Why so many tokens are too many for any engine, or for what this model has learned; empty when they are not."""
+    """Say why `fed` tokens are too many for any engine or for the positions that this model has learned; else empty."""
     longest = min(LONGEST_TEXT, model.positions or LONGEST_TEXT)
     if fed <= longest:
         return ""
@@ -221,9 +221,9 @@ def too_long(model: LoadedModel, fed: int) -> str:
 def refusal(
     new: Request, others: Iterable[Request], *, max_open: int, max_waiting_tokens: int, pace: Pace
 ) -> tuple[str, int] | None:
-    """Why there is no room for one more request, and in how many seconds there may be; None when there is.
+    """Return why there is no room for one more request, and in how many seconds there may be; None when there is room.
 
-    What counts is work of its own class and of those before it: what is less urgent does not keep it waiting. One
+    Counted is the work of its own class and of more urgent ones: less urgent work does not keep it waiting. A request
     that is alone is always taken.
     """
     known = list(others)
@@ -242,5 +242,5 @@ def refusal(
 
 
 def _wait(tokens: int, pace: Pace) -> int:
-    """How long so many tokens take; the least where the ranks' speed is not known yet. Units: seconds."""
+    """Estimate the seconds that `tokens` take; the least wait while the ranks' speed is not known."""
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, math.ceil(tokens * pace.token_s)))

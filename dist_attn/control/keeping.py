@@ -1,4 +1,4 @@
-"""Where the state of one request is: on the ranks, on its way here, in the controller's files, on its way out."""
+"""The place of one request's state: on the ranks, on its way here, in the controller's files, or on its way out."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,51 +15,51 @@ class Saves:
     """States that were asked of the ranks. They count in the order in which they were asked for."""
 
     ordinal: int = 0
-    """Of the last one that was asked for; they begin at 1."""
+    """The number of the last state that was asked for; numbers begin at 1."""
     _asked: deque[int] = field(default_factory=deque)
     _came: dict[int, SavedState] = field(default_factory=dict)
 
     def ask(self) -> int:
-        """Another one is asked for; its number."""
+        """Note that another state is asked for; returns its number."""
         self.ordinal += 1
         self._asked.append(self.ordinal)
         return self.ordinal
 
     def awaits(self, ordinal: int) -> bool:
-        """Whether it was asked for and has not come; after a loss nothing is awaited."""
+        """Return whether the state was asked for and has not come; after a loss no state is awaited."""
         return ordinal in self._asked and ordinal not in self._came
 
     def take(self, saved: SavedState) -> None:
-        """It has come."""
+        """Take in a state that has come."""
         self._came[saved.ordinal] = saved
 
     def give_up(self, ordinal: int) -> None:
-        """It could not be kept."""
+        """Forget a state that could not be kept."""
         self._asked.remove(ordinal)
 
     @property
     def first(self) -> SavedState | None:
-        """The next one that counts, if it has come."""
+        """The next state that counts, if it has come."""
         return self._came.get(self._asked[0]) if self._asked else None
 
     def pop(self) -> None:
-        """The first one counts now, or never will."""
+        """Remove the first state: it counts now, or never will."""
         del self._came[self._asked.popleft()]
 
     @property
     def pending(self) -> bool:
-        """Whether any that was asked for does not count yet."""
+        """Return whether any state that was asked for does not count yet."""
         return bool(self._asked)
 
     def clear(self) -> None:
-        """The ranks are lost."""
+        """Forget all states, as the ranks are lost."""
         self._asked.clear()
         self._came.clear()
 
 
 @dataclass
 class Arrival:
-    """The state that a request begins with, as far as it has come."""
+    """The state that a request begins with, as far as its bytes have come."""
 
     num_bytes: int
     parser: SnapshotParser
@@ -67,7 +67,7 @@ class Arrival:
     received: int = 0
 
     def due(self, piece: StatePiece) -> bool:
-        """Whether the piece follows what has come, as far as credit was given."""
+        """Return whether the piece follows what has come, as far as credit was given."""
         return piece.start == self.received and piece.start + len(piece.data) <= self.credit
 
     def feed(self, piece: StatePiece) -> None:
@@ -79,7 +79,7 @@ class Arrival:
         self.received += len(piece.data)
 
     def grant(self) -> int | None:
-        """Up to where its bytes may come now, where that is worth a message."""
+        """Return the byte up to which the state may come now; None while that is not worth a message."""
         upto = min(self.num_bytes, self.received + WINDOW_BYTES)
         if upto <= self.credit or (upto < self.num_bytes and upto - self.credit < WINDOW_BYTES // 2):
             return None
@@ -98,18 +98,18 @@ class Offers:
     sent: int = 0
 
     def add(self, saved: SavedState) -> bool:
-        """Another one waits; whether it is the first, and must be announced."""
+        """Add a state; true if it is the first, and must be announced."""
         self.position = saved.position
         self.waiting.append(saved)
         return len(self.waiting) == 1
 
     def announce(self, now: float) -> SavedState:
-        """The first one is announced."""
+        """Note that the first state is announced now, and return it."""
         self.since, self.credit, self.sent = now, 0, 0
         return self.waiting[0]
 
     def grant(self, position: int, upto: int, now: float) -> SavedState | None:
-        """The reader takes more of the first one; None if that stands at another position."""
+        """Let the reader take more of the first state; None if that stands at another position."""
         if not self.waiting or self.waiting[0].position != position:
             return None
         self.since = now
@@ -117,11 +117,11 @@ class Offers:
         return self.waiting[0]
 
     def advance(self, count: int) -> None:
-        """So many bytes of the first one were sent."""
+        """Count bytes of the first state that were sent."""
         self.sent += count
 
     def pop(self) -> None:
-        """The first one has been fetched, or is given up."""
+        """Remove the first state, which has been fetched or is given up."""
         self.waiting.popleft()
 
 
@@ -144,48 +144,48 @@ class Keeping:
     offers: Offers = field(default_factory=Offers)
 
     def expect(self, num_bytes: int, max_bytes: int) -> Arrival:
-        """The state to begin with may come."""
+        """Begin to receive the state that the request begins with."""
         self.arrival = Arrival(num_bytes, SnapshotParser(max_bytes=max_bytes))
         return self.arrival
 
     def keep(self, saved: SavedState) -> None:
-        """This state is the last saved one: it came to begin with, or a rank has saved it."""
+        """Note the last saved state: it came to begin with, or a rank has saved it."""
         self.arrival, self.saved = None, saved
 
     def open(self, tokens: int, now: float) -> None:
-        """The ranks begin with the request, or the one that draws for it."""
+        """Note that the ranks, or the one that draws for it, begin with the request."""
         self.on_ranks, self.place_at, self.asked_s = True, tokens, now
 
     def close(self) -> bool:
-        """The ranks forget it; whether they had it."""
+        """Note that the ranks forget the request; true if they had it."""
         had, self.on_ranks = self.on_ranks, False
         return had
 
     def ask(self, here: tuple[int, int], now: float, *, at_end: bool = False) -> int:
-        """Ask for the state; its number. `at_end`: it is the last one."""
+        """Ask for the state; returns its number. `at_end`: it is the last one."""
         self.asked_at, self.asked_s, self.end_asked = here, now, at_end
         return self.saves.ask()
 
     def swap_out(self, here: tuple[int, int], now: float) -> int:
-        """Its place goes to another: it rests until its state is here; the number of that state."""
+        """Give the request's place to another until its state has come here; returns the number of that state."""
         self.on_ranks, self.swapping_out, self.queued_at, self.asked_at = False, True, now, here
         return self.saves.ask()
 
     def swapped_out(self) -> None:
-        """Its state is here: it waits for a place like one that has just come."""
+        """Note that the state is here: the request waits for a place like a new one."""
         self.swapping_out = False
 
     def finish(self) -> bool:
-        """The ranks have no more to do; whether they must be told to forget it."""
+        """Note that the ranks have no more to do; true if they must be told to forget the request."""
         self.ranks_done = True
         return self.close()
 
     def ask_no_more(self) -> None:
-        """No further states are handed out."""
+        """Hand out no further states."""
         self.states_at = ()
 
     def rewind(self, here: tuple[int, int]) -> None:
-        """Go back to the last saved state, which stands here."""
+        """Go back to the last saved state, after `here` tokens read and drawn."""
         self.asked_at = here
         self.saves.clear()
         self.on_ranks = self.swapping_out = self.end_asked = False

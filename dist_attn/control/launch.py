@@ -1,4 +1,4 @@
-"""Starts a controller, and with it the agent and the ranks, as children that do not outlive this process."""
+"""Starting a controller, and with it the agent and the ranks, as children that do not outlive this process."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ class EngineHandle:
         self._folder = folder
 
     def exit_code(self) -> int | None:
-        """How the controller ended, None while it runs."""
+        """The exit code of the controller, None while it runs."""
         return self.process.poll()
 
     def restart(self) -> None:
@@ -42,7 +42,7 @@ class EngineHandle:
         self.process = _start_controller(self.settings)
 
     def stop(self) -> int:
-        """End the controller, its agent and its ranks; waits for a clean end first. The controller's exit code."""
+        """End the controller, its agent and its ranks, cleanly if there is time; returns the controller's exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -87,7 +87,7 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
 
 @contextlib.contextmanager
 def start_engines(controllers: Sequence[ControlSettings]) -> Iterator[list[EngineHandle]]:
-    """An engine for each of these settings, for as long as the block runs; then all end at the same time.
+    """Run an engine for each of these settings while the block runs; then all end at the same time.
 
     Raises: as `start_engine`.
     """
@@ -101,7 +101,7 @@ def start_engines(controllers: Sequence[ControlSettings]) -> Iterator[list[Engin
 
 
 def _start_controller(settings: ControlSettings) -> subprocess.Popen[bytes]:
-    """A controller that listens."""
+    """Start a controller, and wait until it listens."""
     command = [sys.executable, "-m", "dist_attn.control", "controller", *settings.to_flags()]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True

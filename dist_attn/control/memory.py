@@ -16,7 +16,7 @@ USUAL_TOKENS = 1 << 20
 
 
 def rank_bytes(folder: Path, ranks: int, weights: WeightPrecision) -> int:
-    """The most that each of these ranks holds at once; 0 for a model without formulas."""
+    """The most bytes that each of these ranks holds at once; 0 for a model without formulas."""
     try:
         return estimate(read_any_costs(folder, weights), USUAL_TOKENS, ranks=ranks).memory.peak
     except (DistAttnError, OSError):
@@ -24,7 +24,7 @@ def rank_bytes(folder: Path, ranks: int, weights: WeightPrecision) -> int:
 
 
 def too_little(engines: Sequence[ControlSettings]) -> str:
-    """That the ranks on this host need more than is free, empty where they do not or where it is not known.
+    """Say that the ranks on this host need more memory than is free; empty where they do not or it is not known.
 
     Pages of the libraries that they share are counted for each of them: it may still be enough.
     """
@@ -39,7 +39,7 @@ def too_little(engines: Sequence[ControlSettings]) -> str:
 
 
 def why_killed(exit_code: int | None, kills_before: int | None, need_bytes: Callable[[], int]) -> str:
-    """What memory has to do with the end of a process, empty where nothing shows.
+    """Say whether memory may have ended a process; empty where nothing shows it.
 
     `kills_before` is what `oom_kills` said when it started: where more are counted now, there is no doubt. `need_bytes`
     tells what it needs, 0 where that is not known.

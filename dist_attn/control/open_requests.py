@@ -1,4 +1,4 @@
-"""Every open request, and what is sent to its API process, or waits here until that takes it."""
+"""All open requests, and the messages to their API processes, which wait here while a process does not take them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ log = structlog.get_logger("dist_attn.control")
 
 
 class Outboxes:
-    """One outbox per peer whose queue is full.
+    """The waiting messages of each peer whose queue is full.
 
     An outbox holds what is already under way for its peer, because nothing new is started for a blocked one, and
     MOST_WAITING messages at most.
@@ -53,11 +53,11 @@ class Outboxes:
         return sent
 
     def blocked(self, peer: bytes) -> bool:
-        """Whether messages wait for this peer."""
+        """Return whether messages wait for this peer."""
         return peer in self._waiting
 
     def flush(self, now: float) -> list[bytes]:
-        """Try again; the peers that are gone, or took nothing for `deadline_s`, and whose messages are dropped."""
+        """Send what waits; returns the peers, now without messages, that are gone or took nothing for `deadline_s`."""
         gone = []
         for peer, waiting in list(self._waiting.items()):
             sent = Sent.DONE
@@ -90,13 +90,13 @@ class OpenRequests:
         self._to_close: list[int] = []
         self.now = 0.0
         self.model: LoadedModel | None = None
-        """What the ranks have loaded, once it is known."""
+        """The model that the ranks have loaded, once it is known."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them; while one goes through, any may end."""
+        """Iterate over all open requests; any may end meanwhile."""
         return iter(list(self._requests.values()))
 
     def __getitem__(self, number: int) -> Request:
@@ -111,34 +111,34 @@ class OpenRequests:
         return self._by_id.get((peer, request_id))
 
     def make(self, peer: bytes, work: OpenWork) -> Request:
-        """A new request, which is not open yet."""
+        """Make a new request, which is not open yet."""
         chunk = self._settings.ranks * self._settings.chunk_tokens
         return Request.opened_by(work, next(self._numbers), peer, self.now, chunk)
 
     def add(self, request: Request) -> None:
-        """It is open."""
+        """Open a request."""
         self._requests[request.number] = self._by_id[request.peer, request.request_id] = request
 
     # ---- what the ranks hold -------------------------------------------------------------------
 
     @property
     def any_to_close(self) -> bool:
-        """Whether the ranks still hold the state of a request that has ended."""
+        """Return whether the ranks still hold the state of a request that has ended."""
         return bool(self._to_close)
 
     def close(self, number: int) -> None:
-        """The ranks are to forget it."""
+        """Let the ranks forget a request with the next step."""
         self._to_close.append(number)
 
     def take_closed(self) -> list[int]:
-        """Those that the ranks are to forget now."""
+        """Take the numbers of the requests that the ranks are to forget now."""
         closed, self._to_close = self._to_close, []
         return closed
 
     # ---- to the API ----------------------------------------------------------------------------
 
     def post(self, peer: bytes, message: AnyMessage) -> None:
-        """Send to an API process; the requests of one that is gone end."""
+        """Send to an API process; if it is gone, its requests end."""
         if self._outboxes.post(peer, message, self.now) is Sent.GONE:
             self._drop(peer)
 
@@ -195,7 +195,7 @@ class OpenRequests:
         self.remove(request, "done")
 
     def remove(self, request: Request, outcome: str) -> None:
-        """End a request; nothing where it has ended."""
+        """End a request; does nothing where it has ended."""
         if self._requests.pop(request.number, None) is None:
             return
         del self._by_id[request.peer, request.request_id]
@@ -221,11 +221,11 @@ class OpenRequests:
     # ---- whose turn it is ----------------------------------------------------------------------
 
     def blocked(self, request: Request) -> bool:
-        """Whether its API process does not take what is sent, or it is not its turn to be tried again."""
+        """Return whether its API process does not take what is sent, or another suspect request is tried first."""
         return self._outboxes.blocked(request.peer) or self._waits_as_suspect(request)
 
     def _waits_as_suspect(self, request: Request) -> bool:
-        """Of the requests that may have killed the ranks, one at a time is worked on: so the guilty one is found."""
+        """Return whether another request that may have killed the ranks goes first: one at a time shows which does."""
         if request.losses.count < SUSPECT:
             return False
         return request is not next(r for r in self._requests.values() if r.losses.count >= SUSPECT)

@@ -1,4 +1,4 @@
-"""Which agents there are, which hosts share an epoch's ranks, how groups start, and what is cleared away after them."""
+"""The known agents, the hosts that share an epoch's ranks, how groups start, and what is cleared away after them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Roster:
         self._agents: dict[str, KnownAgent] = {}
 
     def hello(self, identity: bytes, hello: AgentHello, now: float) -> KnownAgent | None:
-        """Take in an agent's hello; the agent whose place it takes, None if it takes none.
+        """Take in an agent's hello; returns the agent that it replaces, None if it replaces none.
 
         Of two with one name the first has the host's processes, and stays until it dies or falls silent.
         """
@@ -62,7 +62,7 @@ class Roster:
         return True
 
     def name_of(self, identity: bytes) -> str:
-        """The host of an agent; empty for one that is not known, or no longer."""
+        """The name of an agent's host; empty for an agent that is not known, or no longer."""
         return next((name for name, agent in self._agents.items() if agent.identity == identity), "")
 
     def get(self, name: str) -> KnownAgent | None:
@@ -70,22 +70,22 @@ class Roster:
         return self._agents.get(name)
 
     def here(self, now: float) -> list[KnownAgent]:
-        """Those that have been heard lately, those that came first in front."""
+        """The agents that have been heard lately, in the order in which they came."""
         return [agent for agent in self._agents.values() if self._is_here(agent, now)]
 
     def choose(self, count: int, before: Iterable[str], now: float) -> list[KnownAgent]:
-        """So many agents for the next group, those of the last one first; none while there are too few."""
+        """Choose `count` agents for the next group, those of the last one first; none while there are too few."""
         last = list(before)
         here = sorted(self.here(now), key=lambda agent: agent.hello.name not in last)
         return here[:count] if len(here) >= count else []
 
     def forgive_silence(self, now: float) -> None:
-        """What was not heard while the controller itself was held up says nothing about the agents."""
+        """Count every agent as heard now: after the controller was held up, silence says nothing about them."""
         for agent in self._agents.values():
             agent.heard_at = max(agent.heard_at, now)
 
     def heard_at(self, identity: bytes) -> float:
-        """When an agent was last heard; 0 for one that never was."""
+        """The time at which an agent was last heard; 0 for one that never was."""
         return next((agent.heard_at for agent in self._agents.values() if agent.identity == identity), 0.0)
 
     def _is_here(self, agent: KnownAgent, now: float) -> bool:
@@ -93,13 +93,13 @@ class Roster:
 
 
 def unreachable(agents: Iterable[KnownAgent]) -> list[str]:
-    """Those that other hosts cannot reach: with an address of their own machine alone, while others have a real one."""
+    """The hosts that others cannot reach: their address is of their own machine alone, while others have a real one."""
     loopback = {agent.hello.name: agent.hello.address.startswith("127.") or not agent.hello.address for agent in agents}
     return [name for name, local in loopback.items() if local] if not all(loopback.values()) else []
 
 
 def shares_of(ranks: int, hosts: int) -> list[int]:
-    """How many ranks each host has: as equal as can be, the larger shares first."""
+    """The number of ranks on each host, as equal as can be; larger shares come first."""
     share, more = divmod(ranks, hosts)
     return [share + (host < more) for host in range(hosts)]
 
@@ -128,7 +128,7 @@ class Placement:
         self._start(0, "")
 
     def started(self, name: str, message: GroupStarted) -> None:
-        """The processes of a host run: the first one says where the ranks of the others find its own."""
+        """Note that the processes of a host run: the first host says where the ranks of the others find its own."""
         log.debug("processes run", epoch=message.epoch, agent=name, pid=message.launcher_pid)
         if name == self.names[0]:
             waiting, self._waiting = self._waiting, []

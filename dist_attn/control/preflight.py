@@ -1,4 +1,4 @@
-"""What would keep a service from working here, found before anything is started."""
+"""Checks, before anything is started, of what would keep a service from working here."""
 
 import importlib.metadata
 import importlib.util
@@ -166,7 +166,7 @@ def check_gpus(engine: EngineSettings, environ: Mapping[str, str], section: str 
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the torch that is installed was built for GPUs; it is not loaded."""
+    """Return whether the installed torch was built for GPUs, without loading it."""
     try:
         return "+cpu" not in importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -195,7 +195,7 @@ def check_layers_fit(folder: Path, ranks: int) -> None:
 
 
 def why_not_listen(host: str, port: int) -> str:
-    """Why the API could not listen here, empty where it could; another process may still take the port before it."""
+    """Say why the API could not listen here; empty where it could, though another process may still take the port."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as trial:

@@ -1,4 +1,4 @@
-"""The processes of this machine: finds and kills those of a rank group, and gives each what goes with it.
+"""The processes of this machine: finding and killing those of a rank group, and their marks, locks and folders.
 
 A rank may be the child of this host's agent, of one that died, or of mpiexec, which may run on another host. Every
 process of a group therefore carries a mark in its environment, which children inherit.
@@ -26,7 +26,7 @@ PREFIX = "dattn-run-"  # short: sockets lie in it, and their paths may have 107 
 
 @dataclass(frozen=True)
 class GroupMark:
-    """Whose a process is: of which engine, which epoch, and which of its agents; `*` where one launcher serves all."""
+    """The mark of a process: its engine, its epoch, and its agent; `*` where one launcher serves all agents."""
 
     engine: str
     epoch: int
@@ -37,13 +37,13 @@ class GroupMark:
 
     @classmethod
     def read(cls, environment: bytes) -> Self | None:
-        """The mark in the environment of a process, as /proc shows it; None where there is none."""
+        """Read the mark in the environment of a process, as /proc shows it; None where there is none."""
         _, found, rest = (b"\0" + environment).partition(f"\0{GROUP_MARK}=".encode())
         parts = rest.partition(b"\0")[0].decode(errors="replace").split(":", 2)
         return cls(parts[0], int(parts[1]), parts[2]) if found and len(parts) == 3 and parts[1].isdecimal() else None
 
     def is_of(self, engine: str, agent: str) -> bool:
-        """Whether an agent of an engine answers for the process."""
+        """Return whether an agent of an engine answers for the process."""
         return self.engine == engine and self.agent in (agent, "*")
 
 
@@ -68,7 +68,7 @@ def group_processes(chosen: Choice, reported: Iterable[int] = ()) -> set[int]:
 
 
 def kill_processes(chosen: Choice, reported: Iterable[int], timeout_s: float) -> set[int]:
-    """Kill the chosen processes, those that they start meanwhile too; returns what is left after `timeout_s`."""
+    """Kill the chosen processes, and those that they start meanwhile; returns what is left after `timeout_s`."""
     believed = list(reported)
     deadline = time.monotonic() + timeout_s
     while left := group_processes(chosen, believed):
@@ -82,7 +82,7 @@ def kill_processes(chosen: Choice, reported: Iterable[int], timeout_s: float) ->
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and waits for its parent to notice does not."""
+    """Return whether the process runs; one that has ended and waits for its parent to notice does not."""
     try:
         # The state is the first field after the name, which stands in parentheses and may hold anything.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
@@ -125,7 +125,7 @@ def held(path: Path, holder: str, refusal: str, patience_s: float = 0.0) -> Iter
 
 
 def _is_ours(descriptor: int) -> bool:
-    """Whether no other process has the lock of a file that is open; this one has it then."""
+    """Lock an open file; returns whether no other process has the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -161,7 +161,7 @@ class PrivateFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """Remove it with all it holds; once more does nothing."""
+        """Remove the folder with all it holds; a second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

@@ -1,4 +1,4 @@
-"""The processes of one rank group: how they are started and find each other, what they print, how they end."""
+"""The processes of one rank group: starting them, letting them meet, passing on their output, and ending them."""
 
 import contextlib
 import fcntl
@@ -70,7 +70,7 @@ def _mpiexec(start: StartGroup, mark: GroupMark) -> list[str]:
 
 
 def rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
-    """What mpiexec and the ranks are told by their environment, where it does not say otherwise already."""
+    """The environment of mpiexec and the ranks; values that are already set stay."""
     own = {GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
     environment = {**child_environment(), **compute_environment(start.local_ranks), **own}
     # Ranks do not check who connects, so on one host they listen on loopback alone. On several they would by default
@@ -162,17 +162,18 @@ class RankProcesses:
         return [*([self.output] if self.output >= 0 else []), *self._watched]
 
     def watch(self, first_rank: int, pids: list[int]) -> None:
-        """From now on `ended_ranks` tells of these processes, which stand in order of rank."""
+        """Let `ended_ranks` tell of these processes from now on; they stand in order of rank."""
         self._reported = list(pids)
         for rank, pid in enumerate(pids, first_rank):
             try:
                 self._watched[os.pidfd_open(pid)] = (rank, pid)
             except (OSError, AttributeError):
-                # It has ended already, or this system has no process descriptors and `ended_ranks` asks for it.
+                # The process has ended already, or this system has no process descriptors and `ended_ranks` asks for
+                # it.
                 self._unwatchable[rank] = pid
 
     def ended_ranks(self) -> list[tuple[int, int]]:
-        """Watched ranks that have ended and were not told of before, with their process ids."""
+        """The watched ranks that have ended and were not told of before, with their process ids."""
         ended = []
         for descriptor in select.select(list(self._watched), [], [], 0)[0]:
             ended.append(self._watched.pop(descriptor))
@@ -186,7 +187,7 @@ class RankProcesses:
         return ended
 
     def why_ended(self, pid: int | None = None) -> str:
-        """What memory has to do with the end of a process, of the group's first that failed where none is named."""
+        """Say whether memory may have ended process `pid`, or without one the group's first process that failed."""
         codes = [process.poll() for process in self._processes if pid in (None, process.pid)]
         code = next((code for code in codes if code), None)
         return why_killed(code, self._kills_before, self._need_bytes)
@@ -211,7 +212,7 @@ class RankProcesses:
             self._stderr.write(data)
 
     def exit_code(self, patience_s: float) -> int | None:
-        """How the group ended, None while it runs.
+        """The exit code of the group, None while it runs.
 
         When one process ended well, the others have `patience_s` to do the same; one that failed ends the group.
         """
@@ -228,7 +229,7 @@ class RankProcesses:
         return None
 
     def kill(self) -> tuple[int, str]:
-        """Kill whatever is left of the group; the launcher's exit code and the end of its output."""
+        """Kill whatever is left of the group; returns the launcher's exit code and the end of its output."""
         code = self.exit_code(0.0)
         left = kill_processes(self._mark.__eq__, [*self._reported, *(p.pid for p in self._processes)], KILL_TIMEOUT_S)
         for process in self._processes:
@@ -260,7 +261,7 @@ class PassOn:
         self._left_out = 0
 
     def write(self, data: bytes) -> None:
-        """Take `data`, and write of all that waits as much as is taken now."""
+        """Take `data`, and write as much of all that waits as the descriptor takes now."""
         self._waiting += data
         surplus = len(self._waiting) - self._kept
         if surplus > 0:
@@ -269,7 +270,7 @@ class PassOn:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as is taken now; what cannot be written at all is dropped."""
+        """Write as much as the descriptor takes now; what cannot be written at all is dropped."""
         try:
             while (self._waiting or self._left_out) and self._ready():
                 if self._left_out:

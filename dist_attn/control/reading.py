@@ -1,4 +1,4 @@
-"""The input of one request: what waits for the ranks, what they have, and what they would read again after a loss."""
+"""The input of one request: tokens that wait for the ranks, tokens given to them, and those to read again on a loss."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class TokenQueue:
 
 @dataclass
 class Reading:
-    """How far the input has come; positions count from the beginning of the text or of the stored session.
+    """The progress of the input; positions count from the beginning of the text or of the stored session.
 
     Tokens from `saved` on are kept here until a later state is saved. Memory: 4 bytes for each of them. Times are
     monotonic seconds.
@@ -105,15 +105,15 @@ class Reading:
     # ---- from the API --------------------------------------------------------------------------
 
     def hear(self, now: float) -> None:
-        """Its API process has said something about it."""
+        """Note that its API process has said something about the request."""
         self.heard_at = now
 
     def grant(self, upto: int, now: float) -> None:
-        """The API may send tokens up to this position."""
+        """Let the API send tokens up to this position."""
         self.credit, self.heard_at = upto, now
 
     def refusal(self, start: int, tokens: bytes) -> str:
-        """Why these tokens cannot be the next ones; empty when they can."""
+        """Say why these tokens cannot be the next ones; empty when they can."""
         number, rest = divmod(len(tokens), TOKEN_BYTES)
         stop = start + number
         if not rest and not self.final and start == self.received and stop <= self.credit:
@@ -132,45 +132,45 @@ class Reading:
 
     @property
     def available(self) -> int:
-        """Tokens that may go into blocks now."""
+        """The number of tokens that may go into blocks now."""
         return max(0, len(self.queue) - self.held_back)
 
     @property
     def prefilled(self) -> bool:
-        """Whether every token that a block may hold is in one."""
+        """Return whether every token that a block may hold is in one."""
         return self.final and not self.available
 
     @property
     def prefill_done(self) -> bool:
-        """Whether every rank has answered for all of these blocks."""
+        """Return whether every rank has answered for all of these blocks."""
         return self.prefilled and self.done >= self.received - self.held_back
 
     def tokens_in(self, saved: SavedState) -> int:
-        """How many tokens of the input are in a saved state."""
+        """The number of input tokens in a saved state."""
         return saved.position - saved.draws + (self.held_back if saved.draws else 0)
 
     def take(self, count: int) -> bytes:
-        """The next tokens, for a rank; they are kept for the case of a loss."""
+        """Take the next tokens, for a rank; they are kept for the case of a loss."""
         tokens = self.queue.take(count)
         self._given.push(tokens)
         return tokens
 
     def end_block(self, tokens: int) -> None:
-        """A block of so many tokens was taken."""
+        """Count a block of `tokens` tokens that was taken."""
         self.dispatched += tokens
 
     def reached(self, position: int) -> None:
-        """Every rank has answered for the text up to here."""
+        """Note that every rank has answered for the text up to `position`."""
         self.done = max(self.done, position)
 
     def commit(self, saved: SavedState) -> None:
-        """A state was saved: what it holds will not be needed again."""
+        """Note that a state was saved: what it holds will not be needed again."""
         position = self.tokens_in(saved)
         self._given.drop(position - self.saved)
         self.saved = position
 
     def rewind(self) -> int:
-        """Go back to the last saved state; how many tokens will be read again."""
+        """Go back to the last saved state; returns how many tokens will be read again."""
         again = len(self._given)
         self.queue.push_front(self._given)
         self.dispatched = self.saved
@@ -181,7 +181,7 @@ class Reading:
     # ---- rows ----------------------------------------------------------------------------------
 
     def add_rows(self, pieces: RowPieces, form: tuple[RowSpec, int]) -> list[RowBatch]:
-        """Take the pieces of rows of a rank; the rows that they complete.
+        """Take a rank's pieces of rows; returns the rows that they complete.
 
         Raises: WireError for pieces that do not fit.
         """
@@ -195,10 +195,10 @@ class Reading:
 
     @property
     def rows_complete(self) -> bool:
-        """Whether every token that was received is in a row."""
+        """Return whether every token that was received is in a row."""
         return (0 if self.assembler is None else self.assembler.position) == self.received
 
     @property
     def rows_sent(self) -> int:
-        """Rows that were complete so far; each was sent at once."""
+        """The number of rows that were complete so far; each was sent at once."""
         return 0 if self.assembler is None else self.assembler.rows

@@ -1,4 +1,4 @@
-"""One open request: what is asked, and how far it is in four records, and what the scheduler sees of it."""
+"""One open request: what is asked, its progress in four records, and what the scheduler sees of it."""
 
 import dataclasses
 import secrets
@@ -22,21 +22,21 @@ ROW_BYTES_PER_BLOCK = 8 << 20  # so that the rows of a step stay below the size 
 
 @dataclass
 class Losses:
-    """How often the ranks were lost while they worked on a request. Pairs are tokens read and drawn."""
+    """The losses of ranks while they worked on a request. Pairs are tokens read and drawn."""
 
     count: int = 0
-    """Groups lost in a row while they worked on it and it came no further."""
+    """Groups lost in a row while they worked on the request and it came no further."""
     touched_this_epoch: bool = False  # the ranks of this epoch have worked on it
     best: tuple[int, int] = (0, 0)  # what has come back from the ranks
     _saved: tuple[int, int] = (0, 0)  # the saved state at the last loss
 
     def add(self, saved: tuple[int, int]) -> None:
-        """Count a loss of ranks that worked on this; the first again if a further state was saved since the last."""
+        """Count a loss of ranks that worked on this, again from 1 if a further state was saved since the last loss."""
         self.count = 1 if saved > self._saved else self.count + 1
         self._saved = saved
 
     def progress(self, tokens: int, draws: int) -> bool:
-        """The ranks have come so far; whether further than ever: then this request is not what kills them."""
+        """Note how far the ranks have come; true if further than ever: then this request is not what kills them."""
         further = (tokens, draws) > self.best
         if further:
             self.best, self.count = (tokens, draws), 0
@@ -85,32 +85,32 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """Its name between the controller and its API process."""
+        """The name of the request between the controller and its API process."""
         return self.work.request_id
 
     @property
     def terms(self) -> Terms:
-        """How urgent it is, until when of use, and how long."""
+        """The terms of the request: its priority, its deadline and its announced length."""
         return self.work.terms
 
     @property
     def is_session(self) -> bool:
-        """Whether it is work on a stored session."""
+        """Return whether the work is on a stored session."""
         return self.work.keep.end
 
     @property
     def has_states(self) -> bool:
-        """Whether states travel between it and its API process."""
+        """Return whether states travel between the request and its API process."""
         return self.is_session or self.work.begin is not None or bool(self.keeping.states_at)
 
     @property
     def scores(self) -> int | None:
-        """How many likeliest tokens are told of beside each token of the prompt; None: the prompt is not scored."""
+        """The number of likeliest tokens told beside each token of the prompt; None: the prompt is not scored."""
         draw = self.work.draw
         return None if draw is None or self.is_session else draw.prompt_logprobs
 
     def row_form(self, hidden_size: int) -> tuple[RowSpec, int] | None:
-        """The rows that the ranks make of it and how many numbers are in one; None where they make none."""
+        """The form of the rows that the ranks make, and the numbers in one of them; None where they make none."""
         if self.scores is not None:
             return SCORE_ROWS, score_width(self.scores)
         return None if self.work.rows is None else (self.work.rows, hidden_size)
@@ -119,38 +119,38 @@ class Request:
 
     @property
     def here(self) -> tuple[int, int]:
-        """Where it stands as far as the ranks have orders: tokens read and drawn."""
+        """The tokens read and drawn, as far as the ranks have orders."""
         return self.reading.dispatched, self.drawing.asked
 
     @property
     def remaining(self) -> int:
-        """Tokens that are still to be read or drawn, as far as that is known: what has come, or was announced."""
+        """The tokens still to be read or drawn, as far as that is known: what has come, or was announced."""
         announced = 0 if self.reading.final else (self.terms.tokens or 0)
         to_draw = max(0, self.drawing.most - self.drawing.asked)
         return max(self.reading.received, announced) - self.reading.dispatched + to_draw
 
     @property
     def length(self) -> int:
-        """Tokens that it will have read and drawn at its end at most, as far as they have come or were asked for."""
+        """The most tokens that will have been read and drawn at the end, as far as they have come or were asked for."""
         return self.reading.received + self.drawing.most
 
     @property
     def fed(self) -> int:
-        """Tokens that the model will have been fed at its end at most: of a completion all but the last drawn one."""
+        """The most tokens that the model will have been fed at the end: of a completion all but the last drawn one."""
         return self.length - (self.drawing.unfed if self.drawing.most else 0)
 
     @property
     def is_read(self) -> bool:
-        """Whether it is an encoding of which every token is in a block."""
+        """Return whether this is an encoding of which every token is in a block."""
         return self.work.kind == "encoding" and self.reading.prefilled
 
     @property
     def is_restored(self) -> bool:
-        """Whether the state that it begins with is here."""
+        """Return whether the state that the request begins with is here."""
         return self.work.begin is None or self.keeping.saved is not None
 
     def deadline_passed(self, now: float) -> bool:
-        """Whether its result is of no use any more."""
+        """Return whether the deadline for the result has passed."""
         limit = self.terms.deadline_s
         return limit is not None and now - self.created_at >= limit
 
@@ -158,7 +158,7 @@ class Request:
 
     @property
     def awaits_save(self) -> bool:
-        """Whether it stands now where its state shall be handed out, as far as the ranks have orders."""
+        """Return whether the ranks' orders reach a place where the request's state is to be handed out."""
         keeping = self.keeping
         if keeping.ranks_done or self.drawing.rewinding or not keeping.on_ranks:
             return False
@@ -172,25 +172,25 @@ class Request:
 
     @property
     def is_at_its_end(self) -> bool:
-        """Whether the last saved state of a stored session is the one at its end."""
+        """Return whether the last saved state of a stored session is the one at its end."""
         saved = self.keeping.saved
         complete = self.reading.final and self.drawing.complete
         return complete and saved is not None and saved.position == self.reading.received + self.drawing.sent
 
     def hands_out(self, saved: SavedState) -> bool:
-        """Whether a state that was saved on the way was asked for by the API, and not for a loss alone."""
+        """Return whether the API asked for a state that was saved on the way; others are saved for a loss alone."""
         if not self.is_session:
             return saved.snapshot and saved.position in self.keeping.states_at
         every = self.work.keep.every
         return bool(every) and saved.position % every == 0
 
     def ask_state(self, now: float) -> int:
-        """Ask the ranks for its state as they will have it; the number of that state."""
+        """Ask the ranks for the state after their present orders; returns the number of that state."""
         at_end = self.is_session and self.reading.prefilled and not self.drawing.may_ask
         return self.keeping.ask(self.here, now, at_end=at_end)
 
     def commit(self, saved: SavedState) -> None:
-        """A state was saved: work is done again from there on."""
+        """Note a saved state: after a loss, work goes on from it."""
         self.reading.commit(saved)
         self.drawing.commit(saved.draws)
         self.keeping.keep(saved)
@@ -198,23 +198,23 @@ class Request:
     # ---- on the ranks --------------------------------------------------------------------------
 
     def open(self, now: float) -> None:
-        """The ranks begin with it, or the one that draws for it."""
+        """Note that the ranks, or the one that draws for it, begin with the request."""
         self.keeping.open(self.reading.dispatched, now)
         self.losses.touched_this_epoch = True
 
     def end_swap(self) -> None:
-        """If it was put aside and its newest state is here, it may go on, and the ranks know nothing of it."""
+        """Let a request that was put aside go on once its newest state is here; the ranks know nothing of it."""
         if self.keeping.swapping_out and self.reading.saved == self.reading.dispatched:
             self.keeping.swapped_out()
             self.losses.touched_this_epoch = False
 
     def finish(self) -> bool:
-        """The ranks have no more to do for it; whether they must be told to forget it."""
+        """Note that the ranks have no more to do; true if they must be told to forget the request."""
         self.losses.touched_this_epoch = False
         return self.keeping.finish()
 
     def rewind(self) -> int:
-        """Go back to the last saved state; how many tokens will be read or drawn again.
+        """Go back to the last saved state; returns how many tokens will be read or drawn again.
 
         What was sent to the client stays sent: it is made again, and not sent again.
         """
@@ -224,13 +224,13 @@ class Request:
         return again
 
     def count_loss(self) -> None:
-        """A group was lost while it worked on this."""
+        """Count a group that was lost while it worked on this request."""
         self.losses.add((self.reading.saved, self.drawing.saved))
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How texts are cut into blocks. Units: tokens of all ranks together.
+    """The way in which texts are cut into blocks. Units: tokens of all ranks together.
 
     `text_tokens` is how much the model reads at once, None any length. A text that has read `stay_tokens` in its place
     may be put aside; None: never.
@@ -243,7 +243,7 @@ class Cutting:
 
 
 def view_of(request: Request, cutting: Cutting, blocked: bool) -> RequestView:
-    """The request as the scheduler sees it; `blocked`: its reader is slow, or it is not its turn."""
+    """The request as the scheduler sees it; `blocked`: its reader is slow, or another suspect request goes first."""
     reading, keeping, drawing = request.reading, request.keeping, request.drawing
     view = RequestView(
         number=request.number,
@@ -277,7 +277,7 @@ def view_of(request: Request, cutting: Cutting, blocked: bool) -> RequestView:
 
 
 def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView:
-    """An encoding: no block has too many rows, and none ends inside a sequence."""
+    """Cut an encoding so that no block has too many rows, and none ends inside a sequence."""
     length, of_sequences = row_length(rows), cutting.text_tokens is not None
     grid = GRAIN if cutting.text_tokens is None else sequence_length(rows, cutting.text_tokens)
     # Texts without rows of a length are summed up to every multiple of the grid.

@@ -1,4 +1,4 @@
-"""What the ranks do next: a pure function from a frozen view of the open work to a plan for one step.
+"""The plan of one step: a pure function from a frozen view of the open work to what the ranks do next.
 
 Everything is shared by caller first, and within a caller by request. Decoding comes first, then short prompts in order
 of arrival, then long documents in turns, by what each has had. While anything decodes, a step carries little prefill,
@@ -24,17 +24,17 @@ from typing import TypeVar
 from dist_attn.model_config.figures import GRAIN, SLOTS
 
 WEIGHTS = (1, 4, 16)
-"""What a token counts for in each class, the most urgent first."""
+"""The weight of a token in each class, the most urgent first."""
 STEP_ROW_BYTES = 32 << 20  # so that a rank's answer stays below the size of a message
 DECODE_SHARE = 0.38
-"""Of a step's time. Under one half: half of the machine is promised to reading, and handing tokens on takes some."""
+"""Decoding's share of a step's time. Under one half: half is promised to reading, and handing tokens on takes some."""
 DRAWS_IN_A_TURN = 4
-"""By a request that shares slots: each change of those in a batch costs about as much as a draw."""
+"""Draws in the turn of a request that shares slots: each change of a batch's requests costs about as much as a draw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much goes into one step. Units: tokens and seconds; `block_tokens` and `beside_decode_tokens` are per rank.
+    """The limits of one step. Units: tokens and seconds; `block_tokens` and `beside_decode_tokens` are per rank.
 
     `step_s` is how long a step should read at most, as far as one chunk allows: what comes meanwhile waits for it.
     `token_s` and `round_s` are what a token of prefill and a round of decoding take; 0: not known yet.
@@ -79,8 +79,8 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a request has had so far: a long document's tokens, each counted by the weight of its class, or the draws of
-    the turn that it has among those that draw.
+    """The share of a request so far: a long document's tokens, each counted by the weight of its class, or the draws of
+    its present turn among the requests that draw.
     """
 
     number: int
@@ -89,7 +89,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Whose turn it is: long documents, callers by what was read for them, and the line of those that draw."""
+    """The turns taken so far: by long documents, by callers, in tokens read for them, and by requests that draw."""
 
     documents: tuple[Turn, ...] = ()
     callers: tuple[tuple[str, int], ...] = ()
@@ -98,7 +98,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything the scheduler may know. `requests` stand in order of arrival."""
+    """All that the scheduler may know. `requests` stand in order of arrival."""
 
     limits: Limits
     requests: tuple[RequestView, ...]
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Return whether there is nothing to do."""
         return not self.blocks and not any(self.decodes) and not self.swaps
 
 
@@ -155,7 +155,7 @@ def plan(view: View) -> Plan:
 
 
 def _budget(limits: Limits, *, decoding: bool) -> int:
-    """Tokens of prefill in this step: few beside decoding, but enough for half of the time; else for `step_s`."""
+    """The tokens of prefill in this step: few beside decoding, but enough for half of the time; else for `step_s`."""
     most = limits.ranks * limits.block_tokens
     if not limits.token_s:
         return min(most, limits.ranks * limits.beside_decode_tokens) if decoding else most
@@ -166,7 +166,7 @@ def _budget(limits: Limits, *, decoding: bool) -> int:
 
 
 def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
-    """How many rounds go between the layers, so that all of them together take `DECODE_SHARE` of the step at most."""
+    """The rounds of decoding between the layers, which together take `DECODE_SHARE` of the step at most."""
     if not limits.round_s or not limits.token_s:
         return 0
     reading_s = _tokens(list(blocks)) * limits.token_s
@@ -175,8 +175,8 @@ def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
 
 
 def _decodes(requests: tuple[RequestView, ...], limits: Limits, line: tuple[Turn, ...]) -> tuple[tuple[int, ...], ...]:
-    """One token for every request that can draw one, or where callers share slots for those whose turn it is; a new one
-    goes to the rank that draws for the fewest.
+    """Plan one token for every request that can draw one, or where callers share slots for those whose turn it is; a
+    new one goes to the rank that draws for the fewest.
     """
     ranks = limits.ranks
     of_ranks: list[list[RequestView]] = [[] for _ in range(ranks)]
@@ -196,7 +196,7 @@ def _decodes(requests: tuple[RequestView, ...], limits: Limits, line: tuple[Turn
 
 
 def _dealt(ready: list[RequestView], slots: int, places: Mapping[int, int]) -> list[RequestView]:
-    """Those that draw in so many slots: of each caller the first in line, then the second, and so on."""
+    """Choose the requests that draw in `slots` slots: of each caller the first in line, then the second, and so on."""
     if len(ready) <= slots:
         return ready
     waiting: dict[str, deque[RequestView]] = {}
@@ -211,7 +211,7 @@ def _dealt(ready: list[RequestView], slots: int, places: Mapping[int, int]) -> l
 
 
 def _line(before: tuple[Turn, ...], requests: tuple[RequestView, ...]) -> tuple[Turn, ...]:
-    """Those that can draw, new ones last."""
+    """The line of the requests that can draw, new ones last."""
     ready = {request.number for request in requests if request.ready}
     known = tuple(turn for turn in before if turn.number in ready)
     new = ready - {turn.number for turn in known}
@@ -219,7 +219,7 @@ def _line(before: tuple[Turn, ...], requests: tuple[RequestView, ...]) -> tuple[
 
 
 def _moved_on(line: tuple[Turn, ...], drawn: set[int], draws: int) -> tuple[Turn, ...]:
-    """The line after a step in which some have drawn so often: who has had a turn goes to its end."""
+    """The line after a step in which some have drawn `draws` times: a request that has had its turn goes to the end."""
     counted = [Turn(turn.number, turn.passed + draws * (turn.number in drawn)) for turn in line]
     ended = [Turn(turn.number, 0) for turn in counted if turn.passed >= DRAWS_IN_A_TURN]
     return (*(turn for turn in counted if turn.passed < DRAWS_IN_A_TURN), *ended)
@@ -270,7 +270,7 @@ Key = TypeVar("Key", int, str)
 
 
 def _begun(before: Mapping[Key, int], now: Iterable[Key]) -> dict[Key, int]:
-    """What each of those that are here has had; a new one begins with the least of the others, and is owed nothing."""
+    """The tokens that each present key has had; a new one begins with the least of the others, and is owed nothing."""
     here = sorted(now)
     least = min((before[key] for key in here if key in before), default=0)
     return {key: before.get(key, least) for key in here}
@@ -279,7 +279,7 @@ def _begun(before: Mapping[Key, int], now: Iterable[Key]) -> dict[Key, int]:
 def _by_callers(
     requests: Iterable[RequestView], comes: Callable[[RequestView], tuple[float, ...]]
 ) -> Iterator[RequestView]:
-    """The requests so that next is, of the first ones of each caller and class, the one that `comes` first by then."""
+    """Order the requests: next is, of the first ones of each caller and class, the one that `comes` first by then."""
     waiting: dict[tuple[int, str], deque[RequestView]] = {}
     for request in requests:
         waiting.setdefault((request.priority, request.caller), deque()).append(request)
@@ -292,7 +292,7 @@ def _by_callers(
 
 @dataclass
 class _Room:
-    """What is left in a step: tokens, and bytes of the rows that ranks make of them."""
+    """The room left in a step: tokens, and bytes of the rows that ranks make of them."""
 
     tokens: int
     row_bytes: int
@@ -321,7 +321,7 @@ def _tokens(blocks: list[Block]) -> int:
 
 
 def _next(request: RequestView, at: int) -> int:
-    """Where a block that begins at `at` ends: at the end of a chunk or of the input; 0 while that has not come."""
+    """The end of a block that begins at `at`: a chunk's end or the input's; 0 while that has not come."""
     stop = request.start + request.available
     edge = (at // request.chunk + 1) * request.chunk
     if edge <= stop:
@@ -407,7 +407,7 @@ def _giving_way(
 
 
 def _most_places(limits: Limits) -> int:
-    """Of one caller beside others: a batch of slots is left to others free, since who draws keeps its place."""
+    """The most places of one caller beside others: a batch of slots stays free, as who draws keeps the place."""
     return limits.max_active - SLOTS if limits.max_active >= 2 * SLOTS else limits.max_active
 
 
@@ -417,7 +417,7 @@ def _has_room(request: RequestView, held: Mapping[int, int], limits: Limits) -> 
 
 
 def _growing(here: list[RequestView], limit: int) -> set[int]:
-    """Which of the requests that hold a state go on, in order of arrival, as far as their states will fit.
+    """The requests that hold a state and go on, in order of arrival, as far as their states will fit.
 
     Texts that did not say how long they are may turn out not to fit together: the later ones rest until others end.
     """

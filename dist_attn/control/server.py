@@ -107,7 +107,7 @@ def _remove(address: str) -> None:
 
 
 def local_address(address: str) -> str:
-    """Where this machine connects to an address that is listened on, which may stand for all addresses."""
+    """The address by which this machine connects to one that is listened on, which may stand for all addresses."""
     return re.sub(r"^tcp://(\*|0\.0\.0\.0):", "tcp://127.0.0.1:", address)
 
 
@@ -127,7 +127,7 @@ class _Server:
         self._hurried = False
 
     def run(self) -> int:
-        """Turn until there is a reason to stop, then end everything that was started."""
+        """Serve until there is a reason to stop, then end everything that was started."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         addresses = {"api_address": self._settings.api_address, "rank_address": self._rank_address}
@@ -186,7 +186,7 @@ class _Server:
             self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
 
     def _agent_patience_s(self, identity: bytes) -> float:
-        """A process that has only been started loads its libraries first, on a busy machine for long."""
+        """The seconds to wait for an agent's hello; a process that was just started has its libraries to load first."""
         return AGENT_STUCK_S if self._controller.knows_agent(identity) else AGENT_START_S
 
     def _turn(self, timeout_s: float) -> None:

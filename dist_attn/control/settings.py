@@ -1,4 +1,4 @@
-"""What one controller, agent included, is told: the engine's settings, and what they need besides; as flags too."""
+"""The settings of one controller and its agent, which are flags too: `[engine]` and a few values besides."""
 
 import json
 import re
@@ -23,7 +23,7 @@ AGENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 def _from_json(value: Any) -> Any:
-    """A flag holds a list as JSON."""
+    """Read a flag's list, which is JSON."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -77,7 +77,7 @@ class ControlSettings(FlagSettings, EngineSettings):
 
     @property
     def starts_by(self) -> Literal["direct", "mpiexec"]:
-        """What starts the ranks: each host's agent one by one, or MPI's launcher."""
+        """The starter of the ranks: each host's agent one by one, or MPI's launcher."""
         return "mpiexec" if self.backend == "mpi" and self.ranks > 1 else "direct"
 
     @property
@@ -103,7 +103,7 @@ class ControlSettings(FlagSettings, EngineSettings):
 
     @classmethod
     def of_encoder(cls, tree: Settings) -> "ControlSettings":
-        """Those of the encoder's controller, whose ranks are all on this host.
+        """The settings of the encoder's controller, whose ranks are all on this host.
 
         Raises: as `of`.
         """
@@ -118,7 +118,7 @@ class ControlSettings(FlagSettings, EngineSettings):
     def from_flags(
         cls, arguments: list[str], program: str, environment: Mapping[str, str] | None = None
     ) -> "ControlSettings":
-        """The settings of a start: flags over `environment`, both over the file that --config or it names.
+        """Read the settings of a start: flags over `environment`, both over the file that --config or it names.
 
         A process that another of ours has started (it is told `parent`) has all it needs in its flags, and nothing
         else counts. Exits with code 2 and a message on stderr if the values do not fit.

@@ -42,7 +42,7 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
     def finish(self, request: int, ordinal: int, num_bytes: int) -> bool:
-        """The state of that number has come; false, and nothing is kept, if it is not whole."""
+        """Note that all of a new state has come; false, and nothing is kept, if it is not whole."""
         path = self._next(request, ordinal)
         try:
             if not num_bytes:  # there is nothing to keep, and nothing was sent
@@ -63,7 +63,7 @@ class StateFiles:
         return True
 
     def begin(self, request: int, start: int, data: bytes) -> bool:
-        """Bytes [start, start + n) of the state that the request begins with; false if they cannot be kept.
+        """Write bytes [start, start + n) of the state that the request begins with; false if they cannot be kept.
 
         A loss of ranks leaves them.
         """
@@ -77,7 +77,7 @@ class StateFiles:
         return True
 
     def begun(self, request: int) -> bool:
-        """What has come so is the request's last state; false if it cannot be."""
+        """Make the state written by `begin` the request's last one; false if it cannot be."""
         try:
             self._begin(request).replace(self._last(request))
         except OSError:
@@ -101,7 +101,7 @@ class StateFiles:
         return True
 
     def offered(self, request: int, ordinal: int, start: int, count: int) -> bytes:
-        """Bytes [start, start + count) of a state that is kept so; fewer if they cannot be read."""
+        """Read bytes [start, start + count) of a state that `offer` keeps; fewer if they cannot be read."""
         try:
             with self._offered(request, ordinal).open("rb") as file:
                 file.seek(start)
@@ -111,7 +111,7 @@ class StateFiles:
             return b""
 
     def end_offer(self, request: int, ordinal: int) -> None:
-        """Remove the name under which the state was kept."""
+        """Remove the name under which `offer` keeps a state."""
         self._offered(request, ordinal).unlink(missing_ok=True)
 
     def parts(self, request: int) -> Iterator[bytes]:
@@ -127,7 +127,7 @@ class StateFiles:
             log.error("state cannot be read", request=request, error=str(error))
 
     def forget_unfinished(self) -> None:
-        """The ranks are gone: what was not committed is of no use."""
+        """Remove states that were not committed: their ranks are gone."""
         for path in [*self.folder.glob("*.next"), *self.folder.glob("*.whole")]:
             path.unlink(missing_ok=True)
 
@@ -137,7 +137,7 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove the folder with all its files."""
         self._own.remove()
 
     def _next(self, request: int, ordinal: int) -> Path:

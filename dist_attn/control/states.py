@@ -30,7 +30,7 @@ SAVED_BYTES_PER_S = 16 << 20  # of all requests together, where time alone asks 
 
 @final
 class States:
-    """What is done about the states of requests; `keeper` holds their bytes."""
+    """The saved states of all open requests; `keeper` holds their bytes."""
 
     def __init__(self, requests: OpenRequests, settings: ControlSettings, keeper: StateFiles) -> None:
         self._requests = requests
@@ -41,7 +41,7 @@ class States:
         self._save_draws, self._save_s = settings.save_draws, settings.save_s
         self._ranks, self._state_bytes = settings.ranks, settings.state_bytes
         self.save_tokens = settings.save_tokens * settings.ranks
-        """A state is saved after so many tokens, of all ranks together."""
+        """The tokens, of all ranks together, after which a state is saved."""
 
     # ---- from the API --------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class States:
         return request.is_restored
 
     def _restore(self, request: Request, begin: BeginState, arrival: Arrival) -> None:
-        """All bytes have come: see what they are.
+        """Check the state that has come whole, and begin the request with it.
 
         Raises: WireError, StateMismatchError, OSError.
         """
@@ -177,7 +177,7 @@ class States:
         request.keeping.ask_no_more()
 
     def _take_credit(self, request: Request, credit: StateCredit) -> None:
-        """The reader of the state that was announced takes more of it."""
+        """Send the reader of the announced state as much more as its credit allows."""
         offers = request.keeping.offers
         saved = offers.grant(credit.position, credit.upto, self._requests.now)
         if saved is None:
@@ -208,11 +208,11 @@ class States:
 
     @property
     def any_awaited(self) -> bool:
-        """Whether a state shall be saved though there may be no other work."""
+        """Return whether a state is to be saved though there may be no other work."""
         return any(request.awaits_save for request in self._requests)
 
     def save_is_due(self, request: Request) -> bool:
-        """Whether the request has gone far since a state of it was asked for: in tokens, in draws, or in time.
+        """Return whether the request has gone far since a state of it was asked for: in tokens, in draws, or in time.
 
         Time counts so that work advances even if ranks are lost every few seconds: it goes on from a saved state.
         """
@@ -228,7 +228,7 @@ class States:
         return far or (further and waited_s >= max(self._save_s, len(self._requests) * own_s))
 
     def may_save(self, request: Request) -> bool:
-        """Whether one rank has the whole state: over several, the keys of an encoding lie where they were read."""
+        """Return whether one rank has the whole state; an encoding's keys lie on the ranks that read them."""
         model = self._requests.model
         if model is None or model.state_bytes is None:
             return False
@@ -250,7 +250,7 @@ class States:
         return -(-size // self._ranks) if self._is_spread(request) else size
 
     def misfit(self, request: Request) -> str:
-        """Why a state that grows with the text will not fit into a rank; empty when it does."""
+        """Say why a state that grows with the text will not fit into a rank; empty when it does."""
         size = self._room(request)
         if size <= self._state_bytes:
             return ""
@@ -260,14 +260,14 @@ class States:
         )
 
     def _room(self, request: Request) -> int:
-        """Bytes that the request will take in a rank, where states grow, with room where it is drawn from."""
+        """The bytes that the request will take in a rank where states grow; room is added where tokens are drawn."""
         if not self._grows:
             return 0
         length = request.length if request.work.draw is None else tokens_with_room(request.length)
         return self._size(request, length)
 
     def in_view(self, view: RequestView, request: Request) -> RequestView:
-        """What the scheduler sees, with the size of the state where it grows with the text."""
+        """The scheduler's view of the request, with the size of its state where that grows with the text."""
         if not self._grows:
             return view
         swappable = view.swappable and self.may_save(request)
@@ -321,7 +321,7 @@ class States:
 
     def _may_count(self, request: Request, saved: SavedState) -> bool:
         if not request.is_session:
-            # What comes with a draw is behind all of the text.
+            # A state that comes with a draw is behind all of the text.
             return saved.draws > 0 or saved.position <= request.reading.done
         if request.reading.tokens_in(saved) > request.reading.done:
             return False
@@ -332,7 +332,7 @@ class States:
     # ---- the end -------------------------------------------------------------------------------
 
     def end_drawing(self, request: Request) -> None:
-        """The last token was drawn and sent."""
+        """Note that the last token was drawn and sent."""
         if request.is_session:
             self.commit(request)
         elif request.keeping.states_at:
@@ -364,7 +364,7 @@ class States:
             self._requests.close(request.number)
 
     def ranks_lost(self) -> None:
-        """What was saved and had not come whole is lost; requests that only wait for that have nothing to wait for."""
+        """Drop states that had not come whole; requests that only wait for such a state end."""
         self._keeper.forget_unfinished()
         for request in self._requests:
             # Also of one that the lost ranks no longer worked on: its place went to another as soon as an earlier state

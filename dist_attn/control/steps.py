@@ -1,4 +1,4 @@
-"""Numbered steps: turns a plan into each rank's messages, keeps account of what is under way, and learns the pace."""
+"""Numbered steps: turning a plan into each rank's messages, keeping account of what is under way, learning the pace."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ class Pace:
     """Moving averages over steps; 0 for what has not been seen yet. Units: seconds."""
 
     token_s: float = 0.0
-    """Of reading one token, all ranks working together."""
+    """The seconds to read one token, all ranks working together."""
     round_s: float = 0.0
-    """Of one round of decoding: a token for every request that decodes, on the rank that takes longest."""
+    """The seconds of one round of decoding: a token for every request that decodes, on the rank that takes longest."""
 
     def learn(self, tokens: int, rounds: int, prefill_s: float, decode_s: float) -> None:
-        """A step of all ranks that read `tokens` and decoded for `rounds` took so long for each.
+        """Learn from a step of all ranks that read `tokens` and decoded for `rounds`, in so many seconds each.
 
         What reads less than a grain says more about what every block costs than about a token, and is left out.
         """
@@ -66,7 +66,7 @@ class _Orders:
         self.ops: list[list[Op]] = [[] for _ in range(ranks)]
         self.rounds: list[list[DecodeOp]] = [[] for _ in range(ranks)]
         self.restores: list[tuple[int, int]] = []
-        """Ranks, and requests whose saved state they begin with."""
+        """The ranks, and the requests whose saved state they begin with."""
 
     def to_all(self, op: Op) -> None:
         for of_rank in self.ops:
@@ -91,7 +91,7 @@ class _Orders:
                 self.restores.append((rank, number))
 
     def decode(self, rank: int, numbers: tuple[int, ...]) -> None:
-        """One token for each of them; the other ranks take part, or forget those that draw for the first time."""
+        """Order one token for each request; the other ranks take part, or forget those that draw for the first time."""
         if numbers:
             op = DecodeOp([_entry(self._requests[number], rank) for number in numbers])
             for ops in self._that_decode(rank):
@@ -104,7 +104,7 @@ class _Orders:
             self._save(request, rank)
 
     def decode_again(self, rank: int, numbers: tuple[int, ...], rounds: int) -> None:
-        """Further rounds for those that may draw; where a state is to be handed out, it comes first."""
+        """Order further rounds for the requests that may draw; a state that is to be handed out comes first."""
         if self._all_decode and rank < len(self.ops) - 1:
             return  # the last rank draws
         requests = [self._requests[number] for number in numbers]
@@ -115,7 +115,7 @@ class _Orders:
                 rounds_of_rank.append(op)
 
     def prefill(self, block: Block) -> None:
-        """A block, cut over the ranks."""
+        """Order a block, cut over the ranks."""
         request = self._requests[block.request]
         reading = request.reading
         for ops, length in zip(self.ops, block.lengths, strict=True):
@@ -128,14 +128,14 @@ class _Orders:
         self.save_awaited(request)
 
     def end_blocks(self, request: Request) -> None:
-        """All blocks of a request in this step are given; an encoding whose last one was may be forgotten."""
+        """End a request's blocks of this step: save its state if due; let the ranks forget an encoding once read."""
         self._save(request, request.number % len(self.ops))
         if request.is_read:
             request.keeping.close()
             self.to_all(CloseOp(request.number))
 
     def save_awaited(self, request: Request) -> None:
-        """Ask for a state that is handed out, and of a stored session for any: of the rank that has its logits."""
+        """Ask the rank that has its logits for a state that is handed out, and of a stored session for any."""
         drawing = request.drawing
         kept = request.is_session and request.keeping.on_ranks and not drawing.rewinding
         if request.awaits_save or (kept and self._states.save_is_due(request)):
@@ -156,7 +156,7 @@ class _Orders:
 
 
 def _entry(request: Request, rank: int) -> DecodeEntry:
-    """The next draw, and the token that goes along, as far as it is known."""
+    """The next draw, with the token that goes along, as far as it is known."""
     index = request.drawing.ask(rank)
     if index < 0:
         return DecodeEntry(request.number, int.from_bytes(request.reading.take(1), "little"))
@@ -175,7 +175,7 @@ class _UnderWay:
     decode_s: float = 0.0
 
     def finished(self, done: StepDone) -> None:
-        """A rank is done; its waiting in exchanges counts as reading, so the rank that read least waited least."""
+        """Note that a rank is done. Its waits in exchanges count as reading: the rank that read least waited least."""
         self.waiting.discard(done.rank)
         self.prefill_s = min(self.prefill_s, done.seconds - done.decode_seconds)
         self.decode_s = max(self.decode_s, done.decode_seconds)
@@ -195,20 +195,20 @@ class StepBook:
     _rate: deque[tuple[float, int]] = field(default_factory=deque)
 
     def begin_epoch(self, epoch: int) -> None:
-        """A fresh group: step 1 comes next."""
+        """Begin a new epoch, with step 1."""
         self.epoch, self.last_k = epoch, 0
         self.under_way.clear()
         self._done = [0] * self.ranks
 
     @property
     def oldest(self) -> tuple[float, int] | None:
-        """When the oldest unfinished step was sent, and its number."""
+        """The time at which the oldest unfinished step was sent, and its number."""
         return (self.under_way[0].sent_at, self.under_way[0].k) if self.under_way else None
 
     def compose(
         self, plan: Plan, requests: OpenRequests, states: States, now: float
     ) -> Iterator[tuple[int, AnyMessage]]:
-        """The next step of every rank, and before it the states it begins with; takes tokens out of the requests.
+        """Compose the next step of every rank, after the states it begins with; takes tokens out of the requests.
 
         Decoding stands before prefill.
         """
@@ -234,7 +234,7 @@ class StepBook:
         return self._messages(orders, requests, states, read)
 
     def _account(self, plan: Plan, now: float) -> None:
-        """The step is under way."""
+        """Count the step as under way."""
         self.last_k += 1
         reached = [(block.request, block.start + block.tokens) for block in plan.blocks]
         tokens, drawing = sum(block.tokens for block in plan.blocks), 1 + plan.rounds if any(plan.decodes) else 0
@@ -258,7 +258,7 @@ class StepBook:
                 requests.grant(request)
 
     def finish(self, done: StepDone) -> list[tuple[int, int]]:
-        """One rank has finished a step; the requests that have come further, now that all ranks have, and how far.
+        """Note that one rank has finished a step; returns the requests that all ranks have brought on, and how far.
 
         Raises: WireError if it is not the step that is due from this rank.
         """
@@ -273,7 +273,7 @@ class StepBook:
         return reached
 
     def any_finished(self, k: int) -> bool:
-        """Whether a rank has finished this step."""
+        """Return whether a rank has finished this step."""
         return k <= max(self._done)
 
     def check_due(self, rank: int, k: int) -> None:

@@ -1,4 +1,4 @@
-"""BERT as an encoder, and what a folder of sentence-transformers says beside its weights: how it pools, where it cuts.
+"""BERT as an encoder, and the files of sentence-transformers beside its weights: its pooling, and where texts are cut.
 
 BERT has learned positions, token types, a norm behind every sublayer and biases everywhere. The folder's modules.json,
 1_Pooling/config.json and sentence_bert_config.json are read.
@@ -33,7 +33,7 @@ NOT_OF_THE_ENCODER = (
 
 
 def bert_config(source: SourceConfig) -> dict[str, Any]:
-    """What our config.json says for this model, as exact softmax attention; how it pools is not in this file.
+    """Make our config.json of this model, as exact softmax attention; its pooling is not in this file.
 
     Raises: ModelFolderError for an option that would compute something else.
     """
@@ -69,7 +69,7 @@ def bert_config(source: SourceConfig) -> dict[str, Any]:
 
 
 def bert_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, torch.Tensor]:
-    """The tensors under our names; q, k and v lie in one matrix."""
+    """Rename the tensors to our names; q, k and v lie in one matrix."""
     weights.drop(*NOT_OF_THE_ENCODER)
     root = "bert." if "bert.embeddings.word_embeddings.weight" in weights else ""
     own = {
@@ -102,7 +102,7 @@ SWITCHES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Where the encoder itself lies: in the folder, or in one of its own as modules.json says.
+    """Find the folder of the encoder itself: this one, or one in it that modules.json names.
 
     Raises: ModelFolderError for parts that are not supported.
     """
@@ -110,7 +110,7 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def read_sentence_encoder(folder: Path, source: SourceConfig) -> dict[str, Any]:
-    """`pooling`, `normalise` and `max_tokens` of our config.json.
+    """Read `pooling`, `normalise` and `max_tokens` of our config.json.
 
     A folder without modules.json is read as sentence-transformers reads it: the mean, not normalised.
 
@@ -136,7 +136,7 @@ def read_sentence_encoder(folder: Path, source: SourceConfig) -> dict[str, Any]:
 
 
 def _modules(folder: Path) -> dict[str, str]:
-    """The folders of the parts by the name of their class."""
+    """Read the folders of the parts by the name of their class."""
     path = folder / MODULES
     if not path.is_file():
         return {}
@@ -170,7 +170,7 @@ def _pooling(path: Path) -> str:
 
 
 def _max_tokens(folder: Path, source: SourceConfig, about: dict[str, Any]) -> int:
-    """Where texts are cut: at max_seq_length or, without one, as the tokeniser says; never beyond the positions."""
+    """The number of tokens at which texts are cut: max_seq_length, else the tokeniser's; never beyond the positions."""
     positions = source.integer("max_position_embeddings", 512)
     limit = about.get("max_seq_length")
     if limit is None:

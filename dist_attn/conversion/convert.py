@@ -43,7 +43,7 @@ FRESH = (".sigma_H1K", ".w_HDK")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a model becomes: `softmax` computes what it did; `rfa` has its weights with random feature attention.
+    """The kind of a conversion: `softmax` computes the same; `rfa` has its weights with random feature attention.
 
     Encoders may have `elu` (elu + 1) as well. Kernel attention needs training to be of use; `seed` decides the
     `num_random` random vectors per head of `rfa`. `exact_layers`, counted from 0, keep softmax beside it.
@@ -56,7 +56,7 @@ class Conversion:
 
 
 def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None) -> dict[str, Any]:
-    """Write the model in `folder` as a model folder of ours to `out`; what was done, as plain values.
+    """Write the model in `folder` as a model folder of ours to `out`; returns what was done, as plain values.
 
     Reads config.json, safetensors and tokenizer.json, and of sentence encoders what says how they pool. Weights are
     written in float32.
@@ -94,7 +94,7 @@ def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None
 
 
 def _with_end(folder: Path, tokeniser: ForeignTokeniser, end: object) -> ForeignTokeniser:
-    """With the end token of config.json, where the tokeniser's own files name none."""
+    """Take the end token of config.json where the tokeniser's own files name none."""
     if isinstance(tokeniser, WordPieceTokeniser):
         raise ModelFolderError(f"{folder}: WordPiece cannot give a text's bytes back, which a language model needs")
     return tokeniser.ending_with(end) if tokeniser.end_token is None and isinstance(end, int) else tokeniser
@@ -127,7 +127,7 @@ def _config(
 
 
 def _stack(values: dict[str, Any], changes: dict[str, Any], conversion: Conversion) -> dict[str, Any]:
-    """The mixer of all layers, or a list of those that change and those that stay exact."""
+    """Make the mixer of all layers, or a list of those that change and those that stay exact."""
     exact: dict[str, Any] = values["mixer"]
     if not conversion.exact_layers:
         return exact | changes

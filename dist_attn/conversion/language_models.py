@@ -1,4 +1,4 @@
-"""Language models of other programs as ours: what config.json says, and the tensors under our names.
+"""Language models of other programs as ours: their config.json in our keys, and their tensors under our names.
 
 GPT-2 has learned positions, LayerNorm, biases everywhere and a read-out tied to the embedding; GPT-NeoX (Pythia) partly
 rotary positions, LayerNorm, the MLP beside the attention and a read-out of its own; Llama rotary positions, RMS norms,
@@ -17,7 +17,7 @@ from dist_attn.errors import ModelFolderError
 
 
 def gpt2_config(source: SourceConfig) -> dict[str, Any]:
-    """What our config.json says for this model, as exact softmax attention.
+    """Make our config.json of a GPT-2, as exact softmax attention.
 
     Raises: ModelFolderError for an option that would compute something else.
     """
@@ -49,7 +49,7 @@ def gpt2_config(source: SourceConfig) -> dict[str, Any]:
 
 
 def gpt2_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, torch.Tensor]:
-    """The tensors under our names; GPT-2 writes its matrices [in, out]."""
+    """Rename the tensors to our names; GPT-2 writes its matrices [in, out]."""
     root = "transformer." if "transformer.wte.weight" in weights else ""
     weights.drop(".attn.bias", ".attn.masked_bias")
     own = {
@@ -73,7 +73,7 @@ def gpt2_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, torc
 
 
 def gpt_neox_config(source: SourceConfig) -> dict[str, Any]:
-    """What our config.json says for this model, as exact softmax attention.
+    """Make our config.json of a GPT-NeoX, as exact softmax attention.
 
     Raises: ModelFolderError for an option that would compute something else.
     """
@@ -104,7 +104,7 @@ def gpt_neox_config(source: SourceConfig) -> dict[str, Any]:
 
 
 def gpt_neox_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, torch.Tensor]:
-    """The tensors under our names; GPT-NeoX writes q, k and v of one head after those of another."""
+    """Rename the tensors to our names; GPT-NeoX writes q, k and v of one head after those of another."""
     heads = source.integer("num_attention_heads", 64)
     weights.drop(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
     own = {"embedding.weight": weights.take("gpt_neox.embed_in.weight")}
@@ -128,7 +128,7 @@ def gpt_neox_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, 
 
 
 def llama_config(source: SourceConfig) -> dict[str, Any]:
-    """What our config.json says for this model, as exact softmax attention.
+    """Make our config.json of a Llama, as exact softmax attention.
 
     Raises: ModelFolderError for an option that would compute something else.
     """
@@ -163,7 +163,7 @@ def llama_config(source: SourceConfig) -> dict[str, Any]:
 
 
 def llama_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, torch.Tensor]:
-    """The tensors under our names; q, k and v lie in one matrix, and so do the gate and the input of the MLP."""
+    """Rename the tensors to our names; q, k and v lie in one matrix, and so do the gate and the input of the MLP."""
     heads = source.integer("num_attention_heads", 32)
     copies = heads // source.integer("num_key_value_heads", heads)
     weights.drop("rotary_emb.inv_freq")
@@ -193,6 +193,6 @@ def llama_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, tor
 
 
 def _for_every_head(rows: torch.Tensor, groups: int, copies: int) -> torch.Tensor:
-    """[G K, ...] -> [G copies K, ...]: the rows of each group again for each of its query heads."""
+    """Repeat the rows of each group for each of its query heads: [G K, ...] -> [G copies K, ...]."""
     rows_GKD: torch.Tensor = rows.unflatten(0, (groups, -1))
     return rows_GKD.repeat_interleave(copies, dim=0).flatten(0, 1)

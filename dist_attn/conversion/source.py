@@ -38,7 +38,7 @@ class SourceConfig:
     values: dict[str, Any]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; `default` where the file has none or null.
+        """Read a whole number of at least 1; `default` where the file has none or null.
 
         Raises: ModelFolderError for anything else.
         """
@@ -49,7 +49,7 @@ class SourceConfig:
         return value
 
     def real(self, key: str, default: float) -> float:
-        """A number above 0.
+        """Read a number above 0.
 
         Raises: ModelFolderError for anything else.
         """
@@ -59,7 +59,7 @@ class SourceConfig:
         return float(value)
 
     def one_of(self, key: str, *allowed: Any) -> Any:
-        """One of the values that are supported; the first of them where the file does not say.
+        """Read one of the values that are supported; the first of them where the file does not say.
 
         Raises: ModelFolderError for any other, which names them.
         """
@@ -73,7 +73,7 @@ class SourceConfig:
     def rotary(
         self, head_size: int, *, base_key: str, share_key: str | None = None, share: float = 1.0
     ) -> RotaryConfig:
-        """Plain rotary positions, from the keys of newer files (`rope_parameters`) or older ones.
+        """Read plain rotary positions, from the keys of newer files (`rope_parameters`) or older ones.
 
         Raises: ModelFolderError for positions that are scaled, or that turn an odd number of dimensions.
         """
@@ -111,7 +111,7 @@ class SourceWeights:
         return name in self._tensors
 
     def take(self, name: str) -> torch.Tensor:
-        """The tensor of this name.
+        """Take the tensor of this name.
 
         Raises: ModelFolderError where there is none.
         """
@@ -133,7 +133,7 @@ class SourceWeights:
 
 
 def read_source_config(folder: Path) -> SourceConfig:
-    """The configuration of a folder.
+    """Read the configuration of a folder.
 
     Raises: ModelFolderError for a folder without a readable one.
     """
@@ -148,7 +148,7 @@ def read_source_config(folder: Path) -> SourceConfig:
 
 
 def read_source_weights(folder: Path) -> SourceWeights:
-    """All tensors of a folder, from one safetensors file or from those that an index lists.
+    """Read all tensors of a folder, from one safetensors file or from those that an index lists.
 
     Raises: ModelFolderError for files that are missing or damaged, and for weights that only pickle could read.
     """

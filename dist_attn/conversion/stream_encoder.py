@@ -1,4 +1,4 @@
-"""From a sentence encoder to a stream encoder, which reads the same in blocks and remembers what stood before them."""
+"""The making of a stream encoder from a sentence encoder: it reads in blocks, and remembers what stood before them."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ HEAD_SIZE, MLP_SIZE = 64, 64
 
 
 def begin_stream_encoder(teacher: TextEncoder, block: int, context: ContextConfig | None = None) -> StreamEncoder:
-    """A stream encoder with the teacher's weights, whose `context` adds nothing until it is trained.
+    """Make a stream encoder with the teacher's weights, whose `context` adds nothing until it is trained.
 
     A block may be longer than the teacher reads at once, as far as its positions reach.
 
@@ -52,7 +52,7 @@ def begin_stream_encoder(teacher: TextEncoder, block: int, context: ContextConfi
 
 
 def memory_of(hidden_size: int) -> ContextConfig:
-    """One layer of kernel attention, whose heads share a gate.
+    """Configure one layer of kernel attention, whose heads share a gate.
 
     Features of keys of zeros are ones, so the clamp is the denominator of an endless text: in a short one a token's
     weight is no larger than it is in a long one.
@@ -72,7 +72,7 @@ def memory_of(hidden_size: int) -> ContextConfig:
 
 
 def remember(model: StreamEncoder, tokens: float = MEMORY_TOKENS, share: float = MEMORY_SHARE) -> StreamEncoder:
-    """The model, whose context of `memory_of` adds to each token `share` of a decaying mean of the text so far.
+    """Set the context of `memory_of` to add to each token `share` of a decaying mean of the text so far.
 
     Queries and keys are zeros, so that every earlier token has the weight (1 - exp(-1 / tokens)) exp(-age / tokens),
     which sum to one when the text is long: the beginning of a text has little behind it and gets little. The norm
@@ -97,7 +97,7 @@ def remember(model: StreamEncoder, tokens: float = MEMORY_TOKENS, share: float =
 def convert_sentence_encoder(
     folder: str | Path, out: Path, block: int = BLOCK, context: ContextConfig | None = None
 ) -> dict[str, Any]:
-    """Write the text encoder of a folder, or of a name, as a stream encoder to `out`; what was done, as plain values.
+    """Write the text encoder of a folder, or of a name, as a stream encoder to `out`; returns what was done.
 
     Without a `context`, which would have to be trained, it remembers as `remember` says. Matrices are kept in float16.
 

@@ -1,4 +1,4 @@
-"""Which exchange of the scan over ranks is fastest here: measured times in a file of the user's cache, else a rule.
+"""The choice of the fastest exchange for a scan over ranks: measured times in the user's cache, else a rule.
 
 `dist-attn doctor --measure` measures and writes them.
 """
@@ -15,14 +15,14 @@ import msgspec
 from dist_attn.model_config.figures import ScanMessage, takes_turns
 from dist_attn.wire.choices import StateExchange
 
-# Up to so many ranks one all-gather is the fewest steps on a fast link; more need log2 P steps or two levels.
+# Up to so many ranks one all-gather is the fewest steps on a fast link; more ranks need log2 P steps or two levels.
 GATHER_RANKS = 8
 # MPI combines states in fewer steps than messages between pairs do, by an operator in Python that larger ones wait for.
 EXSCAN_BYTES = 1 << 20
 
 
 def timed_exchanges(ranks: int, backend: str) -> list[StateExchange]:
-    """What `doctor --measure` measures on one host: two ranks may also swap, and MPI combines by itself."""
+    """The exchanges that `doctor --measure` times on one host: two ranks may also swap, and MPI has its own scan."""
     names: list[StateExchange] = ["gather", "log_step", "pipelined_ring"]
     if ranks == 2:
         names.append("pair")
@@ -33,7 +33,7 @@ def timed_exchanges(ranks: int, backend: str) -> list[StateExchange]:
 
 @dataclass(frozen=True)
 class ScanTime:
-    """How long one exchange took. Units: seconds, the median of several; bytes of one rank's element."""
+    """The time of one exchange. Units: seconds, the median of several; bytes of one rank's element."""
 
     backend: str
     ranks: int
@@ -44,12 +44,12 @@ class ScanTime:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured times; none of them: the rule of thumb decides."""
+    """The measured times; where there are none, the rule of thumb decides."""
 
     times: tuple[ScanTime, ...] = ()
 
     def choose(self, backend: str, ranks: int, message_bytes: int, hosts: Sequence[Sequence[int]] = ()) -> str:
-        """The exchange that was fastest for as many ranks and about this size; over several hosts, the rule's.
+        """Choose the exchange measured fastest for as many ranks and about this size; over several hosts, the rule's.
 
         Entries that cannot have been measured count for nothing: a file may be of another version, or edited.
         """
@@ -65,24 +65,24 @@ class Calibration:
         return min((t for t in measured if t.message_bytes == nearest), key=lambda t: t.seconds).algorithm
 
     def with_times(self, times: Sequence[ScanTime]) -> "Calibration":
-        """These times in the place of older ones of the same back end and number of ranks."""
+        """Replace older times of the same back end and number of ranks with these."""
         new = {(t.backend, t.ranks) for t in times}
         return Calibration((*(t for t in self.times if (t.backend, t.ranks) not in new), *times))
 
     def to_json(self) -> str:
-        """As it stands in the file."""
+        """Encode the times as they stand in the file."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def from_json(text: str) -> "Calibration":
-        """What a file holds; none of it when it is not a calibration, which is only ever a hint."""
+        """Decode a file; there are no times when it is not a calibration, which is only ever a hint."""
         try:
             return msgspec.json.decode(text, type=Calibration)
         except (msgspec.DecodeError, RecursionError):
             return Calibration()
 
     def write(self, file: Path) -> None:
-        """Put it where `read_calibration` finds it, whole or not at all."""
+        """Write the times where `read_calibration` finds them, whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f".{file.name}.{os.getpid()}.writing")
         beside.write_text(self.to_json())
@@ -92,7 +92,7 @@ class Calibration:
 def default_exchange(
     ranks: int, hosts: Sequence[Sequence[int]] = (), backend: str = "", message_bytes: int | None = None
 ) -> str:
-    """A swap for a pair, one all-gather for a few ranks, two levels for many on several hosts, else log steps.
+    """Choose a swap for a pair, one all-gather for a few ranks, two levels for many on several hosts, else log steps.
 
     Many ranks of MPI on one level leave states of up to 1 MiB to MPI's own scan.
     """
@@ -106,14 +106,14 @@ def default_exchange(
 
 
 def usual_exchange(message: ScanMessage, ranks: int) -> str:
-    """How a state travels where nothing else is asked for: in turn, or by the rule of thumb for scans."""
+    """The way of a state where nothing else is asked for: in turn, or by the rule of thumb for scans."""
     if takes_turns(ranks, message.heads, erases=message.erases):
         return "in_turn"
     return default_exchange(ranks)
 
 
 def calibration_file(environ: Mapping[str, str]) -> Path:
-    """In $XDG_CACHE_HOME, else in ~/.cache; for a user without a home, among temporary files."""
+    """The file of measured times: in $XDG_CACHE_HOME, else ~/.cache; of users without a home, among temporary files."""
     cache = environ.get("XDG_CACHE_HOME")
     home = Path(environ.get("HOME") or os.path.expanduser("~"))
     if not cache and not home.is_absolute():
@@ -122,7 +122,7 @@ def calibration_file(environ: Mapping[str, str]) -> Path:
 
 
 def read_calibration(file: Path) -> Calibration:
-    """What was measured; nothing when there is no such file or it cannot be read."""
+    """Read the measured times; none when there is no such file or it cannot be read."""
     try:
         return Calibration.from_json(file.read_text())
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Memory, traffic, time and output of one document, put together from the model's and the exchanges' formulas."""
+"""The memory, traffic, time and output of one document, put together from formulas of the model and of exchanges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ STEP_MESSAGES = 9  # that an exchange in steps holds, with any number of ranks
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one rank is taken to be: cautious figures for one CPU core and for ranks on one machine.
+    """The speeds that one rank is taken to have: cautious figures for one CPU core and for ranks on one machine.
 
     `prefill_efficiency` is the share of the matmul rate that a whole model reaches in prefill; `text_tokens_per_s` is
     how fast rank 0 reads and tokenises. `exposed_s` is for how long the exchanges of one layer and block hold up a
@@ -69,7 +69,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class MemoryPerRank:
-    """Where a rank's memory goes.
+    """The parts of a rank's memory.
 
     Units: bytes. While weights are read they are there twice, in float32 whatever they become: `loading`, which is
     held before there is a state, and is the peak of a model with few activations.
@@ -84,13 +84,13 @@ class MemoryPerRank:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """The most bytes that are held at once."""
         return self.process + max(self.loading, self.weights + self.state + self.activations + self.exchange)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one document of `tokens` costs on `ranks` ranks.
+    """The cost of one document of `tokens` on `ranks` ranks.
 
     Units: bytes and seconds; "sent" is the most that one rank sends in all; `output` holds bytes by rows and by format.
     The four times follow each other on rank 0 and are those of `EncodeReport`: `compute` in the model, `exchange` held
@@ -123,7 +123,7 @@ class Estimate:
 
     @property
     def prefill_seconds(self) -> float:
-        """Reading the whole document."""
+        """The seconds to read the whole document."""
         return self.compute_seconds + self.exchange_seconds + self.text_seconds + self.handing_seconds
 
 
@@ -137,7 +137,7 @@ def estimate(
     rates: Rates | None = None,
     exchange: str | None = None,
 ) -> Estimate:
-    """What a document of `tokens` costs, read in blocks of `block_tokens` per rank, with a row per `window`.
+    """Estimate the cost of a document of `tokens`, in blocks of `block_tokens` per rank, with a row per `window`.
 
     `exchange` is how states travel between ranks, by default what is chosen where nothing was measured.
 
@@ -182,7 +182,7 @@ def estimate(
 
 @dataclass(frozen=True)
 class _LayerExchange:
-    """How states and edge tokens of each of `layers` layers travel in one block; no `algorithm` where no states do."""
+    """The exchange of states and edge tokens in each of `layers` layers, a block; `algorithm` is "" without states."""
 
     mixer: MixerConfig
     traffic: Traffic
@@ -206,7 +206,7 @@ class _LayerExchange:
         return self.traffic.edge_bytes
 
     def state_bytes_sent(self) -> int:
-        """In one layer, of the rank that sends most."""
+        """The bytes in one layer of the rank that sends most."""
         if not self.algorithm:
             return 0
         message = self.traffic.scanned
@@ -216,7 +216,7 @@ class _LayerExchange:
         return max(cost.bytes_sent for cost in costs)
 
     def seconds(self, link: Link) -> float:
-        """Of one layer."""
+        """The seconds of one layer."""
         edges = all_gather_seconds(self.edge_bytes, self.ranks, link) if self.edge_bytes else 0.0
         if not self.algorithm:
             return edges
@@ -225,13 +225,13 @@ class _LayerExchange:
         return edges + scan_seconds(self.algorithm, self.traffic.scanned, self.ranks, link, hosts=self._hosts)
 
     def memory_bytes(self, block_tokens: int) -> int:
-        """What a rank holds for the exchanges of one layer."""
+        """The bytes that a rank holds for the exchanges of one layer."""
         edges = 0 if self.ranks == 1 else (3 * self.ranks + 3) * self.edge_bytes
         carries = self._messages_held() * self.traffic.carry_bytes if self.algorithm else 0
         return carries + edges + self.mixer.key_exchange_bytes(self.ranks, block_tokens)
 
     def _messages_held(self) -> int:
-        """How many messages of state a rank holds at once, in whole ones."""
+        """The number of messages of state that a rank holds at once, in whole ones."""
         # Folding P states holds the P gathered ones, P + 1 prefixes, and a copy of these from which a rank picks its
         # own; in steps, what is sent and received, the sums before and of all, and the states they are cut from.
         held = 3 * self.ranks + 3
@@ -239,7 +239,7 @@ class _LayerExchange:
 
     @property
     def _hosts(self) -> tuple[tuple[int, ...], ...]:
-        """A plan is for one host."""
+        """The one host for which a plan is made."""
         return (tuple(range(self.ranks)),)
 
 
@@ -263,7 +263,7 @@ def _handing_seconds(model: ModelCosts, tokens: int, ranks: int, block_tokens: i
 
 
 def busiest_rank_tokens(tokens: int, ranks: int, block_tokens: int) -> int:
-    """Tokens of the rank that gets most when every block is cut as evenly as the grain allows."""
+    """The tokens of the rank that gets most when every block is cut as evenly as the grain allows."""
     blocks, rest = divmod(tokens, ranks * block_tokens)
     pieces = -(-rest // GRAIN)
     share = -(-pieces // ranks) * GRAIN
@@ -284,7 +284,7 @@ def _memory(
 
 
 def _decode_rate(model: ModelCosts, position: int, rates: Rates) -> float | None:
-    """Tokens of one session: all weights are read, its state is read and written, and the products are computed."""
+    """The tokens per second of one session: all weights are read, its state read and written, products computed."""
     flops, moved = model.decode_flops(position), model.weights_bytes + 2 * model.state_bytes(position)
     if flops is None:
         return None

@@ -1,4 +1,4 @@
-"""What exchanges between ranks move and how long they take, as `dist_attn.comm` and `dist_attn.sharded` perform them.
+"""The bytes and times of exchanges between ranks, as `dist_attn.comm` and `dist_attn.sharded` perform them.
 
 Bytes are payload that one rank sends, forward, as in `comm.traffic`; backward is the transposed exchange. P is the
 number of ranks, |x| the bytes of a rank's tensor. `numbers_bytes` are those of one token in one column: B times the
@@ -22,31 +22,31 @@ ONE_STEP_BYTES = 64 * 1024  # up to here an all-reduce is one all-gather
 
 @dataclass(frozen=True)
 class Link:
-    """What a message between two ranks costs: latency_s + bytes / bytes_per_s (the alpha-beta model)."""
+    """The cost of a message between two ranks: latency_s + bytes / bytes_per_s (the alpha-beta model)."""
 
     latency_s: float
     bytes_per_s: float
 
 
 def all_gather_bytes(message_bytes: int, ranks: int) -> int:
-    """(P - 1) |x|."""
+    """The bytes that a rank sends in an all-gather: (P - 1) |x|."""
     return (ranks - 1) * message_bytes
 
 
 def all_gather_seconds(message_bytes: int, ranks: int, link: Link) -> float:
-    """(P - 1) (latency + |x| / bandwidth): a ring of P - 1 steps, as gloo and NCCL do it."""
+    """The seconds of an all-gather: (P - 1) (latency + |x| / bandwidth), a ring of P - 1 steps as in gloo and NCCL."""
     return (ranks - 1) * (link.latency_s + message_bytes / link.bytes_per_s)
 
 
 def all_reduce_bytes(elements: int, element_bytes: int, ranks: int) -> int:
-    """(P - 1) |x| in one step up to 64 KiB; 2 (P - 1) ceil(n / P) elements in two steps above."""
+    """The bytes of an all-reduce: (P - 1) |x| in one step up to 64 KiB; above, 2 (P - 1) ceil(n / P) numbers in two."""
     if elements * element_bytes <= ONE_STEP_BYTES:
         return (ranks - 1) * elements * element_bytes
     return 2 * (ranks - 1) * -(-elements // ranks) * element_bytes
 
 
 def handing_seconds(ranks: int, block_tokens: int, row_bytes: int, link: Link) -> float:
-    """How long a block's tokens take from rank 0 to the ranks, and the rows' pieces from the ranks back to rank 0.
+    """The seconds for a block's tokens from rank 0 to the ranks, and for the rows' pieces from the ranks to rank 0.
 
     Two broadcasts of ceil(log2 P) steps, the second with P L tokens; P - 1 messages each of counts, ranges and rows.
     `block_tokens` is L, `row_bytes` what one rank sends back. One rank hands nothing to anybody.
@@ -59,17 +59,17 @@ def handing_seconds(ranks: int, block_tokens: int, row_bytes: int, link: Link) -
 
 
 def reshuffle_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
-    """From tokens to columns: L local tokens of the columns that other ranks take."""
+    """The bytes from tokens to columns: L local tokens of the columns that other ranks take."""
     return lengths[rank] * (columns - _own_columns(columns, len(lengths), rank)) * numbers_bytes
 
 
 def reshuffle_back_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
-    """From columns to tokens: the other ranks' tokens of this rank's columns."""
+    """The bytes from columns to tokens: the other ranks' tokens of this rank's columns."""
     return (sum(lengths) - lengths[rank]) * _own_columns(columns, len(lengths), rank) * numbers_bytes
 
 
 def halo_bytes(batch: int, channels: int, taps: int, ranks: int, *, real_bytes: int = 4) -> int:
-    """(P - 1) (K - 1) B D numbers: the edge tokens of a short convolution, causal, centred or streaming."""
+    """The bytes of (P - 1) (K - 1) B D numbers: edge tokens of a short convolution, causal, centred or streaming."""
     return all_gather_bytes(real_bytes * batch * (taps - 1) * channels, ranks)
 
 
@@ -80,7 +80,7 @@ def _own_columns(columns: int, ranks: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class ScanCost:
-    """What one rank sends in a scan. Units: bytes, messages."""
+    """The cost to one rank of sending in a scan. Units: bytes, messages."""
 
     bytes_sent: int
     messages: int
@@ -95,7 +95,7 @@ def scan_cost(
     pieces: int = 4,
     hosts: Sequence[Sequence[int]] = (),
 ) -> ScanCost:
-    """What `rank` sends forward; the formulas stand with the algorithms.
+    """The cost of what `rank` sends forward; |x| is the bytes of its element.
 
     pair            |x|.
     gather          (P - 1) |x|.
@@ -145,7 +145,7 @@ def scan_seconds(
     hosts: Sequence[Sequence[int]] = (),
     between_hosts: Link | None = None,
 ) -> float:
-    """The longest chain of messages that wait for each other; a rank sends one after the other.
+    """The seconds of the longest chain of messages that wait for each other; a rank sends one after the other.
 
     `link` joins the ranks of a host; where there are `hosts`, `between_hosts` joins these, and a flat exchange is as
     slow as that.

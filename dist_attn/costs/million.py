@@ -1,8 +1,8 @@
-"""What the million-scale model costs, from the few numbers of its folder's config.json; no model is built.
+"""The cost of the million-scale model, from the few numbers of its folder's config.json; no model is built.
 
-Parameters are exact. What depends on the tokens is what is expected where the Selector keeps its `rate` of them, kept
+Parameters are exact. Figures that depend on the tokens are expectations: the Selector keeps its `rate` of them, kept
 ones stand evenly over the sequence, and experts are chosen equally often; only `top_k` promises the first of these.
-Letters are the glossary's: L tokens, N kept ones, D model size, E experts, K choices, P ranks.
+Letters: L tokens, N kept ones, D model size, E experts, K choices, P ranks.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ COUNT_BYTES = 8
 
 @dataclass(frozen=True)
 class MillionCosts:
-    """One sequence through `kind = "million"` as `encode` reads it: vectors of all positions, no head."""
+    """The costs of one sequence through `kind = "million"` as `encode` reads it: vectors of all positions, no head."""
 
     config: MillionConfig
 
     @property
     def parameters(self) -> int:
-        """Learned numbers of the whole model."""
+        """The number of learned values in the whole model."""
         config, size, hidden = self.config, self.config.hidden_size, self.config.selector.hidden_size
         experts = config.router.num_experts
         mlp = 2 * size * config.mlp_size + config.mlp_size + size
@@ -41,19 +41,19 @@ class MillionCosts:
         return rows * size + selector + config.num_layers * layer + mixing + (size + 1) * (config.num_classes or 0)
 
     def kept(self, tokens: int) -> int:
-        """N: at least one, and never more than `selector.most_tokens`."""
+        """The number N of kept tokens: at least one, and never more than `selector.most_tokens`."""
         most = self.config.selector.most_tokens
         return self._wanted(tokens) if most is None else min(self._wanted(tokens), most)
 
     def rows_of_expert(self, tokens: int) -> float:
-        """Tokens that one expert attends to: an even share of the assignments, as far as there is room."""
+        """The tokens that one expert attends to: an even share of the assignments, as far as there is room."""
         router = self.config.router
         share = router.choices * self.kept(tokens) / router.num_experts
         room = max(1, ceil(router.capacity_factor * share))
         return min(share, room if router.most_tokens is None else min(room, router.most_tokens))
 
     def flops(self, tokens: int, ranks: int = 1) -> float:
-        """Of the rank with most experts: scores of its tokens, its experts, and mixing of its kept ones."""
+        """The operations of the rank with most experts: scores of its tokens, its experts, mixing of its kept ones."""
         config = self.config
         size, rows, hidden = config.hidden_size, self.rows_of_expert(tokens), config.selector.hidden_size
         score = 2.0 * size if hidden is None else 2.0 * hidden * (size + 1)
@@ -66,7 +66,7 @@ class MillionCosts:
         return (tokens * score + self.kept(tokens) * of_kept) / ranks + of_experts
 
     def bytes_sent(self, tokens: int, ranks: int) -> dict[str, int]:
-        """What the first rank sends, which has as many experts as any, by purpose; forward.
+        """The bytes that the first rank sends forward, by purpose; it has as many experts as any.
 
         Not counted: kept tokens that change ranks to be even, and the few around each cut, for up-sampling.
         """
@@ -95,13 +95,13 @@ class MillionCosts:
         return max(1, ceil(Fraction(str(self.config.selector.rate)) * tokens))
 
     def _candidates(self, tokens: int, ranks: int) -> int:
-        """How many scores each rank tells the others: none where all that reach the threshold may stay."""
+        """The number of scores each rank tells the others: none where all that reach the threshold may stay."""
         reaching = tokens if self.config.selector.gate == "top_k" else self._wanted(tokens)
         return min(-(-reaching // ranks), self.kept(tokens)) if self.kept(tokens) < reaching else 0
 
 
 def read_million_costs(folder: Path) -> MillionCosts:
-    """The costs of the million-scale model in a folder.
+    """Read the costs of the million-scale model in a folder.
 
     Raises: ConfigError for a file that cannot be read, or that does not describe such a model.
     """

@@ -1,4 +1,4 @@
-"""What a whole language model or stream encoder costs, from its folder's config.json; no model is built."""
+"""The costs of a whole language model or stream encoder, from its folder's config.json; no model is built."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -39,24 +39,24 @@ class LayerCosts:
 
     @property
     def parameters(self) -> int:
-        """Learned numbers."""
+        """The number of learned values."""
         return self.config.weights().parameters
 
     @property
     def travels(self) -> str:
-        """What ranks send each other."""
+        """The messages between ranks, in words."""
         return self.config.traffic().travels
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Per token, on average over a sequence of `tokens`."""
+        """The operations per token, on average over a sequence of `tokens`."""
         return self.config.prefill_flops(tokens, ranks)
 
     def state_bytes(self, position: int, batch: int = 1) -> int:
-        """What a session keeps after `position` tokens, in float32."""
+        """The bytes that a session keeps after `position` tokens, in float32."""
         return self.config.state_bytes(position, batch)
 
     def bytes_sent(self, lengths: Sequence[int], rank: int, batch: int = 1) -> int:
-        """What a rank sends, forward, for one sequence of which each rank has so many tokens, by the usual exchange."""
+        """The bytes that a rank sends forward for a sequence of `lengths[r]` tokens on rank r, by usual exchanges."""
         traffic, ranks = self.config.traffic(batch), len(lengths)
         gathered = traffic.gathered_bytes + traffic.edge_bytes + traffic.aside_bytes
         sent = all_gather_bytes(gathered, ranks) + all_reduce_bytes(traffic.reduced, FLOAT_BYTES, ranks)
@@ -67,7 +67,7 @@ class LayerCosts:
 
 
 def layer_costs(values: Mapping[str, Any]) -> LayerCosts:
-    """The costs of a mixer of any kind, by the values of its configuration.
+    """Read the costs of a mixer of any kind from the values of its configuration.
 
     Raises: ConfigError for values that are no mixer's.
     """
@@ -87,7 +87,7 @@ _SCALE_BYTES = 2  # of each row of an int8 matrix
 
 @dataclass(frozen=True)
 class _Stack:
-    """Layers of a mixer and an MLP with two norms; `config` says of what and how many."""
+    """Layers of a mixer and an MLP with two norms; `config` gives their sizes and number."""
 
     config: LanguageModelConfig | EncoderConfig | ContextConfig
 
@@ -105,22 +105,22 @@ class _Stack:
 
     @property
     def mlp_inner(self) -> int:
-        """Numbers of a token inside the MLP, both halves of a gated one."""
+        """The numbers of a token inside the MLP, both halves of a gated one."""
         return self.config.mlp_size * (2 if self.config.block.mlp.kind == "gated" else 1)
 
     @property
     def norm(self) -> Weights:
-        """One norm."""
+        """The numbers of one norm."""
         return Weights(others=(2 if self.config.block.norm.kind == "layer" else 1) * self.config.mixer.hidden_size)
 
     @cached_property
     def numbers(self) -> Weights:
-        """Of all layers."""
+        """The numbers of all layers."""
         around = (self.mlp + self.norm * 2) * self.config.num_layers
         return sum((mixer.weights() * layers for mixer, layers in self.kinds.items()), around)
 
     def flops(self, count: Callable[[MixerConfig], TokenFlops]) -> TokenFlops:
-        """Of all layers, for a token: what is counted of each mixer, and the MLPs."""
+        """The operations of all layers for a token: what `count` counts of each mixer, and the MLPs."""
         parts = [(layers, count(mixer)) for mixer, layers in self.kinds.items()]
         summed = {
             part.name: sum(layers * getattr(flops, part.name) for layers, flops in parts) for part in fields(TokenFlops)
@@ -128,23 +128,21 @@ class _Stack:
         return TokenFlops(**{**summed, "mlp": 2.0 * self.config.num_layers * self.mlp.matrices})
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """The larger of the mixer's and the MLP's: four tensors of the width, and its own two (three if gated)."""
+        """The larger of the mixer's and the MLP's bytes: four tensors of the width, and two inside (three if gated)."""
         size = self.config.mixer.hidden_size
         mlp = FLOAT_BYTES * batch * tokens * (4 * size + self.config.mlp_size + self.mlp_inner)
         return max(mlp, *(mixer.activation_bytes(tokens, batch) for mixer in self.kinds))
 
 
 class ModelCosts(ABC):
-    """What a model costs that reads texts of any length; `weights` is how those of linear layers and tables lie in
-    memory.
-    """
+    """The costs of a model that reads texts of any length; `weights` is the precision of its layers and tables."""
 
     weights: WeightPrecision
 
     @property
     @abstractmethod
     def hidden_size(self) -> int:
-        """Numbers of a hidden state."""
+        """The width of a hidden state."""
 
     @property
     @abstractmethod
@@ -154,22 +152,22 @@ class ModelCosts(ABC):
     @property
     @abstractmethod
     def numbers(self) -> Weights:
-        """All numbers held."""
+        """The numbers that are held."""
 
     @abstractmethod
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Per token, on average over a sequence of `tokens`; hidden states only, no read-out."""
+        """The operations per token, averaged over a sequence of `tokens`; hidden states only, no read-out."""
 
     @abstractmethod
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients."""
+        """The peak bytes of all temporary tensors in a block of `tokens` per sequence, without gradients."""
 
     def decode_flops(self, position: int = 0) -> TokenFlops | None:
-        """Of the token at `position`, with the read-out; None: it writes none."""
+        """The operations of the token at `position`, with the read-out; None: the model writes none."""
         return None
 
     def over_layers(self, count: Callable[[MixerConfig], int]) -> int:
-        """The sum of something that is counted of a mixer, over all layers."""
+        """The sum of what `count` counts of a mixer, over all layers."""
         return sum(layers * count(mixer) for mixer, layers in self.kinds.items())
 
     @property
@@ -179,26 +177,26 @@ class ModelCosts(ABC):
 
     @property
     def parameters(self) -> int:
-        """Learned numbers of the whole model."""
+        """The number of learned values in the whole model."""
         return self.numbers.parameters
 
     @property
     def weights_bytes(self) -> int:
-        """Parameters and buffers as they lie in memory."""
+        """The bytes of parameters and buffers as they lie in memory."""
         scales = _SCALE_BYTES * self.numbers.rows if self.weights == "int8" else 0
         return self.read_bytes - _SAVED_BYTES[self.weights] * self.numbers.matrices + scales
 
     @property
     def read_bytes(self) -> int:
-        """Parameters and buffers in float32, as they are read from the folder."""
+        """The bytes of parameters and buffers in float32, as they are read from the folder."""
         return FLOAT_BYTES * (self.numbers.parameters + self.numbers.buffers)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """What `batch` sessions keep after `position` tokens each."""
+        """The bytes that `batch` sessions keep after `position` tokens each."""
         return self.over_layers(lambda mixer: mixer.state_bytes(position, batch))
 
     def state_bytes_of_rank(self, position: int, ranks: int) -> int:
-        """What one of `ranks` ranks keeps of a session after `position` tokens."""
+        """The bytes that one of `ranks` ranks keeps of a session after `position` tokens."""
         return self.over_layers(lambda mixer: mixer.state_bytes(mixer.kept_tokens(position, ranks)))
 
 
@@ -223,7 +221,7 @@ class LanguageModelCosts(ModelCosts):
 
     @cached_property
     def numbers(self) -> Weights:
-        """All numbers held: embedding, positions, blocks of mixer, MLP and two norms, final norm, read-out."""
+        """The numbers that are held: embedding, positions, blocks of mixer, MLP and two norms, final norm, read-out."""
         config, size = self.config, self.config.hidden_size
         total = self._stack.norm + linear(size, config.vocab_size) * (2 if config.readout == "own" else 1)
         if isinstance(config.positions, LearnedPositions):
@@ -240,7 +238,7 @@ class LanguageModelCosts(ModelCosts):
         return replace(parts, readout=2.0 * self.hidden_size * self.config.vocab_size)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Those of the layers, the tokens' positions, and the state after the block, made beside the one before it.
+        """The bytes of the layers, the tokens' positions, and the state after the block, made beside the one before it.
 
         A product with weights of fewer bits has its inputs and its result as bfloat16 beside those in float32, at most
         those of the MLP, and a copy of its weights: widened from int8 and then packed, which is 2 bytes twice, packed
@@ -285,7 +283,7 @@ class StreamEncoderCosts(ModelCosts):
 
     @cached_property
     def numbers(self) -> Weights:
-        """All numbers held: tables of tokens, types and positions, norms, and the layers of encoder and context."""
+        """The numbers that are held: tables of tokens, types and positions, norms, layers of encoder and context."""
         sentence, size = self.config.sentence, self.hidden_size
         encoder, norm = sentence.encoder, self._sentence.norm
         total = self._sentence.numbers + linear(size, sentence.vocab_size)
@@ -297,11 +295,11 @@ class StreamEncoderCosts(ModelCosts):
 
     @property
     def _framed(self) -> int:
-        """Tokens that the sentence encoder reads for a block."""
+        """The tokens that the sentence encoder reads for a block."""
         return self.config.block + self.config.sentence.frame_tokens
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Of whole blocks, each with its frame, and of context."""
+        """The operations of whole blocks, each with its frame, and of the context."""
         framed, share = self._framed, self._framed / self.config.block
         parts = [(share, self._sentence.flops(lambda mixer: mixer.prefill_flops(framed)))]
         if self._context is not None:
@@ -313,8 +311,8 @@ class StreamEncoderCosts(ModelCosts):
         return TokenFlops(**flops)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """The larger of the sentence encoder's, in `GRAIN` tokens at a time, and the context's; beside it hidden states
-        of all tokens, once in parts and once joined, the tokens' positions, and the state after the block.
+        """The larger of the sentence encoder's bytes, in `GRAIN` tokens at a time, and the context's; beside it hidden
+        states of all tokens, once in parts and once joined, the tokens' positions, and the state after the block.
         """
         blocks = -(-min(tokens, GRAIN) // self.config.block)
         layer = self._sentence.activation_bytes(self._framed, blocks * batch)
@@ -329,14 +327,14 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 def model_kind(folder: Path) -> str:
-    """What kind of model a folder holds; "" where it does not say so, which `read_model_costs` says more of."""
+    """Read the kind of a folder's model; "" where it does not say so: `read_model_costs` then says why."""
     with contextlib.suppress(ModelFolderError, msgspec.MsgspecError, RecursionError):
         return msgspec.json.decode(read_file(folder / "config.json"), type=_Kind).kind
     return ""
 
 
 def read_model_costs(folder: Path, weights: WeightPrecision = "float32") -> LanguageModelCosts:
-    """The costs of the language model in a folder, by its config.json, with `weights` held in that precision.
+    """Read the costs of the language model in a folder from its config.json, with `weights` held in that precision.
 
     Raises: ConfigError for a file that cannot be read, or that is not the configuration of a language model.
     """
@@ -350,7 +348,7 @@ def read_model_costs(folder: Path, weights: WeightPrecision = "float32") -> Lang
 
 
 def read_any_costs(folder: Path, weights: WeightPrecision = "float32") -> ModelCosts:
-    """The costs of a language model or a stream encoder; as `read_model_costs`.
+    """Read the costs of a language model or a stream encoder; as `read_model_costs`.
 
     Raises: ConfigError also for weights of a stream encoder that are not float32.
     """

@@ -1,4 +1,4 @@
-"""What encoders, classifiers and encoder-decoders are made of: the frozen values of their config.json."""
+"""The configurations of encoders, classifiers and encoder-decoders: the frozen values of their config.json."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ class EncoderConfig(FrozenConfig):
     mixer: StackMixer
     block: BlockConfig = BlockConfig()
     positions: Literal["none", "sinusoidal", "learned", "concatenated"] = "sinusoidal"
-    # How many positions have a learned vector; needed with learned positions, of no use without.
+    # The number of positions with a learned vector; needed with learned positions, of no use without.
     max_length: int | None = Field(default=None, ge=1)
     # A norm over the tokens with their positions, before the first block.
     embedding_norm: bool = False
@@ -42,12 +42,12 @@ class EncoderConfig(FrozenConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return self.mixer.causal
 
 
 class TextEncoderConfig(FrozenConfig):
-    """One vector for a text of bounded length."""
+    """A model that makes one vector of a text of bounded length."""
 
     kind: Literal["text_encoder"] = "text_encoder"
     vocab_size: int = Field(ge=1)
@@ -57,9 +57,9 @@ class TextEncoderConfig(FrozenConfig):
     pooling: Literal["mean", "first"] = "mean"
     # Vectors have length 1.
     normalise: bool = False
-    # Tokens of a sequence at most, prefix and suffix included.
+    # The most tokens of a sequence, prefix and suffix included.
     max_tokens: int = Field(ge=1)
-    # What stands before and behind every text: BERT's [CLS] and [SEP].
+    # The tokens before and behind every text: BERT's [CLS] and [SEP].
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
@@ -78,12 +78,12 @@ class TextEncoderConfig(FrozenConfig):
 
     @property
     def frame_tokens(self) -> int:
-        """Tokens of prefix and suffix."""
+        """The number of tokens of prefix and suffix."""
         return len(self.prefix) + len(self.suffix)
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of text in a sequence at most."""
+        """The most tokens of text in a sequence."""
         return self.max_tokens - self.frame_tokens
 
 
@@ -105,7 +105,7 @@ class ContextConfig(FrozenConfig):
 
 
 class StreamEncoderConfig(FrozenConfig):
-    """Vectors along a text of any length: a sentence encoder reads block after block, and context goes on behind it."""
+    """A model of vectors along a text of any length: a sentence encoder reads blocks, and context goes on behind it."""
 
     kind: Literal["stream_encoder"] = "stream_encoder"
     sentence: TextEncoderConfig
@@ -131,17 +131,17 @@ class StreamEncoderConfig(FrozenConfig):
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a hidden state."""
+        """The width of a hidden state."""
         return self.sentence.encoder.hidden_size
 
     @property
     def vocab_size(self) -> int:
-        """The tokens that there are."""
+        """The number of tokens in the vocabulary."""
         return self.sentence.vocab_size
 
 
 class TextClassifierConfig(FrozenConfig):
-    """One of `num_classes` for a text, or for a pair of texts."""
+    """A model that chooses one of `num_classes` for a text, or for a pair of texts."""
 
     kind: Literal["text_classifier"] = "text_classifier"
     vocab_size: int = Field(ge=1)
@@ -153,7 +153,7 @@ class TextClassifierConfig(FrozenConfig):
 
 
 class ImageConfig(FrozenConfig):
-    """Images of one size, cut into square patches, row by row."""
+    """The size of images, cut into square patches, row by row."""
 
     height: int = Field(ge=1)
     width: int = Field(ge=1)
@@ -168,17 +168,17 @@ class ImageConfig(FrozenConfig):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image, the length of its sequence."""
+        """The number of patches of an image, the length of its sequence."""
         return (self.height // self.patch) * (self.width // self.patch)
 
     @property
     def patch_size(self) -> int:
-        """Numbers in a patch."""
+        """The number of values in a patch."""
         return self.channels * self.patch**2
 
 
 class VisionClassifierConfig(FrozenConfig):
-    """One of `num_classes` for an image."""
+    """A model that chooses one of `num_classes` for an image."""
 
     kind: Literal["vision_classifier"] = "vision_classifier"
     num_classes: int = Field(ge=1)
@@ -188,7 +188,7 @@ class VisionClassifierConfig(FrozenConfig):
 
 
 class MaskedAutoencoderConfig(FrozenConfig):
-    """Patches that were hidden, from those that were not."""
+    """A model that restores hidden patches from those that are not hidden."""
 
     kind: Literal["masked_autoencoder"] = "masked_autoencoder"
     image: ImageConfig
@@ -217,7 +217,7 @@ class DecoderConfig(FrozenConfig):
 
 
 class EncoderDecoderConfig(FrozenConfig):
-    """From one sequence to another; the target's embedding is the read-out's, and the source's where it has no own."""
+    """A model from one sequence to another; the target's embedding is the read-out's, and also an absent source's."""
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"
     vocab_size: int = Field(ge=1)

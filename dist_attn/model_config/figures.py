@@ -1,4 +1,4 @@
-"""The plain numbers in which a layer says what it costs: weights, operations, and what travels between ranks.
+"""The plain numbers in which a layer's costs are given: weights, operations, and traffic between ranks.
 
 Letters: B batch, L tokens, P ranks.
 """
@@ -14,7 +14,7 @@ LOG_DECAY = 1  # numbers that every piece of a scanned message carries beside it
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers that a layer holds.
+    """The numbers that a layer holds.
 
     `matrices` are those of linear layers, which are rounded where fewer bits are asked for, with `rows` outputs in all;
     `others` are parameters that stay in float32 (biases, gates, filters, norms); `buffers` are fixed numbers.
@@ -27,7 +27,7 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        """Learned numbers."""
+        """The number of learned values."""
         return self.matrices + self.others
 
     def __add__(self, more: "Weights") -> "Weights":
@@ -49,7 +49,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> Weights:
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """What one token costs, by part: floating-point operations, two per multiply-add of a matrix product.
+    """The cost of one token, by part: floating-point operations, two per multiply-add of a matrix product.
 
     Element-wise work (norms, activations, sin and cos, the short convolution, the sums over chunks) is not counted; it
     is what `Rates.prefill_efficiency` allows for. `scores` are the causal half of a square of which blocked kernels
@@ -65,13 +65,13 @@ class TokenFlops:
 
     @property
     def total(self) -> float:
-        """All parts together."""
+        """The sum of all parts."""
         return self.projections + self.features + self.scores + self.state + self.mlp + self.readout
 
 
 @dataclass(frozen=True)
 class ScanMessage:
-    """What one rank contributes to a scan over ranks: in each of `groups`, `sums` numbers and what tells their decay.
+    """The contribution of one rank to a scan over ranks: in each of `groups`, `sums` numbers, and their decay.
 
     The sums are `rows` of equal length, which a message that travels in pieces is cut along; each piece has the
     `weights`, which are one log decay for kernel attention.
@@ -87,32 +87,32 @@ class ScanMessage:
 
     @property
     def state_bytes(self) -> int:
-        """The sums alone, which ranks that take turns pass on."""
+        """The bytes of the sums alone, which ranks that take turns pass on."""
         return self.groups * self.sums * self.element_bytes
 
     @property
     def erases(self) -> bool:
-        """Whether what tokens do to a state is a matrix."""
+        """Return whether tokens act on a state by a matrix, and not by decays alone."""
         return self.weights > self.rows
 
     @property
     def bytes(self) -> int:
-        """|x|."""
+        """The bytes |x| of the message."""
         return self.groups * (self.sums + self.weights) * self.element_bytes
 
     def most_pieces(self, pieces: int) -> int:
-        """How many pieces a message is cut in where so many are asked for."""
+        """The number of pieces into which a message can be cut where `pieces` are asked for."""
         return min(pieces, self.sums // self.rows)
 
     def piece_bytes(self, pieces: int) -> int:
-        """One of equal pieces, each with the weights."""
+        """The bytes of one of equal pieces, each with the weights."""
         columns = -(-(self.sums // self.rows) // pieces)
         return self.groups * (self.rows * columns + self.weights) * self.element_bytes
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank contributes to what travels when a layer mixes one sequence (or a block of it), forward.
+    """The contribution of one rank to the traffic when a layer mixes one sequence (or a block of it), forward.
 
     A state is `scanned` by the exchange that is chosen, or all-gathered (`gathered_bytes`); `edge_bytes` are tokens for
     the next rank's convolution, and `aside_bytes` small messages beside a state, both all-gathered. Where tokens are
@@ -132,12 +132,12 @@ class Traffic:
 
     @property
     def carry_bytes(self) -> int:
-        """The message of the state, however it travels."""
+        """The bytes of the state's message, by whichever exchange it travels."""
         return self.gathered_bytes + (0 if self.scanned is None else self.scanned.bytes)
 
     @property
     def travels(self) -> str:
-        """What ranks send each other, in words."""
+        """The messages between ranks, in words."""
         named = {
             "a state": self.carry_bytes,
             f"all tokens of some {self.columns_are}": self.columns,
@@ -147,17 +147,18 @@ class Traffic:
         return ", ".join(what for what, there in named.items() if there)
 
 
-# Of a walk that attends: what it takes beside that to reduce tokens to what they do to a state.
+# The time to reduce tokens to what they do to a state, as a share of a walk that attends.
 REDUCING_WALK = {"erases": 1.2, "decays": 0.4}
 
 
 MOST_TURNS = 8
-"""Of a rank over groups of heads: each waits for a message, and 24 heads of 512 tokens by themselves took 1.7 times as
-long as in 8 groups over two ranks of a busy machine."""
+"""The most turns of a rank over groups of heads: each waits for a message, and 24 heads of 512 tokens by themselves
+took 1.7 times as long as in 8 groups over two ranks of a busy machine.
+"""
 
 
 def takes_turns(ranks: int, groups: int, *, erases: bool) -> bool:
-    """Whether an affine recurrence is faster where ranks take turns at `groups` groups of heads than by a scan.
+    """Return whether an affine recurrence is faster by turns of ranks at `groups` groups of heads than by a scan.
 
     With turns at G groups the last of P ranks is done after (G + P - 1) / G times its own work; with a scan, after
     1 + `REDUCING_WALK` times. States that have no such groups (0) are only scanned.

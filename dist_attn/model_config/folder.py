@@ -1,4 +1,4 @@
-"""Reading the config.json of a model folder."""
+"""The reading of a model folder's config.json."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ Config = TypeVar("Config")
 
 
 def kind_of_model(folder: Path) -> str:
-    """The `kind` that config.json names; empty where it names none.
+    """Read the `kind` that config.json names; empty where it names none.
 
     Raises: ModelFolderError when it cannot be read.
     """
@@ -56,7 +56,7 @@ def kind_of_model(folder: Path) -> str:
 
 
 def read_config(folder: Path) -> LanguageModelConfig:
-    """The configuration in a model folder.
+    """Read the configuration in a model folder.
 
     Raises: ModelFolderError when config.json is not a configuration of a language model of ours.
     """
@@ -67,7 +67,7 @@ def read_config(folder: Path) -> LanguageModelConfig:
 
 
 def read_any_config(folder: Path) -> ModelConfig:
-    """`read_config` for a model of any kind."""
+    """Read the configuration of a model of any kind, as `read_config`."""
     return _read(folder, TypeAdapter[ModelConfig](ModelConfig))
 
 
@@ -83,7 +83,7 @@ def _read(folder: Path, kind: TypeAdapter[Config]) -> Config:
 
 
 def _values(contents: bytes) -> Any:
-    """The values of a JSON file; None where it is not JSON, which the caller then reports."""
+    """Parse a JSON file; None where it is not JSON, which the caller then reports."""
     try:
         return json.loads(contents)
     except (ValueError, RecursionError):

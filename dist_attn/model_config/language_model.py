@@ -1,4 +1,4 @@
-"""What a language model is made of: the frozen value in config.json, the mixer of each layer, and named sizes.
+"""The configuration of a language model: the frozen value in config.json, each layer's mixer, and named sizes.
 
 The presets are tiny, small (about 38M parameters) and big (about 242M).
 """
@@ -17,7 +17,7 @@ Config = TypeVar("Config", bound=FrozenConfig)
 
 
 class HybridConfig(FrozenConfig):
-    """Layer after layer takes the next mixer of `pattern`, which begins again behind its last one.
+    """A pattern of mixers: layer after layer takes the next one, beginning again behind the last.
 
     With one mixer for each layer it is a list of them.
     """
@@ -34,12 +34,12 @@ class HybridConfig(FrozenConfig):
 
     @property
     def hidden_size(self) -> int:
-        """That of every mixer."""
+        """The width of every mixer."""
         return self.pattern[0].hidden_size
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one, in any layer."""
+        """Return whether no token sees a later one, in any layer."""
         return all(mixer.causal for mixer in self.pattern)
 
 
@@ -74,13 +74,13 @@ def check_streams(mixer: MixerConfig | HybridConfig, model: str) -> None:
 
 
 def mixers_of_layers(mixer: MixerConfig | HybridConfig, num_layers: int) -> tuple[MixerConfig, ...]:
-    """The mixer of each layer, with that layer's seed."""
+    """List the mixer of each layer, with that layer's seed."""
     pattern = pattern_of(mixer)
     return tuple(with_layer_seed(pattern[layer % len(pattern)], layer) for layer in range(num_layers))
 
 
 def with_layer_seed(mixer: Config, layer: int) -> Config:
-    """The mixer of one layer: the same random vectors everywhere would correlate the layers' estimation errors."""
+    """Give a layer's mixer its own seed: equal random vectors in all layers would correlate their estimation errors."""
     return mixer.model_copy(update={"seed": mixer.seed + layer}) if hasattr(mixer, "seed") else mixer
 
 
@@ -90,7 +90,7 @@ def pattern_of(mixer: MixerConfig | HybridConfig) -> tuple[MixerConfig, ...]:
 
 
 MAX_LAYERS = 10_000
-"""More are a mistake: they would be built one by one until memory ends."""
+"""The most layers. More are a mistake: they would be built one by one until memory ends."""
 
 CODE_NAME = "modeling_dist_attn"
 """The module in a model folder from which transformers takes the classes of `dist_attn.hf`, where it is told to."""
@@ -101,7 +101,7 @@ NAMES_FOR_OTHERS = {
     "architectures": ["DistAttnForCausalLM"],
     "auto_map": {f"Auto{kind}": f"{CODE_NAME}.{name}" for kind, name in _CLASSES.items()},
 }
-"""What config.json says to transformers, where it is that of a language model."""
+"""The keys of a language model's config.json that are for transformers."""
 
 _KEYS_OF_OTHERS = frozenset({
     "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version",
@@ -114,14 +114,14 @@ from dist_attn.hf import {", ".join(sorted(_CLASSES.values()))}
 
 
 class NormConfig(FrozenConfig):
-    """Each token's features to mean 0 and variance 1 (`layer`) or to a mean square of 1 (`rms`)."""
+    """A norm of each token's features to mean 0 and variance 1 (`layer`) or to a mean square of 1 (`rms`)."""
 
     kind: Literal["layer", "rms"] = "layer"
     eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
 
 
 class MlpConfig(FrozenConfig):
-    """out(f(in(x))), or out(f(gate(x)) * in(x)), where gate and in lie one above the other in one matrix."""
+    """An MLP: out(f(in(x))), or out(f(gate(x)) * in(x)), where gate and in lie one above the other in one matrix."""
 
     kind: Literal["plain", "gated"] = "plain"
     activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu_tanh"
@@ -129,7 +129,7 @@ class MlpConfig(FrozenConfig):
 
 
 class BlockConfig(FrozenConfig):
-    """What surrounds the mixer in a layer; `parallel`: the MLP reads the layer's input, not the mixer's output.
+    """The parts around the mixer in a layer; `parallel`: the MLP reads the layer's input, not the mixer's output.
 
     `norm_placement`: norms before the mixer and the MLP (`pre`), or after each has been added to its input (`post`).
     """
@@ -155,7 +155,7 @@ class LearnedPositions(FrozenConfig):
 
 
 TokenPositions = Literal["none", "sinusoidal", "concatenated"] | LearnedPositions
-"""Positions of tokens that a state goes on from: nothing, sinusoids added or behind the token, or learned vectors."""
+"""The positions of tokens that a state goes on from: none, sinusoids added or behind the token, learned vectors."""
 
 
 class LanguageModelConfig(FrozenConfig):
@@ -175,7 +175,7 @@ class LanguageModelConfig(FrozenConfig):
     @model_validator(mode="before")
     @classmethod
     def _names_for_others(cls, values: Any) -> Any:
-        """Without the keys that are for transformers: its classes (`dist_attn.hf`) and tokens, and what it adds."""
+        """Leave out the keys that are for transformers: its classes (`dist_attn.hf`) and tokens, and what it adds."""
         if not isinstance(values, dict):
             return values
         ours = {key: value for key, value in values.items() if key not in _KEYS_OF_OTHERS}
@@ -211,11 +211,11 @@ PRESETS = {
 }
 
 HYBRID_PATTERN = ("rfa_gate", "rfa_gate", "rfa_gate", "softmax")
-"""Mostly states of constant size, and now and then a look at every token so far."""
+"""A pattern of mostly states of constant size, and now and then a look at every token so far."""
 
 
 def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model's configuration with those of its `preset` where nothing else is said.
+    """Fill in the values of a model's configuration from its `preset`, where nothing else is said.
 
     The mixer is `rfa_gate` with 64 random vectors unless the values name another. Of kind `hybrid` it is three of these
     and then `softmax`, unless a pattern is given, whose entries may be just the names of kinds.
@@ -241,7 +241,7 @@ def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expand_mixer(mixer: Any, hidden_size: int, num_heads: int) -> Any:
-    """With the width and, where the kind has them, the heads; so too every mixer of a pattern, which may be a word."""
+    """Add the width and, where the kind has them, the heads; also to each mixer of a pattern, which may be a word."""
     if not isinstance(mixer, Mapping):
         return mixer
     if "pattern" in mixer or mixer.get("kind") == "hybrid":

@@ -1,4 +1,4 @@
-"""What a million-scale sparse model is made of: the frozen values of its config.json."""
+"""The configuration of a million-scale sparse model: the frozen values of its config.json."""
 
 from typing import Literal
 
@@ -9,9 +9,9 @@ from dist_attn.model_config.mixer import FrozenConfig
 
 
 class SelectorConfig(FrozenConfig):
-    """Which tokens go on: those whose score reaches `threshold`, at test in every mode but `top_k`.
+    """The choice of tokens that go on: those whose score reaches `threshold`, at test in every mode but `top_k`.
 
-    How the decision is made differentiable in training (m is what a kept token weighs):
+    The modes make the decision differentiable in training (m is the weight of a kept token):
     `straight_through`: 1, with the gradient of sigmoid((p - threshold) / temperature).
     `soft`: that sigmoid itself; no token is dropped in training.
     `gumbel`: 1 with the gradient of a Gumbel-sigmoid, and kept where that is above 1/2.
@@ -26,28 +26,28 @@ class SelectorConfig(FrozenConfig):
     rate: float = Field(default=0.1, gt=0, le=1)
     rate_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     rate_penalty: Literal["around", "above"] = "around"
-    # So many steps of training until the rate term counts in full: tokens are not dropped before it is known which.
+    # The steps of training until the rate term counts in full: no token is dropped before it is known which.
     rate_warmup: int = Field(default=0, ge=0)
-    # From the first to the second over so many steps of training, geometrically.
+    # The temperature goes from the first to the second over `anneal_steps` steps of training, geometrically.
     temperature: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     final_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     anneal_steps: int = Field(default=1000, ge=1)
     # Features of a hidden layer of the score; None: the score is linear in the token.
     hidden_size: int | None = Field(default=None, ge=1)
-    # How far above the threshold the scores' logits begin: at first everything is kept.
+    # The height above the threshold at which the scores' logits begin: at first everything is kept.
     initial_logit: float = Field(default=1.0, allow_inf_nan=False)
-    # Of a sequence at most so many tokens are kept, those with the highest scores.
+    # The most tokens of a sequence that are kept, those with the highest scores.
     most_tokens: int | None = Field(default=None, ge=1)
-    # Learns nothing: for a predictor that is trained once more under a Selector that stays.
+    # The Selector learns nothing, for a predictor that is trained once more under a Selector that stays.
     frozen: bool = False
     seed: int = 0
 
 
 class RouterConfig(FrozenConfig):
-    """Which of `num_experts` a kept token goes to: the `choices` likeliest ones.
+    """The choice of experts for a kept token: the `choices` likeliest of `num_experts`.
 
     An expert has room for ceil(capacity_factor choices N / num_experts) of N kept tokens, and never for more than
-    `most_tokens`; what finds no room goes on unchanged. The gate of one choice is its probability (Switch), of two
+    `most_tokens`; a token without room goes on unchanged. The gate of one choice is its probability (Switch), of two
     their shares of each other (GShard).
     """
 
@@ -55,7 +55,7 @@ class RouterConfig(FrozenConfig):
     choices: Literal[1, 2] = 1
     capacity_factor: float = Field(default=1.25, gt=0, allow_inf_nan=False)
     most_tokens: int | None = Field(default=None, ge=1)
-    # Of E sum_e f_e P_e, which is least where experts are chosen equally often.
+    # The weight of E sum_e f_e P_e, which is least where experts are chosen equally often.
     balance_weight: float = Field(default=0.01, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
@@ -66,14 +66,14 @@ class RouterConfig(FrozenConfig):
 
 
 class UpsamplingConfig(FrozenConfig):
-    """How positions between kept tokens are filled: on the line between them, or from the nearest ones."""
+    """The filling of positions between kept tokens: on the line between them, or from the nearest ones."""
 
     kind: Literal["linear", "knn"] = "linear"
     neighbours: int = Field(default=3, ge=1)
 
 
 class MillionConfig(FrozenConfig):
-    """A Selector, layers of experts over what it keeps, Fourier mixing, up-sampling, and a head."""
+    """A model of a Selector, layers of experts over what it keeps, Fourier mixing, up-sampling, and a head."""
 
     kind: Literal["million"] = "million"
     vocab_size: int = Field(ge=1)
@@ -81,12 +81,12 @@ class MillionConfig(FrozenConfig):
     num_layers: int = Field(default=1, ge=1, le=MAX_LAYERS)
     num_heads: int = Field(ge=1)
     mlp_size: int = Field(ge=1)
-    # Taps of a centred convolution before the Selector, which then sees so many tokens; 1: each token alone.
+    # The taps of a centred convolution before the Selector, which sees that many tokens; 1: each token alone.
     context: int = Field(default=1, ge=1)
     selector: SelectorConfig = SelectorConfig()
     router: RouterConfig = RouterConfig()
     positions: Literal["none", "sinusoidal"] = "sinusoidal"
-    # Every kept token with every other by the Fourier transform, behind the experts.
+    # Mixes every kept token with every other by the Fourier transform, behind the experts.
     global_mixing: bool = True
     upsampling: UpsamplingConfig = UpsamplingConfig()
     # Classes of the head; None: an encoder without one.

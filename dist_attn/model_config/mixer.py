@@ -30,13 +30,13 @@ GROUP = "dist_attn.mixers"
 
 
 class FrozenConfig(BaseModel):
-    """A value that does not change; unknown keys are refused."""
+    """A frozen value; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class MixerConfig(FrozenConfig):
-    """What one layer's mixer is made of, and what it costs; `kind` is a Literal in every kind.
+    """The configuration of one layer's mixer, which knows its costs; `kind` is a Literal in every kind.
 
     Bytes are those of float32 values unless a method says otherwise. `batch` is the number of sequences.
     """
@@ -49,55 +49,55 @@ class MixerConfig(FrozenConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return True
 
     @property
     def streams(self) -> bool:
-        """Whether there is a state to go on from."""
+        """Return whether there is a state to go on from."""
         return self.causal
 
     @abstractmethod
     def weights(self) -> Weights:
-        """Numbers held."""
+        """The numbers that the mixer holds."""
 
     @abstractmethod
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """What sessions keep after `position` tokens each; 0 of a mixer that takes a sequence whole."""
+        """The bytes that sessions keep after `position` tokens each; 0 for a mixer that takes a sequence whole."""
 
     @abstractmethod
     def traffic(self, batch: int = 1) -> Traffic:
-        """What travels between ranks."""
+        """The traffic between ranks."""
 
     @abstractmethod
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Operations per token, on average over a sequence of `tokens`."""
+        """The operations per token, on average over a sequence of `tokens`."""
 
     def decode_flops(self, position: int) -> TokenFlops:
-        """Operations of the token at `position`: by default those of reading without scores, at every position."""
+        """The operations of the token at `position`; by default those of reading, without scores."""
         parts = self.prefill_flops(1)
         return TokenFlops(projections=parts.projections, features=parts.features, state=parts.state)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """The most that temporary tensors take while `tokens` of each sequence are mixed; here ten of [B, L, D]."""
+        """The most bytes of temporary tensors while `tokens` of each sequence are mixed; here ten of [B, L, D]."""
         return 10 * FLOAT_BYTES * batch * tokens * self.hidden_size
 
     def kept_tokens(self, position: int, ranks: int) -> int:
-        """Of how many tokens a rank keeps its state: of all, where every rank holds the one state."""
+        """The number of tokens of which a rank keeps its state: all, where every rank holds the one state."""
         return position
 
     def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
-        """What a rank sends to bring queries, keys and outputs together, over a document in even blocks."""
+        """The bytes that a rank sends to bring queries, keys and outputs together, over a document in even blocks."""
         return 0
 
     def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
-        """What that takes of a rank's memory."""
+        """The bytes of a rank's memory that the exchange of queries, keys and outputs takes."""
         return 0
 
     @model_validator(mode="wrap")
     @classmethod
     def _by_kind(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """A field of this type holds a mixer of any kind."""
+        """Validate a field of this type, which holds a mixer of any kind."""
         if cls is not MixerConfig:
             return handler(values)
         if isinstance(values, MixerConfig):
@@ -110,7 +110,8 @@ class MixerConfig(FrozenConfig):
         try:
             return cast(Self, mixer_config_class(kind).model_validate(values))
         except ValidationError as error:
-            # As of a union: the kind stands in the place of an error, so that a key can be looked for among its own.
+            # The kind is added to an error's place, as for a union, so that a key can be looked for among the kind's
+            # own.
             raise ValidationError.from_exception_data(
                 error.title, [_below(kind, one) for one in error.errors()]
             ) from None
@@ -120,7 +121,7 @@ AnyMixer = SerializeAsAny[MixerConfig]
 """The type of a field that holds a mixer of any kind, saved with all its options."""
 
 Build = str | Callable[[Any], Any]
-"""From a configuration to its `TokenMixer`: a callable, or where to find it, "package.module:Name"."""
+"""A way from a configuration to its `TokenMixer`: a callable, or its place, "package.module:Name"."""
 
 _REGISTERED: dict[str, tuple[type[MixerConfig], Build]] = {}
 
@@ -151,7 +152,7 @@ def register_mixer(config: type[MixerConfig], build: Build) -> None:
 
 
 def mixer_config_class(kind: Any) -> type[MixerConfig]:
-    """The configuration of a kind; a package that offers the kind is loaded.
+    """Find the configuration class of a kind; a package that offers the kind is loaded.
 
     Raises: ConfigError for a kind that is not registered, or whose package cannot be loaded.
     """
@@ -166,7 +167,7 @@ def mixer_config_class(kind: Any) -> type[MixerConfig]:
 
 
 def registered_mixers() -> dict[str, type[MixerConfig]]:
-    """The configurations of all kinds that are loaded, by the names of the kinds."""
+    """The configuration classes of all kinds that are loaded, by the names of the kinds."""
     return {kind: config for kind, (config, _) in _REGISTERED.items()}
 
 
@@ -180,7 +181,7 @@ def load_offered_mixers() -> None:
 
 
 def mixer_builder(config: MixerConfig) -> Callable[[Any], Any]:
-    """What builds the mixer of a configuration.
+    """Find the callable that builds the mixer of a configuration.
 
     Raises: ConfigError for a configuration whose class is not registered.
     """

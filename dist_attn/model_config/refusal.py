@@ -1,4 +1,4 @@
-"""Why a configuration was refused, in one line: the key as it stands in the file, the rule, what was given or meant."""
+"""The reason why a configuration was refused, in one line: the key in the file, the rule, what was given or meant."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -10,12 +10,12 @@ from dist_attn.model_config.mixer import MixerConfig, registered_mixers
 
 GIVEN_CHARACTERS = 80
 PLAIN = {"missing": "it is missing", "extra_forbidden": "there is no such key; leave it out"}
-"""Our words for kinds of errors whose own speak of inputs and fields."""
+"""The words for kinds of errors whose own speak of inputs and fields."""
 WITHOUT_GIVEN = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
 
 
 def refusal(error: ValidationError, values: Any) -> tuple[str, str]:
-    """The key (empty: the whole) and the words of the first error in `values`, which were refused with `error`.
+    """Find the key (empty: the whole) and the words of the first error in `values`, which were refused with `error`.
 
     Where a value may be of several types, the words are those of the type that it resembles most, or of all of them.
     """
@@ -34,7 +34,7 @@ def refusal(error: ValidationError, values: Any) -> tuple[str, str]:
 
 
 def _key(place: Sequence[int | str], values: Any, *, missing: bool) -> list[str]:
-    """The parts of a place that stand in the file; pydantic also names the kinds and the members of unions."""
+    """List the parts of a place that stand in the file; pydantic also names kinds and the members of unions."""
     parts = []
     for number, part in enumerate(place):
         inside = values if isinstance(values, Mapping) else dict(enumerate(values if isinstance(values, list) else ()))
@@ -47,11 +47,11 @@ def _key(place: Sequence[int | str], values: Any, *, missing: bool) -> list[str]
 
 
 Place = tuple[int | str, ...]
-"""Where pydantic says that an error is: keys, and the kinds of sections between them."""
+"""The place of an error as pydantic gives it: keys, and the kinds of sections between them."""
 
 
 def key_of(config: type[BaseModel], place: Place, *, unknown: bool = False) -> str:
-    """The key of a place as a file names it; `unknown` for one whose last part is no key of `config`."""
+    """Name the key of a place as a file does; `unknown` for one whose last part is no key of `config`."""
     parts = [
         str(part)
         for number, (part, sections) in enumerate(_walk(config, place), 1)
@@ -63,14 +63,14 @@ def key_of(config: type[BaseModel], place: Place, *, unknown: bool = False) -> s
 
 
 def nearest_key(config: type[BaseModel], place: Place) -> str | None:
-    """The key of `config` in the section of `place` whose name is most like its last part; None if none is."""
+    """Find the key of `config` in the section of `place` that is most like its last part; None if none is."""
     *_, (unknown, sections) = _walk(config, place)
     names = sorted({name for section in sections for name in section.model_fields})
     return next(iter(get_close_matches(str(unknown), names, 1)), None)
 
 
 def _walk(config: type[BaseModel], place: Place) -> Iterator[tuple[int | str, list[type[BaseModel]]]]:
-    """Every part of a place, with the sections in which it may be a key."""
+    """Go through the parts of a place, with the sections in which each may be a key."""
     sections: list[type[BaseModel]] = [config]
     for part in place:
         yield part, sections
@@ -81,7 +81,7 @@ def _walk(config: type[BaseModel], place: Place) -> Iterator[tuple[int | str, li
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Every configuration in a type, however it is wrapped."""
+    """List every configuration class in a type, however it is wrapped."""
     if annotation is MixerConfig:
         return [*dict.fromkeys(registered_mixers().values())]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

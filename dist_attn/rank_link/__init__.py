@@ -1,1 +1,1 @@
-"""What rank processes and the control plane share: settings, heartbeats, rows, process ties. Never loads torch."""
+"""The link between rank processes and the control plane: settings, heartbeats, rows, process ties. No torch."""

@@ -25,14 +25,14 @@ EXIT_CODE_SILENCE = 3
 
 @dataclass
 class Pulse:
-    """What the main thread writes and the heartbeat thread reads; single values need no lock."""
+    """The progress that the main thread writes and the heartbeat thread reads; single values need no lock."""
 
     phase: str = "loading"
     step_done: int = 0
     progress: int = 0
 
     def advance(self) -> None:
-        """One more operation or layer is finished."""
+        """Count one more operation or layer that is finished."""
         self.progress += 1
 
 
@@ -49,7 +49,7 @@ def leave(reason: str) -> None:
 
 
 class HeartbeatThread:
-    """Beats until `stop`; ends the process when the controller has not answered for `settings.silence_deadline_s`."""
+    """The thread that beats until `stop`; it ends the process after `settings.silence_deadline_s` without an answer."""
 
     def __init__(self, settings: RankSettings, pulse: Pulse, keys: ClientKeys | None = None) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""What a rank is told when it starts: by flags from the agent, and its number by the launcher of the group."""
+"""The settings with which a rank starts: by flags from the agent, and its number by the launcher of the group."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from dist_attn.settings import FlagSettings, RankTerms
 
 
 class RankSettings(FlagSettings, RankTerms):
-    """One rank of one epoch."""
+    """The settings of one rank of one epoch."""
 
     controller: str = Field(description="ZeroMQ address of the controller")
     epoch: int = Field(ge=0, description="the life of the group of ranks that this one belongs to")

@@ -1,4 +1,4 @@
-"""Which pieces of rows a rank sums, and how pieces from all ranks become rows in order.
+"""The pieces of rows that a rank sums, and the assembly of pieces from all ranks into rows in order.
 
 Pieces are cut at row edges and at the absolute grid of GRAIN tokens. Ranks are cut on the same grid, so a row is always
 the same ordered sum of the same pieces and does not depend on the number of ranks.
@@ -18,7 +18,7 @@ from dist_attn.wire.rank_messages import RowPieces
 from dist_attn.wire.specs import MODEL_POOLING
 
 SCORE_ROWS = RowSpec("token", pooling="last")
-"""How the scores of a prompt's tokens travel: a row for each token, about the one that follows it."""
+"""The rows as which the scores of a prompt's tokens travel: one for each token, about the one that follows it."""
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -26,14 +26,14 @@ Ends = npt.NDArray[np.bool_]
 
 
 def row_length(spec: RowSpec) -> int | None:
-    """Tokens per row; None when rows have no length of their own: the whole document is one, or tokens are marked."""
+    """The tokens of a row; None when rows have no length of their own: the document is one, or tokens are marked."""
     if spec.granularity == "document" or spec.marked:
         return None
     return 1 if spec.granularity == "token" else spec.window
 
 
 def sequence_length(spec: RowSpec, text_tokens: int) -> int:
-    """Tokens per sequence of a model that reads `text_tokens` at once: the window of a row, or all of them."""
+    """The tokens of a sequence for a model that reads `text_tokens` at once: the window of a row, or all of them."""
     return spec.window if spec.granularity == "window" else text_tokens
 
 
@@ -82,7 +82,7 @@ class _OpenRow:
 
 @final
 class RowAssembler:
-    """Puts the pieces of one encoding in order and adds them up: sums in float64, mean = sum / count.
+    """The assembler of one encoding's pieces, in order: sums in float64, mean = sum / count.
 
     Pieces may come in any order of ranks and steps; what is ahead of its turn waits (bounded by the steps in flight).
     """
@@ -96,15 +96,15 @@ class RowAssembler:
         self._rows = 0
         self._again = 0  # pieces before this position may come a second time
         self.position = start
-        """Every token before this position is in a row that has been taken, or in the one that is open."""
+        """The position before which every token is in a row that has been taken, or in the one that is open."""
 
     @property
     def rows(self) -> int:
-        """Complete rows so far."""
+        """The number of complete rows so far."""
         return self._rows
 
     def add(self, pieces: RowPieces, total: int | None) -> list[RowBatch]:
-        """Take pieces in; the rows that they complete. `total` is the length of the input once it is known.
+        """Take pieces in; returns the rows that they complete. `total` is the length of the input once it is known.
 
         Raises: WireError for pieces that do not fit together, or arrive twice without a `rewind` between.
         """
@@ -119,12 +119,12 @@ class RowAssembler:
         return batches
 
     def rewind(self) -> None:
-        """What is ahead of its turn is lost, and pieces that were added before may come again."""
+        """Drop what is ahead of its turn, and let pieces that were added before come again."""
         self._waiting.clear()
         self._again = self.position
 
     def finish(self, total: int) -> list[RowBatch]:
-        """The last, shorter row when the end of the input became known only after its tokens."""
+        """Return the last, shorter row when the end of the input became known only after its tokens."""
         if self._open is None or self.position != total:
             return []
         return [self._close(total)]

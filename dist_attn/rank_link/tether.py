@@ -1,4 +1,4 @@
-"""Ties a process to its parent, so that none is left behind however the other one dies.
+"""The tie of a process to its parent, so that none is left behind however the other one dies.
 
     python -m dist_attn.rank_link.tether PARENT PROGRAM [ARGUMENT …]
 
@@ -28,7 +28,7 @@ def adopt_orphans() -> None:
 
 
 def parent_is_gone(parent: int) -> bool:
-    """Whether `parent` is no longer the parent of this process; 0 stands for any."""
+    """Return whether `parent` is no longer the parent of this process; 0 stands for any."""
     return parent != 0 and os.getppid() != parent
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(2)
     die_with_parent()
     if parent_is_gone(int(arguments[0])):
-        # It died before the kernel knew of the tie.
+        # The parent died before the kernel knew of the tie.
         sys.exit(1)
     try:
         os.execvp(arguments[1], arguments[1:])

@@ -1,4 +1,4 @@
-"""What a service keeps in its data folder, by name."""
+"""The names in a service's data folder."""
 
 from enum import StrEnum
 

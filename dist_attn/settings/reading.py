@@ -1,4 +1,4 @@
-"""The settings of a start: defaults, a TOML file, the environment and flags, and where each value comes from.
+"""The settings of a start: defaults, a TOML file, the environment and flags, and the origin of each value.
 
 A process that another of ours starts gets its own as flags, and reads them back.
 """
@@ -32,17 +32,17 @@ class FlagSettings(Section):
             raise ConfigError(_words(error)) from None
 
     def replace(self, **changes: Any) -> Self:
-        """The same settings but for `changes`. Raises: ConfigError for values that do not fit."""
+        """Copy the settings with `changes`. Raises: ConfigError for values that do not fit."""
         return type(self)(**{**dict(self), **changes})
 
     def to_flags(self) -> list[str]:
-        """The flags that are read back to an equal value; those of defaults are left out."""
+        """The flags that are read back to an equal value; default values have none."""
         values = self.model_dump(mode="json", exclude_defaults=True)
         return [f"{_flag(name)}={_text(value)}" for name, value in values.items()]
 
     @classmethod
     def parser(cls, program: str, usage: str, description: str) -> argparse.ArgumentParser:
-        """A parser with a flag for each field; it leaves values as they were typed, and None where none was."""
+        """Make a parser with a flag for each field; it leaves values as they were typed, and None where none was."""
         parser = argparse.ArgumentParser(prog=program, usage=usage, description=description)
         for name, field in cls.model_fields.items():
             choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
@@ -57,12 +57,12 @@ def _flag(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as `FlagSettings` reads it from a flag; lists and booleans are JSON."""
+    """Write a value as `FlagSettings` reads it from a flag; lists and booleans are JSON."""
     return json.dumps(value) if isinstance(value, list | bool) else str(value)
 
 
 def _words(error: ValidationError) -> str:
-    """The first of the errors in words."""
+    """Put the first of the errors in words."""
     first = error.errors(include_url=False, include_context=False)[0]
     words = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
@@ -83,13 +83,13 @@ _SERVICE_LINK = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT(_[A-Z0-9_]+)?|_PORT(
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings, and where each of them comes from: "default", "file …", "environment …" or "flag …"."""
+    """The settings with the origin of each: "default", "file …", "environment …" or "flag …"."""
 
     settings: Settings
     origins: Mapping[str, str]
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """Key, value and origin of every setting, in the order of the tree; of keys only their number is told."""
+        """List key, value and origin of every setting, in the order of the tree; of keys only their number is told."""
         for key in settings_keys():
             value: Any = self.settings
             for name in key.split("."):
@@ -100,7 +100,7 @@ class Resolved:
 def read_settings(
     file: Path | None = None, *, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None
 ) -> Resolved:
-    """The settings of a start: the file's over the defaults, the environment's over both, flags over all.
+    """Read the settings of a start: the file's over the defaults, the environment's over both, flags over all.
 
     `flags` are values by key; those that are None were not given. Without `file` DIST_ATTN_CONFIG may name one.
     Raises: ConfigError for a file that cannot be read, an unknown key or a value that is not accepted.
@@ -185,7 +185,7 @@ def _is_secret(key: str) -> bool:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value as JSON and people read it."""
+    """Convert a value to the form that JSON and people read."""
     if _is_secret(key):
         return f"{len(value)} keys"
     if key in ("store.address", "store.blobs", "jobs.address", "files.catalogue"):
@@ -194,7 +194,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def read_keys(file: Path) -> list[str]:
-    """The keys in a file of clients' keys: one per line, but for empty ones and those that begin with #.
+    """Read the keys in a file of clients' keys: one per line, but for empty ones and those that begin with #.
 
     Raises: ConfigError for a file that cannot be read, that holds no key, or one that cannot be sent.
     """

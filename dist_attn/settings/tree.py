@@ -1,16 +1,16 @@
 """Every value an operator may set, as one frozen tree: defaults, a TOML file, the environment, flags; the later win.
 
     model, data_dir, log_level, log_format
-    [http]     where the API listens, and the keys it asks for
-    [limits]   how much one request, and all of them together, may take
-    [work]     how work is cut
+    [http]     the address of the API, and the keys it asks for
+    [limits]   the bounds of one request, and of all of them together
+    [work]     the API's threads, and the sizes in which it takes texts, tokens and rows
     [waits]    timeouts of the API
-    [files]    where files that clients upload are kept, and how much of them
-    [engine]   the ranks, and what the controller takes on
+    [files]    the place of files that clients upload, and the bounds on them
+    [engine]   the ranks, and the work that the controller takes on
     [encoder]  a second model with ranks of its own, for encodings
-    [store]    where states of sessions are kept, and how much of them
-    [prefixes] whether states of prompts are kept there too, so that the same beginning is read once
-    [tracing]  where spans of OpenTelemetry are sent
+    [store]    the place of sessions' states, and the bounds on them
+    [prefixes] the reuse of states of prompts, which are in the store too, so that the same beginning is read once
+    [tracing]  the spans of OpenTelemetry
     [jobs]     work that outlives its connection, and when work becomes that
 
 In the environment `http.port` is DIST_ATTN_HTTP__PORT. A key that is not of the tree is refused, wherever it stands.
@@ -33,13 +33,13 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class Section(BaseModel):
-    """Values that belong together; frozen, and a key that is not declared is refused."""
+    """A group of values that belong together; frozen, and a key that is not declared is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def _words(value: Any) -> Any:
-    """In the environment a list is its items with commas between them."""
+    """Split a list of the environment, whose items stand between commas."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
@@ -59,7 +59,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class HttpSettings(Section):
-    """Where the API listens, and the keys it asks for; without any key it is open to whoever reaches it."""
+    """The address of the API, and the keys it asks for; without any key it is open to all who reach it."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
@@ -78,7 +78,7 @@ class HttpSettings(Section):
 
 
 class LimitSettings(Section):
-    """How much one request may take, and all of them together. Units: `*_bytes` in bytes."""
+    """The bounds of one request, and of all of them together. Units: `*_bytes` in bytes."""
 
     request_head_bytes: Bytes = Field(default=64 * KIB, description="request line and headers of one request")
     json_body_bytes: Bytes = Field(default=8 * MIB, description="one JSON body")
@@ -113,7 +113,7 @@ class LimitSettings(Section):
 
 
 class WorkSettings(Section):
-    """How work is cut."""
+    """The API's threads, and the sizes in which it takes texts, tokens and rows."""
 
     threads: Number = Field(default=2, description="threads that tokenise and format rows")
     piece_bytes: int = Field(default=64 * KIB, gt=64, description="bytes tokenised at a time")
@@ -149,7 +149,7 @@ class WaitSettings(Section):
 
 
 class FileSettings(Section):
-    """Where files that clients upload are kept, and how much of them. Units: `*_bytes` in bytes, `*_s` in seconds.
+    """The place of files that clients upload, and the bounds on them. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     Several API processes may share the folder. Those on one machine share the catalogue in it too; those on several
     machines need one in Redis.
@@ -222,7 +222,7 @@ class RankTerms(Section):
 
 
 class EngineSettings(RankTerms):
-    """The ranks, and what the controller takes on. Units: `*_s` in seconds, `*_tokens` in tokens per rank."""
+    """The ranks, and the work that the controller takes on. Units: `*_s` in seconds, `*_tokens` in tokens per rank."""
 
     api_address: str = Field(default="", description="ZeroMQ address between API and controller; empty: a private one")
     rank_address: str = Field(
@@ -273,7 +273,7 @@ class EngineSettings(RankTerms):
 
 
 class EncoderSettings(Section):
-    """A second model beside the first: encodings and embeddings are its own where a request names no model.
+    """A second model beside the first: encodings and embeddings use it where a request names no model.
 
     It has a controller, an agent and ranks of its own, all on this host; what is not set here is as in `[engine]`.
     """
@@ -294,7 +294,7 @@ class EncoderSettings(Section):
 
 
 class StoreSettings(Section):
-    """Where states of sessions are kept, and how much of them. Units: `*_bytes` in bytes, `*_s` in seconds.
+    """The place of sessions' states, and the bounds on them. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     The values of the same names in dist_attn.store.StoreLimits, which explains them; `""` for address means a folder
     `states` of data_dir.
@@ -321,9 +321,9 @@ class StoreSettings(Section):
 
 
 class PrefixSettings(Section):
-    """Whether completions go on from stored states of the beginnings of their prompts. Units: `*_s` in seconds.
+    """The reuse of stored states of the beginnings of prompts by completions. Units: `*_s` in seconds.
 
-    How many are kept, and for how long, is the store's: `store.tenant_prefixes` and its bytes, least used first.
+    Their number and bytes are bounded by the store: `store.tenant_prefixes` and its bytes, least used first.
     """
 
     reuse: bool = Field(default=True, description="keep states of prompts, and begin with them")
@@ -334,7 +334,7 @@ class PrefixSettings(Section):
 
 
 class JobSettings(Section):
-    """Work that outlives its connection. Units: `*_bytes` in bytes, `*_s` in seconds.
+    """The jobs, which outlive their connections. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     Inputs and results are in the folder `jobs` of data_dir, which API processes that serve one address share.
     """
@@ -353,7 +353,7 @@ class JobSettings(Section):
 
 
 class TracingSettings(Section):
-    """Spans of OpenTelemetry (extra `otel`): off without an endpoint."""
+    """The spans of OpenTelemetry (extra `otel`): off without an endpoint."""
 
     endpoint: str = Field(default="", description="where spans go, by OTLP over HTTP: http://HOST:4318/v1/traces")
     sample: float = Field(
@@ -374,7 +374,7 @@ def user_data_folder(environment: Mapping[str, str], platform: str = sys.platfor
 
 
 class Settings(Section):
-    """The whole tree."""
+    """The whole tree of settings."""
 
     model: str | None = Field(default=None, description="a model folder, or the name of a shipped model")
     data_dir: Path = Field(
@@ -405,7 +405,7 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def settings_words() -> dict[str, str]:
-    """Every key of the tree, as `http.port`, and what it is; in the order of the tree."""
+    """The keys of the tree, as `http.port`, with their descriptions; in the order of the tree."""
     words: dict[str, str] = {}
     for name, field in Settings.model_fields.items():
         inner = {f"{name}.{key}": one for key, one in SECTIONS[name].model_fields.items()} if name in SECTIONS else {}
@@ -415,5 +415,5 @@ def settings_words() -> dict[str, str]:
 
 @cache
 def settings_keys() -> tuple[str, ...]:
-    """Every key of the tree, as `http.port`."""
+    """The keys of the tree, as `http.port`."""
     return tuple(settings_words())

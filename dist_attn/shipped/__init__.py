@@ -25,7 +25,7 @@ FLA_OTHERS: Final = (
 
 
 def origin(folder: Path) -> Literal["ours", "downloaded", "neither"]:
-    """Whose model a folder holds: of this project, of a type of transformers' that is served as it is, or another's.
+    """Tell whose model a folder holds: this project's, one of transformers' that is served as it is, or another's.
 
     A folder without a config.json is ours: its reader says what is missing.
     Raises: ModelFolderError for a config.json that is no JSON object.
@@ -41,7 +41,7 @@ def origin(folder: Path) -> Literal["ours", "downloaded", "neither"]:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Nothing happens where a folder is ours, or downloaded and of a supported type.
+    """Refuse a model of Hugging Face's that is neither ours nor downloaded and of a supported type.
 
     Raises: ModelFolderError for another model of Hugging Face's, with its type and what may be done with it.
     """
@@ -86,7 +86,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(folder: Path) -> None:
-    """No manifest, no check.
+    """Check the files of a model folder against its manifest; nothing is checked without one.
 
     Raises: ModelFolderError when a file is not the one the manifest was written for, or cannot be read.
     """
@@ -115,7 +115,7 @@ def check_manifest(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file, in hex.
+    """The SHA-256 of a file, in hex.
 
     Raises: ModelFolderError as `open_file`.
     """
@@ -126,7 +126,7 @@ def sha256(path: Path) -> str:
 SHIPPED = Path(__file__).parent
 DEFAULT_MODEL = "writer-12m"
 DEFAULT_ENCODER = "minilm-stream"
-"""What makes vectors of texts where no model is named: `encode` takes it, and `serve` beside the default model."""
+"""The encoder that is used where no model is named: by `encode`, and by `serve` beside the default model."""
 
 
 def default_model_folder() -> Path:
@@ -141,7 +141,7 @@ def shipped_models() -> list[Path]:
 
 
 def added_models_folder() -> Path:
-    """Where `dist-attn models add` puts models: in $XDG_DATA_HOME, else in ~/.local/share."""
+    """The folder into which `dist-attn models add` puts models: in $XDG_DATA_HOME, else in ~/.local/share."""
     data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path(os.path.expanduser("~")) / ".local" / "share") / "dist-attn" / "models"
 
@@ -152,7 +152,7 @@ def added_models() -> list[Path]:
 
 
 def purpose(folder: Path) -> str:
-    """What a model is for: the first paragraph of its README.md; "" without one."""
+    """The purpose of a model: the first paragraph of its README.md; "" without one."""
     try:
         paragraphs = read_file(folder / "README.md").decode().split("\n\n")
     except (ModelFolderError, UnicodeDecodeError):
@@ -163,7 +163,7 @@ def purpose(folder: Path) -> str:
 
 
 def resolve_model_folder(path_or_name: str | Path | None = None) -> Path:
-    """A model folder by path, or a model that ships or was added by name; None is the default one.
+    """Find a model folder by path, or a model that ships or was added by name; None is the default one.
 
     Raises: ModelFolderError when there is neither, naming what was looked for and what there is; and for a folder of
         Hugging Face's of a type that is not supported.

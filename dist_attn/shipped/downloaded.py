@@ -1,4 +1,4 @@
-"""Folders of transformers as they were downloaded: which are supported, and what their files say; never imports torch.
+"""Folders of transformers as they were downloaded: the supported ones, and the facts in their files; no torch.
 
 What needs the model itself, names and shapes of its tensors, is asked of transformers: `dist_attn/adapters/check.py`.
 """
@@ -68,7 +68,7 @@ are those that modules, or our operations, compute as if they had one value.
 ROPES: Final = ("default", "linear", "yarn", "llama3", "proportional")
 """Rotary positions whose angles depend on nothing but the position."""
 ROPES_BY_LENGTH: Final = ("dynamic", "longrope")
-"""Those whose angles change for all tokens once a sequence is long, so that what was cached would be wrong."""
+"""Rotary positions whose angles change for all tokens once a sequence is long, so that a cache would be wrong."""
 
 LAYER_TYPES: Final = (
     "full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "recurrent", "conv", "hybrid",
@@ -87,7 +87,7 @@ EMBEDDINGS: Final = ("embed_tokens.weight", "embeddings.weight", "word_embedding
 
 @dataclass(frozen=True)
 class DownloadedModel:
-    """What the files of a folder say; `dtype` is that of its weights."""
+    """The facts in the files of a folder; `dtype` is that of its weights."""
 
     folder: Path
     model_type: str
@@ -100,12 +100,12 @@ class DownloadedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
+        """The bytes of all tensors as they are stored."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class LoadedSizes(msgspec.Struct, frozen=True):
-    """What a model has once it is loaded, its weights in the precision of its folder; or in words why it cannot be.
+    """The sizes of a model once it is loaded, its weights in its folder's precision; or in words why it cannot be.
 
     The state of one sequence, computed in float32, has `state_bytes` before any token, and each adds `token_bytes` at
     most; a layer that looks no further back than a window keeps no more than that.
@@ -119,17 +119,17 @@ class LoadedSizes(msgspec.Struct, frozen=True):
     refusal: str = ""
 
     def parameters_of_a_rank(self, ranks: int) -> int:
-        """Where layers are spread over ranks: a rank's share of them, one more that is on its way, and all else."""
+        """The parameters of a rank where layers are spread: its share of them, one more on its way, and all else."""
         layers = sum(self.layer_parameters)
         return self.parameters - layers + -(-layers // ranks) + max(self.layer_parameters, default=0)
 
     def state_bytes_at(self, tokens: int) -> int:
-        """Bytes of a state after so many tokens, at most."""
+        """The most bytes of a state after `tokens` tokens."""
         return self.state_bytes + self.token_bytes * tokens
 
 
 def read_downloaded(folder: Path) -> DownloadedModel:
-    """The model of a folder of a supported type, as far as its files can tell.
+    """Read the model of a folder of a supported type, as far as its files can tell.
 
     Raises: ModelFolderError for a type or an option that is not supported, and for files that are missing, damaged or
         at odds with each other.
@@ -185,7 +185,7 @@ def _check_layers(path: Path, values: dict[str, Any]) -> None:
 
 
 def _check_counts(path: Path, kind: str, values: dict[str, Any]) -> None:
-    """What transformers takes below 1, and then divides by, makes no tensor of, or asks no expert for."""
+    """Refuse counts that transformers takes but then divides by, makes no tensor of, or asks no expert for."""
     for key in COUNTS:
         if isinstance(values.get(key), int):
             _at_least_one(path, key, values[key])
@@ -199,7 +199,7 @@ def _check_counts(path: Path, kind: str, values: dict[str, Any]) -> None:
 
 
 def _check_task(path: Path, names: Any) -> None:
-    """Models made for something else than to write may have the same tensors."""
+    """Refuse models made for something else than writing; they may have the same tensors."""
     for name in names if isinstance(names, list) else ():
         task = str(name).rpartition("For")[2]
         if "For" in str(name) and task not in WRITES:
@@ -207,7 +207,7 @@ def _check_task(path: Path, names: Any) -> None:
 
 
 def _check_rope(path: Path, rope: Any) -> None:
-    """Rotary positions as older and newer files tell of them; newer ones may have one object for each type of layer."""
+    """Check rotary positions as older and newer files name them; newer ones may have an object per type of layer."""
     if not isinstance(rope, dict):
         return
     for each in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
@@ -237,7 +237,7 @@ def _most_common(tensors: dict[str, StoredTensor]) -> str:
 
 
 def _sizes(path: Path, text: dict[str, Any], tensors: dict[str, StoredTensor]) -> tuple[int, int]:
-    """Tokens and width: of config.json, and where that leaves them to its type's defaults, of the embedding."""
+    """The tokens and the width: of config.json, and where it leaves them to its type's defaults, of the embedding."""
     shapes = [tensor.shape for name, tensor in tensors.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
     rows, width = shapes[0] if shapes else (None, None)
     vocab_size, hidden_size = text.get("vocab_size", rows), text.get("hidden_size", text.get("embedding_dim", width))

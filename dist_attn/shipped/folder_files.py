@@ -12,7 +12,7 @@ from dist_attn.errors import ModelFolderError
 __all__ = ["MOST_BYTES", "find_json_object", "open_file", "read_file", "read_json", "read_json_object"]
 
 MOST_BYTES: Final = 1 << 27
-"""Of a file that is read as a whole; tokenizer.json is the largest of them and has some 35 MB with 262,144 tokens."""
+"""The most bytes of a file read as a whole; tokenizer.json is the largest and has some 35 MB with 262,144 tokens."""
 _KINDS: Final = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -20,7 +20,7 @@ _KINDS: Final = {
 
 
 def open_file(path: Path) -> BufferedReader:
-    """A regular file, or one that a link leads to, open to be read; nothing is waited for.
+    """Open a regular file, or one that a link leads to, to be read; nothing is waited for.
 
     Raises: ModelFolderError for one that is not there, cannot be read, or is of another kind.
     """
@@ -45,7 +45,7 @@ def _require_regular(path: Path, about: os.stat_result) -> None:
 
 
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """What a file holds.
+    """Read the whole contents of a file.
 
     Raises: ModelFolderError as `open_file`, and for more than `most_bytes`.
     """
@@ -60,7 +60,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file.
+    """Read the value of a JSON file.
 
     Raises: ModelFolderError as `read_file`, and for a file that is no JSON.
     """
@@ -81,7 +81,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def find_json_object(path: Path) -> dict[str, Any] | None:
-    """As `read_json_object`; None where there is no file."""
+    """Read a JSON object as `read_json_object`; None where there is no file."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""What a model folder's generation_config.json says of texts that the model writes; never imports torch."""
+"""The facts in a model folder's generation_config.json on texts that the model writes; never imports torch."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ _NUMBERS: Final = {"temperature": (0.0, float("inf")), "top_p": (0.0, 1.0), "top
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """The tokens each of which ends a text, what ends a chat's answer, and how tokens are drawn where nobody says so.
+    """The tokens each of which ends a text, the strings that end a chat's answer, and how tokens are drawn by default.
 
     None: the folder does not say so either. `do_sample` false is temperature 0, whatever else the file has.
     """
@@ -30,13 +30,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
     @property
     def sampling(self) -> dict[str, float | int]:
-        """What the folder says of drawing, by the names of `SamplingSpec`."""
+        """The folder's defaults of drawing, by the names of `SamplingSpec`."""
         named = {name: getattr(self, name) for name in _NUMBERS}
         return {name: value for name, value in named.items() if value is not None}
 
 
 def read_generation_defaults(folder: Path, vocab_size: int) -> GenerationDefaults:
-    """What generation_config.json says; end tokens that it does not name are those of config.json.
+    """Read the defaults in generation_config.json; end tokens that it does not name are those of config.json.
 
     Raises: ModelFolderError naming the file, the value, and what is needed.
     """

@@ -1,4 +1,4 @@
-"""What the safetensors files of a folder hold, by their headers alone: names, kinds of numbers, shapes and places."""
+"""The contents of a folder's safetensors files, by their headers alone: names, kinds of numbers, shapes and places."""
 
 import json
 import os
@@ -17,7 +17,7 @@ INDEX: Final = "model.safetensors.index.json"
 UNPICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 MAX_HEADER_BYTES: Final = 1 << 25
 MAX_TENSORS: Final = 1 << 18
-"""Of a folder; a model of 60 layers with 384 experts in each has 70,000."""
+"""The most tensors of a folder; a model of 60 layers with 384 experts in each has 70,000."""
 MAX_DIMENSIONS: Final = 16
 LENGTH_BYTES: Final = 8
 NUMBER_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
@@ -35,12 +35,12 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The bytes of the tensor in the file."""
         return prod(self.shape) * NUMBER_BYTES[self.dtype]
 
 
 def read_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of all files that model.safetensors.index.json names.
+    """Read the tensors of model.safetensors, or of all files that model.safetensors.index.json names.
 
     Raises: ModelFolderError for files that are missing, cut short, damaged or at odds with the index.
     """
@@ -85,7 +85,7 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Nothing happens where the safetensors library may read a file, which it does without bounds.
+    """Check a file before the safetensors library reads it, which it does without bounds.
 
     Raises: ModelFolderError for a file that cannot be read, is of another kind, or holds too many tensors.
     """
@@ -93,7 +93,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """What the header of a file says of its tensors, where it ends, and the bytes of the file."""
+    """Read the entries of tensors in a file's header, the end of the header, and the bytes of the file."""
     with open_file(path) as file:
         try:
             size = os.fstat(file.fileno()).st_size
@@ -123,7 +123,7 @@ def _require_few(path: Path, tensors: int) -> None:
 
 
 def _read_header(path: Path, which: str = "") -> dict[str, StoredTensor]:
-    """The tensors of one file, whose length must be what its header says."""
+    """Read the tensors of one file, whose length must be what its header says."""
     if path.is_symlink() and not path.exists():
         raise ModelFolderError(f"{path} is a link to {os.readlink(path)}, and nothing is there{which}; fetch it again")
     if not path.exists():
@@ -148,7 +148,7 @@ def _read_header(path: Path, which: str = "") -> dict[str, StoredTensor]:
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor, int]:
-    """A tensor, with where its bytes end in the file; the header, which ends at `start`, counts from there."""
+    """Read a tensor, with where its bytes end in the file; the header, which ends at `start`, counts from there."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(dtype) is not str or len(shape) > MAX_DIMENSIONS:

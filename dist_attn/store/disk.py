@@ -30,7 +30,7 @@ RESERVE_BYTES = 1 << 20  # of the disk, for the log of changes that make room wh
 
 
 def has_records(catalogue: Path) -> bool:
-    """Whether the file is there and not empty; any other becomes a new catalogue when it is opened.
+    """Return whether the file is there and not empty; any other becomes a new catalogue when it is opened.
 
     Raises: OSError.
     """
@@ -50,7 +50,7 @@ class DiskRecords(Records):
 
     @staticmethod
     async def open(file: Path) -> "DiskRecords":
-        """The records in this file, which is made if it is missing; on a full disk in the room of the reserve.
+        """Open the records in this file, which is made if it is missing; on a full disk in the room of the reserve.
 
         Raises: StorageError when it cannot be opened; CatalogueDamagedError when it is no catalogue, or a damaged one.
         """
@@ -89,7 +89,7 @@ class DiskRecords(Records):
     async def _attempt(
         self, work: Callable[[BufferedTransaction], Awaitable[T]], changes: dict[str, bytes | None]
     ) -> T:
-        """One try; `changes` is filled with what was to be changed, also where it fails."""
+        """Run the work once; `changes` is filled with what was to be changed, also where it fails."""
         try:
             # Inside: a task cancelled here may have begun it all the same, in the thread of the connection.
             await self._connection.execute("BEGIN IMMEDIATE")
@@ -109,7 +109,7 @@ class DiskRecords(Records):
         return result
 
     async def _shrinks(self, changes: dict[str, bytes | None]) -> bool:
-        """Whether the records take less room after these changes."""
+        """Return whether the records take less room after these changes."""
         before = await _DiskView(self._connection).read(list(changes))
         grown = 0
         for (key, new), old in zip(changes.items(), before, strict=True):
@@ -130,7 +130,7 @@ class DiskRecords(Records):
 
 
 async def _connect_in_turn(file: Path) -> aiosqlite.Connection:
-    """`_connect`, again while another process makes the same file: SQLite does not wait where both turn its log on."""
+    """Connect as `_connect` does, again while another process makes the same file: SQLite does not wait there."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
@@ -208,7 +208,7 @@ class DiskBlobs(Blobs):
                 raise
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
-        """The file; one that is deleted meanwhile is read to its end."""
+        """Read the file; one that is deleted meanwhile is read to its end."""
         with _refusals(f"blob {name} cannot be read"):
             try:
                 file = await asyncio.to_thread(self._path(name).open, "rb")
@@ -225,13 +225,13 @@ class DiskBlobs(Blobs):
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def names(self) -> AsyncIterator[str]:
-        """All files, half-written ones too."""
+        """Iterate over the names of all files, half-written ones too."""
         with _refusals(f"{self._folder} cannot be read"):
             for path in await asyncio.to_thread(lambda: sorted(self._folder.glob("??/*"))):
                 yield path.name.removesuffix(WRITING)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing: no file stays open."""
 
     def _path(self, name: str) -> Path:
         return self._folder / name[-2:] / name
@@ -246,7 +246,7 @@ def _damaged(file: Path, why: str) -> CatalogueDamagedError:
 
 @contextlib.contextmanager
 def _refusals(what: str, catalogue: Path | None = None) -> Iterator[None]:
-    """What the system and SQLite say, as a StorageError."""
+    """Turn errors of the system and of SQLite into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -266,7 +266,7 @@ def _reserve_of(catalogue: Path) -> Path:
 
 
 def _make_reserve(file: Path) -> bool:
-    """Take room of the disk for later; false where there is none. What is there already stays."""
+    """Take room of the disk for later; false where there is none. A reserve that is there already stays."""
     try:
         with open(file, "xb", opener=private_opener) as reserve:
             reserve.write(os.urandom(RESERVE_BYTES))  # zeros take no room where the file system compresses

@@ -1,15 +1,15 @@
-"""What the store keeps: the records, the keys they stand under, and what callers see of them.
+"""The entries of the store: the records, the keys they stand under, and what callers see of them.
 
-    secret                        32 random bytes: what salts every id
+    secret                        32 random bytes that salt every id
     total, usage/TENANT           Usage of all, and of one caller
     snapshot/ID                   SnapshotRecord
-    loose/TIME/ID                 a snapshot that nobody refers to; it may go after TIME
+    loose/TIME/ID                 a snapshot without references; it may go after TIME
     session/ID                    SessionRecord
     owned/TENANT/ID               a session of this caller
-    expiry/TIME/ID                when a session ends
+    expiry/TIME/ID                the end of a session
     prefix/KEY                    PrefixRecord
-    lru/TIME/KEY                  when a prefix was used last
-    tenant-lru/TENANT/TIME/KEY    the same among those of one caller
+    lru/TIME/KEY                  the last use of a prefix
+    tenant-lru/TENANT/TIME/KEY    the last use among the prefixes of one caller
 
 TENANT is a salted hash of the caller's name.
 """
@@ -23,7 +23,7 @@ from dist_attn.store.ledger import Record, Sums, has_died, moment, of_tenant
 
 
 class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of everything. Units: `*_bytes` in bytes, `*_s` in seconds.
+    """The bounds of the store. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     `tenant_*` are the share of one caller. A snapshot that nobody refers to yet is kept for `hold_s`; bytes without a
     record, left by a writer that died, for `orphan_s`. What has expired is deleted once the clock has run evenly for
@@ -47,7 +47,7 @@ class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Usage(Sums, frozen=True):
-    """What is kept for one caller, or for all; a snapshot counts once, however many refer to it."""
+    """The amounts kept for one caller, or for all; a snapshot counts once, however many refer to it."""
 
     bytes: int = 0
     snapshots: int = 0
@@ -66,7 +66,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SnapshotRecord(Record, frozen=True, forbid_unknown_fields=True):
-    """A snapshot, where its bytes are, how many refer to it, and until when it stays although nobody does."""
+    """A snapshot: the place of its bytes, the number of its references, and until when it stays without any."""
 
     KIND: ClassVar[str] = "snapshot"
     tenant: str
@@ -78,15 +78,15 @@ class SnapshotRecord(Record, frozen=True, forbid_unknown_fields=True):
     made_at: float
 
     def index(self, name: str) -> tuple[str, ...]:
-        """Those that nobody refers to, by when they may go."""
+        """The key that finds a snapshot without references, by the time from which it may go."""
         return () if self.references else (f"loose/{moment(self.held_until)}/{name}",)
 
     def sums(self) -> Mapping[str, Sums]:
-        """Its bytes."""
+        """The bytes of this snapshot, in the sums of its caller and of all."""
         return of_tenant(self.tenant, Usage(bytes=self.size, snapshots=1))
 
     def info(self, name: str) -> SnapshotInfo:
-        """What its owner sees."""
+        """The snapshot as its owner sees it."""
         return SnapshotInfo(name, self.size, self.digest, self.references, self.made_at)
 
 
@@ -99,10 +99,10 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one append, named by its caller's key, has come to: it began at `start` and stands at `position`.
+    """The progress of one append, named by its caller's key: it began at `start` and stands at `position`.
 
-    `digest` is that of what is appended, "" where it is not known; `fed` that of the part up to `position`, so that who
-    goes on can tell that it is the same; `result` is whatever the writer said at its end.
+    `digest` is that of what is appended, "" where it is not known; `fed` that of the part up to `position`, by which a
+    writer that goes on can tell that it has the same input; `result` is whatever the writer said at its end.
     """
 
     key: str
@@ -115,7 +115,7 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """How far a session has come: it stands at `position`, its state is in that snapshot, all up to there was fed.
+    """The progress of a session: it stands at `position`, its state is in that snapshot, and all up to there was fed.
 
     `fed` is a digest of what has been fed. With `done` the append has ended, and `result` is what a caller who sends it
     again is told; `digest` is that of the whole, where it was not known at the beginning.
@@ -130,7 +130,7 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who writes to a session now, and until when it is waited for; `owner` is its process, "" if nobody can know."""
+    """The present writer of a session, waited for until `until`; `owner` is its process, "" if nobody can know."""
 
     key: str
     token: str
@@ -156,15 +156,15 @@ class SessionRecord(Record, frozen=True, forbid_unknown_fields=True):
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
 
     def index(self, name: str) -> tuple[str, ...]:
-        """Those that end, by when; those of a caller."""
+        """The keys that find the session: by the time of its end, and among its caller's."""
         return f"expiry/{moment(self.expires_at)}/{name}", f"owned/{self.tenant}/{name}"
 
     def sums(self) -> Mapping[str, Sums]:
-        """One more."""
+        """One session, in the sums of its caller and of all."""
         return of_tenant(self.tenant, Usage(sessions=1))
 
     def shown(self, name: str) -> "Session":
-        """What its owner sees."""
+        """The session as its owner sees it."""
         busy_until = 0.0 if self.writer is None or has_died(self.writer.owner) else self.writer.until
         return Session(
             name,
@@ -213,10 +213,10 @@ class PrefixRecord(Record, frozen=True, forbid_unknown_fields=True):
     used_at: float
 
     def index(self, name: str) -> tuple[str, ...]:
-        """All, and those of a caller, by when they were used last."""
+        """The keys that find the prefix by the time of its last use: among all, and among its caller's."""
         at = moment(self.used_at)
         return f"lru/{at}/{name}", f"tenant-lru/{self.tenant}/{at}/{name}"
 
     def sums(self) -> Mapping[str, Sums]:
-        """One more."""
+        """One prefix, in the sums of its caller and of all."""
         return of_tenant(self.tenant, Usage(prefixes=1))

@@ -34,30 +34,30 @@ class Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What stands under the key `KIND/NAME`."""
+    """The value under the key `KIND/NAME`."""
 
     KIND: ClassVar[str]
 
     def index(self, name: str) -> tuple[str, ...]:
-        """The keys, without values, by which it is found."""
+        """The keys, without values, by which the record is found."""
         return ()
 
     def sums(self) -> "Mapping[str, Sums | int]":
-        """What it adds to which sums, by their keys."""
+        """The amounts that the record adds, by the keys of their sums."""
         return {}
 
 
 class Ledger:
-    """Reads and changes records with all that belongs to them. Time is in seconds since 1970."""
+    """The books in one transaction: records, changed with all that belongs to them. Time is in seconds since 1970."""
 
     def __init__(self, transaction: BufferedTransaction, now: float) -> None:
         self.transaction = transaction
         self.now = now
         self.dropped: list[str] = []
-        """Blobs to delete once the transaction is committed."""
+        """The blobs to delete once the transaction is committed."""
 
     async def find(self, kind: type[R], name: str) -> R | None:
-        """The record of this name."""
+        """The record of this name, None where there is none."""
         (record,) = await self.find_all(kind, [name])
         return record
 
@@ -87,19 +87,19 @@ class Ledger:
             self.transaction.delete(key)
 
     async def total(self, key: str, kind: type[S]) -> S:
-        """A sum."""
+        """Read the sum under `key`."""
         value = await self.transaction.get(key)
         return kind() if value is None else decode(value, kind)
 
     async def usage(self, kind: type[S], tenant: str = "") -> S:
-        """What a caller has; without a name, what all have."""
+        """The sums of a caller; without a name, those of all."""
         return await self.total(f"usage/{tenant}" if tenant else "total", kind)
 
     def check(self, key: str, before: Any, after: Any) -> None:
-        """Called where a sum grows. Raises: whatever refuses it."""
+        """Refuse a sum that grows too large. Raises: whatever an overriding class refuses it with."""
 
     async def due(self, index: str, after: str, limit: int) -> tuple[list[str], str]:
-        """Up to `limit` keys `INDEX/TIME/…` whose time has come, behind the key `after`, in order.
+        """Find up to `limit` keys `INDEX/TIME/…` whose time has come, behind the key `after`, in order.
 
         With them the key behind which there may be more, "" at the end.
         """
@@ -134,7 +134,7 @@ def of_tenant(tenant: str, usage: Sums) -> Mapping[str, Sums]:
 
 
 def _moved(total: S, less: "Sums | int", more: "Sums | int") -> S:
-    """A sum with one part less and another one more; it is never less than nothing."""
+    """Take one part off a sum and add another; the sum is never less than 0."""
     numbers = zip(_numbers(total), _numbers(less), _numbers(more), strict=True)
     return type(total)(*(max(0, all_ - old + new) for all_, old, new in numbers))
 
@@ -146,7 +146,7 @@ def _numbers(value: "Sums | int") -> tuple[int, ...]:
 async def change(
     records: Records, opened: Callable[[BufferedTransaction], L], work: Callable[[L], Awaitable[T]]
 ) -> tuple[T, list[str]]:
-    """Run work on a ledger in one transaction: what it returns, and the blobs that it has dropped.
+    """Run work on a ledger in one transaction; returns its result, and the blobs that it has dropped.
 
     Raises: StorageError; whatever `work` raises, and then nothing changes.
     """
@@ -161,7 +161,7 @@ async def change(
 
 
 async def every_page(page: Callable[[str], Awaitable[tuple[T, str]]]) -> list[T]:
-    """The results of all pages; each is told where it begins, and says where the next one does, "" after the last."""
+    """Collect the results of all pages; each is given its beginning and returns that of the next, "" after the last."""
     results, after = [], ""
     while True:
         result, after = await page(after)
@@ -171,7 +171,7 @@ async def every_page(page: Callable[[str], Awaitable[tuple[T, str]]]) -> list[T]
 
 
 async def all_records(records: Records, kind: type[R]) -> dict[str, R]:
-    """Every record of a kind by its name, read a page at a time, so that others may work meanwhile.
+    """Read every record of a kind by its name, a page at a time, so that others may work meanwhile.
 
     Raises: StorageError.
     """
@@ -180,7 +180,7 @@ async def all_records(records: Records, kind: type[R]) -> dict[str, R]:
 
 
 async def all_values(records: Records, prefix: str) -> dict[str, bytes]:
-    """Every value whose key begins so, by its key. Raises: StorageError."""
+    """Read every value whose key begins with `prefix`, by its key. Raises: StorageError."""
 
     async def page(after: str) -> tuple[list[tuple[str, bytes]], str]:
         rows = await records.transact(lambda transaction: transaction.scan(prefix, PAGE, after))
@@ -190,7 +190,7 @@ async def all_values(records: Records, prefix: str) -> dict[str, bytes]:
 
 
 async def wrong_sums(records: Records, kind: type[S], counted: Iterable[Record]) -> list[str]:
-    """Where the sums of callers and of all are not those of these records, in words.
+    """Say in words where the sums of callers and of all are not those of these records.
 
     Raises: StorageError.
     """
@@ -211,7 +211,7 @@ async def wrong_sums(records: Records, kind: type[S], counted: Iterable[Record])
 
 
 async def secret_of(records: Records) -> bytes:
-    """What salts every name in these records: drawn by who first asks, the same for all who do.
+    """The secret that salts every name in these records: drawn on the first call, and the same on all later ones.
 
     Raises: StorageError.
     """
@@ -227,12 +227,12 @@ async def secret_of(records: Records) -> bytes:
 
 
 def salted(secret: bytes, message: bytes) -> str:
-    """HMAC-SHA256 in hex: names of callers stand in keys as this, so that they are neither shown nor misread."""
+    """HMAC-SHA256 in hex; callers' names stand in keys like this, so that they are neither shown nor misread."""
     return hmac.new(secret, message, hashlib.sha256).hexdigest()
 
 
 async def unknown_beside(records: Records, count: Callable[[], Awaitable[int]]) -> int:
-    """How many blobs lie beside records that nobody has begun yet, and which would not know them; else 0.
+    """Count the blobs beside records that have not been begun, which would not know them; 0 where they have been.
 
     Raises: StorageError.
     """
@@ -248,17 +248,17 @@ async def unknown_beside(records: Records, count: Callable[[], Awaitable[int]]) 
 
 
 def moment(time: float) -> str:
-    """Seconds since 1970 as a key: keys stand in the order of time."""
+    """Format seconds since 1970 as a key: keys stand in the order of time."""
     return f"{max(0.0, time):017.3f}"
 
 
 def encode(value: object) -> bytes:
-    """A record's bytes."""
+    """Encode a record."""
     return msgspec.json.encode(value)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The record that these bytes are.
+    """Decode a record.
 
     Raises: StorageError when they are none.
     """
@@ -269,17 +269,17 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 changed = structs.replace
-"""The same record with other values in some fields."""
+"""A copy of a record with other values in some fields."""
 
 
 def this_process() -> str:
-    """This process, unlike any other before, beside or after it; "" where the system does not tell."""
+    """The name of this process, unlike any other before, beside or after it; "" where the system does not tell."""
     begun = _begun(os.getpid())
     return f"{_place()}/{os.getpid()}.{begun}" if _place() and begun else ""
 
 
 def has_died(owner: str) -> bool:
-    """Whether the process that was told so by `this_process` is dead for sure; one of another machine never is.
+    """Return whether the process that `this_process` named is dead for sure; one of another machine never is.
 
     Cost: one read of /proc.
     """
@@ -293,7 +293,7 @@ def has_died(owner: str) -> bool:
 
 @cache
 def _place() -> str:
-    """This start of this machine, and the numbers that processes have here: those of a container are its own."""
+    """The name of this boot and of the process numbers here: a container has numbers of its own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}.{os.readlink('/proc/self/ns/pid')}"
@@ -302,9 +302,9 @@ def _place() -> str:
 
 
 def _begun(pid: int) -> str:
-    """When a process began, in the clock's ticks; "" where there is none, or it may not be looked at.
+    """The time when a process began, in the clock's ticks; "" where there is none, or it may not be looked at.
 
-    One that has ended and that nobody has waited for yet is there, but did not begin at any time that was told.
+    A process that has ended and that nobody has waited for yet is there, but is told as "ended".
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -315,7 +315,7 @@ def _begun(pid: int) -> str:
 
 
 def _hidden(pid: int) -> bool:
-    """Whether there is such a process that this one may not look at."""
+    """Return whether there is such a process that this one may not look at."""
     if _begun(pid):
         return False
     try:

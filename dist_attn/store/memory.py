@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @final
 class MemoryRecords(Records):
-    """A dictionary and its keys in order."""
+    """The records as a dictionary with its keys in order."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -21,7 +21,7 @@ class MemoryRecords(Records):
         self._lock = asyncio.Lock()
 
     async def transact(self, work: Callable[[BufferedTransaction], Awaitable[T]]) -> T:
-        """Run the work; one at a time."""
+        """Run the work, one transaction at a time."""
         async with self._lock:
             transaction = BufferedTransaction(_MemoryView(self._values, self._keys))
             result = await work(transaction)
@@ -30,7 +30,7 @@ class MemoryRecords(Records):
             return result
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Close nothing: there is nothing to let go of."""
 
     def _set(self, key: str, value: bytes | None) -> None:
         known = key in self._values
@@ -62,14 +62,14 @@ class _MemoryView(RecordView):
 
 
 def _first(keys: list[str], prefix: str) -> int:
-    """Where keys that begin with `prefix` would begin."""
+    """The index at which keys that begin with `prefix` would begin."""
     at = bisect_right(keys, prefix)
     return at - 1 if at and keys[at - 1] == prefix else at
 
 
 @final
 class MemoryBlobs(Blobs):
-    """Bytes by name."""
+    """The blobs as bytes by name."""
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
@@ -79,7 +79,7 @@ class MemoryBlobs(Blobs):
         self._blobs[name] = b"".join([piece async for piece in pieces])
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
-        """The bytes."""
+        """Read the bytes."""
         if name not in self._blobs:
             raise StateDamagedError(f"blob {name} is not there: it was deleted")
         data = self._blobs[name]
@@ -91,9 +91,9 @@ class MemoryBlobs(Blobs):
         self._blobs.pop(name, None)
 
     async def names(self) -> AsyncIterator[str]:
-        """All names."""
+        """Iterate over all names."""
         for name in list(self._blobs):
             yield name
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Close nothing: there is nothing to let go of."""

@@ -28,7 +28,7 @@ NAMESPACE = "dist-attn"
 
 
 def is_redis(address: str) -> bool:
-    """Whether an address is one of Redis."""
+    """Return whether an address is one of Redis."""
     return address.startswith(("redis://", "rediss://", "unix://"))
 
 
@@ -59,7 +59,7 @@ def folder_of(address: str) -> Path | None:
 
 
 async def open_records(address: str, file: str = CATALOGUE, namespace: str = NAMESPACE) -> Records:
-    """The records at an address: in this file of a folder, or under this name in Redis.
+    """Open the records at an address: in this file of a folder, or under this name in Redis.
 
     Raises: StorageError when they cannot be opened; MissingExtraError when redis-py is needed and not there;
         ConfigError for an address of no known kind.
@@ -74,7 +74,7 @@ async def open_records(address: str, file: str = CATALOGUE, namespace: str = NAM
 
 
 def open_blobs(address: str) -> Blobs:
-    """The blobs of states at an address. Raises: StorageError, MissingExtraError, ConfigError, as `open_records`."""
+    """Open the blobs of states at an address. Raises: as `open_records`."""
     match kind_of(address):
         case "folder":
             return DiskBlobs(Path(address) / SNAPSHOTS)
@@ -85,7 +85,7 @@ def open_blobs(address: str) -> Blobs:
 
 
 def lost_catalogue(place: object, contents: str, name: str = "", way_back: str = "") -> CatalogueDamagedError:
-    """The refusal to begin a new catalogue beside bytes, which it would take for bytes that nobody needs."""
+    """Make the refusal to begin a new catalogue beside bytes, which it would take for unneeded ones."""
     return CatalogueDamagedError(
         f"{place} holds {contents}, and their catalogue{name and f' {name}'} is not there or empty; put a backup of it "
         f"in its place{way_back}; to begin without them move the folder away"
@@ -94,7 +94,7 @@ def lost_catalogue(place: object, contents: str, name: str = "", way_back: str =
 
 @final
 class StateStore:
-    """One store; opened by `open_store`, closed by `close` or as a context."""
+    """A store as a whole; opened by `open_store`, closed by `close` or as a context."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -112,7 +112,7 @@ class StateStore:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> "StateStore":
-        """A store over any place, put in order first.
+        """Open a store over any records and blobs, and put it in order first.
 
         Raises: StorageError.
         """
@@ -121,7 +121,7 @@ class StateStore:
         return store
 
     async def totals(self) -> Usage:
-        """How much is kept for all callers together.
+        """The amounts kept for all callers together.
 
         Raises: StorageError.
         """
@@ -142,7 +142,7 @@ class StateStore:
 
 
 async def open_store(address: str, limits: StoreLimits | None = None, *, blobs: str = "") -> StateStore:
-    """The store whose records are at an address and whose states are at `blobs`, or there too.
+    """Open the store whose records are at an address and whose states are at `blobs`, or there too.
 
     Each is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
 

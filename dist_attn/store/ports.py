@@ -30,11 +30,11 @@ class RecordView(ABC):
 
 
 class Records(ABC):
-    """Records in one place."""
+    """The records in one place."""
 
     @abstractmethod
     async def transact(self, work: "Callable[[BufferedTransaction], Awaitable[T]]") -> T:
-        """What `work` returns; all its changes are there afterwards, durably, or none.
+        """Run `work` and return its result; all its changes are there afterwards, durably, or none.
 
         Raises: StorageError when the place cannot be read or written to; whatever `work` raises. Then nothing changes.
         """
@@ -46,20 +46,20 @@ class Records(ABC):
 
 @final
 class BufferedTransaction:
-    """Reads through to a view, and keeps its changes until they are written together."""
+    """A transaction that reads through to a view, and keeps its changes until they are written together."""
 
     def __init__(self, view: RecordView) -> None:
         self._view = view
         self.changes: dict[str, bytes | None] = {}
-        """New values by key; None: deleted."""
+        """New values by key; None stands for a deleted one."""
 
     async def get(self, key: str) -> bytes | None:
-        """The value of a key, with this transaction's own changes."""
+        """Read the value of a key, with this transaction's own changes."""
         (value,) = await self.get_many([key])
         return value
 
     async def get_many(self, keys: Iterable[str]) -> list[bytes | None]:
-        """`get` for many keys."""
+        """Read the values of many keys, as `get` does."""
         wanted = list(keys)
         unchanged = [key for key in wanted if key not in self.changes]
         found = dict(zip(unchanged, await self._view.read(unchanged), strict=True)) if unchanged else {}
@@ -68,7 +68,7 @@ class BufferedTransaction:
     async def scan(self, prefix: str, limit: int, after: str = "") -> list[tuple[str, bytes]]:
         """The first `limit` records whose keys begin with `prefix` and come after the key `after`, in order."""
         own = {key: value for key, value in self.changes.items() if key.startswith(prefix) and key > after}
-        # As many more as this transaction may have deleted of them.
+        # Reads beyond `limit` by as many records as this transaction may have deleted.
         stored = await self._view.range(prefix, after, limit + len(own))
         merged = {key: value for key, value in stored if key not in own}
         merged |= {key: value for key, value in own.items() if value is not None}
@@ -84,7 +84,7 @@ class BufferedTransaction:
 
 
 class Blobs(ABC):
-    """Blobs in one place."""
+    """The blobs in one place."""
 
     @abstractmethod
     async def write(self, name: str, pieces: AsyncIterable[bytes]) -> None:
@@ -114,12 +114,12 @@ class Blobs(ABC):
 
 
 def new_name(now: float) -> str:
-    """A name that no other blob has; `now` in seconds since 1970."""
+    """Make a name that no other blob has; `now` in seconds since 1970."""
     return f"{int(now):010x}{secrets.token_hex(16)}"
 
 
 def born_at(name: str) -> float:
-    """When the blob of this name was begun, in seconds since 1970; 0 for a name that is not of ours."""
+    """The time when the blob of this name was begun, in seconds since 1970; 0 for a name that is not one of ours."""
     try:
         return float(int(name[:10], 16))
     except ValueError:
@@ -127,7 +127,7 @@ def born_at(name: str) -> float:
 
 
 async def within(pieces: AsyncIterable[bytes], limit: int) -> AsyncIterator[bytes]:
-    """The same bytes, in pieces that are not too large for any place.
+    """Pass on bytes, in pieces that are not too large for any place.
 
     Raises: StorageError as soon as they are more than `limit`.
     """

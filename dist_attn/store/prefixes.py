@@ -1,4 +1,4 @@
-"""Which part of a text has been read before: the longest stored prefix of a token sequence, at points of a grid."""
+"""The index of texts that were read before: the longest stored prefix of a token sequence, at points of a grid."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ LOOKED_UP = 256  # keys of one transaction
 
 @final
 class PrefixHasher:
-    """Keys of the prefixes of a stream of tokens, one at every point of the grid.
+    """A maker of keys for the prefixes of a stream of tokens, one key at every point of the grid.
 
     Each key is the SHA-256 of the one before and the tokens since, so a text is hashed once however long it is. The
     first one depends on the caller, the model and the grid: what two callers have read has nothing in common.
@@ -29,10 +29,10 @@ class PrefixHasher:
         self._grid = grid
         self._rest = bytearray()
         self.points = 0
-        """Points of the grid that have been passed."""
+        """The number of points of the grid that have been passed."""
 
     def update(self, tokens: bytes | memoryview) -> list[tuple[int, str]]:
-        """Take the next tokens, raw little-endian int32: the positions that are passed now, and their keys."""
+        """Take the next tokens, raw little-endian int32; returns the positions that are passed now, and their keys."""
         self._rest += tokens
         passed = []
         at = 0
@@ -53,11 +53,11 @@ class Prefixes:
         self._place = place
 
     def hasher(self, tenant: str, model: str, grid: int) -> PrefixHasher:
-        """A hasher for texts of this caller, read by this model (named by its identity) in blocks of this grid."""
+        """Make a hasher for texts of this caller, read by this model (named by its identity) in blocks of this grid."""
         return PrefixHasher(self._place.salted("prefix", self._place.tenant(tenant).encode()), model, grid)
 
     async def remember(self, tenant: str, key: str, position: int, snapshot: str) -> None:
-        """The state after this prefix is in that snapshot, which is kept as long as the entry is.
+        """Enter the snapshot of the state after this prefix, which is kept as long as the entry is.
 
         Raises: UnknownStateError when the snapshot is not there.
         """
@@ -75,7 +75,7 @@ class Prefixes:
         await self._place.change(enter)
 
     async def longest(self, tenant: str, keys: Sequence[tuple[int, str]]) -> Checkpoint | None:
-        """The last of these prefixes, given in order, whose state is stored; it counts as used.
+        """Find the last of these prefixes, given in order, whose state is stored; it counts as used.
 
         Raises: StorageError.
         """

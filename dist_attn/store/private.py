@@ -64,5 +64,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open(…, opener=)`: a file that is made now can be read by its owner alone."""
+    """Open a file for `open(…, opener=)`, so that one that is made now can be read by its owner alone."""
     return os.open(path, flags, 0o600)

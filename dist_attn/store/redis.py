@@ -26,7 +26,7 @@ ANSWER_S = 10.0
 
 
 def connect(url: str) -> "redis.asyncio.Redis":
-    """A client for redis://, rediss:// and unix:// addresses; nothing is sent yet.
+    """Make a client for redis://, rediss:// and unix:// addresses; nothing is sent yet.
 
     Raises: MissingExtraError without redis-py, StorageError for an address that it does not understand.
     """
@@ -44,7 +44,7 @@ def connect(url: str) -> "redis.asyncio.Redis":
 
 @final
 class RedisRecords(Records):
-    """Strings, and a sorted set of their keys; `{…}` keeps all of them in one slot of a cluster."""
+    """The records as strings, and a sorted set of their keys; `{…}` keeps all of them in one slot of a cluster."""
 
     def __init__(self, client: "redis.asyncio.Redis", namespace: str) -> None:
         self._client = client
@@ -110,14 +110,14 @@ class _RedisView(RecordView):
 
 @final
 class RedisBlobs(Blobs):
-    """A list of pieces for every blob; until it is whole it has an end of its own."""
+    """The blobs as lists of pieces; one that is not whole yet expires by itself."""
 
     def __init__(self, client: "redis.asyncio.Redis", namespace: str) -> None:
         self._client: Any = client
         self._names = _Names(namespace)
 
     async def write(self, name: str, pieces: AsyncIterable[bytes]) -> None:
-        """Append the pieces, then take the end away."""
+        """Append the pieces, then let the blob expire no more."""
         key = self._names.blob(name)
         with _refusals():
             try:
@@ -126,13 +126,13 @@ class RedisBlobs(Blobs):
                         await pipe.rpush(key, piece).expire(key, WRITING_TTL_S).execute()
                 await self._client.persist(key)
             except BaseException:
-                # Where it cannot be deleted now, its end comes.
+                # If it cannot be deleted now, it expires.
                 with contextlib.suppress(Exception):
                     await asyncio.shield(self._client.unlink(key))
                 raise
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
-        """Piece by piece."""
+        """Read the blob piece by piece."""
         key = self._names.blob(name)
         with _refusals():
             count = await self._client.llen(key)
@@ -151,7 +151,7 @@ class RedisBlobs(Blobs):
             await self._client.unlink(self._names.blob(name))
 
     async def names(self) -> AsyncIterator[str]:
-        """All blobs, unfinished ones too."""
+        """Iterate over the names of all blobs, unfinished ones too."""
         with _refusals():
             async for key in self._client.scan_iter(match=self._names.blob("*"), count=500):
                 yield key.decode().rsplit(":", 1)[-1]
@@ -179,7 +179,7 @@ class _Names:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What redis-py raises, as a StorageError."""
+    """Turn errors of redis-py into a StorageError."""
     import redis.exceptions
 
     try:

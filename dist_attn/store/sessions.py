@@ -1,4 +1,4 @@
-"""Sessions: where each stands, its checkpoints and forks, and appends that are fed once however often they come."""
+"""Sessions: their positions, checkpoints and forks, and appends that are fed once however often they are sent."""
 
 import secrets
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ LEAST_TTL_S = 1.0
 
 @final
 class Sessions:
-    """The sessions of a place. A session's truth is what stands here: a writer that dies has fed nothing more."""
+    """The sessions of a place. Only what stands here counts: a writer that dies has fed nothing more."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -31,7 +31,7 @@ class Sessions:
     async def create(
         self, tenant: str, *, ttl_s: float | None = None, label: str = "", metadata: Mapping[str, str] | None = None
     ) -> Session:
-        """A new session at position 0, which ends `ttl_s` after it was last written to.
+        """Begin a session at position 0, which ends `ttl_s` after it was last written to.
 
         `label` and `metadata` are kept as they are given; the caller bounds their sizes.
 
@@ -46,7 +46,7 @@ class Sessions:
         return await self._place.change(enter)
 
     async def get(self, tenant: str, name: str) -> Session:
-        """A session.
+        """The session of this name.
 
         Raises: UnknownStateError when it is not there, has expired, or is not this caller's.
         """
@@ -54,7 +54,7 @@ class Sessions:
         return (await self._place.change(lambda ledger: ledger.owned_session(tag, name))).shown(name)
 
     async def listed(self, tenant: str, *, after: str = "", limit: int = 100) -> list[Session]:
-        """Up to `limit` sessions of a caller, in the order of their ids, after this one."""
+        """List up to `limit` sessions of a caller, in the order of their ids, after `after`."""
         tag = self._place.tenant(tenant)
         prefix = f"owned/{tag}/"
 
@@ -85,7 +85,7 @@ class Sessions:
         await self._place.change(end)
 
     async def checkpoints(self, tenant: str, name: str) -> list[tuple[Checkpoint, SnapshotInfo]]:
-        """The checkpoints of a session by position, each with what is known of its snapshot.
+        """List the checkpoints of a session by position, each with what is known of its snapshot.
 
         Raises: UnknownStateError.
         """
@@ -101,7 +101,7 @@ class Sessions:
         return await self._place.change(read)
 
     async def replace(self, tenant: str, name: str, position: int, snapshot: str, *, instead_of: str) -> Session:
-        """The session stands at `position` of another text now, with that snapshot as its only checkpoint.
+        """Let the session stand at `position` of another text, with that snapshot as its only checkpoint.
 
         It forgets the keys of its appends, for what they appended is not in that text. `instead_of` is the snapshot
         that the caller thinks it stands at, "" for a session without any.
@@ -135,7 +135,7 @@ class Sessions:
         label: str = "",
         metadata: Mapping[str, str] | None = None,
     ) -> Session:
-        """A new session that goes on from a checkpoint of this one; nothing is copied. Cost: O(1), for any length.
+        """Begin a session that goes on from a checkpoint of this one; nothing is copied. Cost: O(1), for any length.
 
         Without `position` it is where the session stands, which must be a checkpoint. The two never touch each other;
         without `ttl_s` the new one lives as long as this one.
@@ -162,7 +162,7 @@ class Sessions:
     async def begin_append(
         self, tenant: str, name: str, key: str, *, expected_position: int | None = None, digest: str = ""
     ) -> tuple[Append, str]:
-        """Become the writer of a session: the append under this key, and a token that only this writer has.
+        """Become the writer of a session; returns the append under this key, and a token that only this writer has.
 
         A key that is known is the same append: done, it is answered from what it came to and nothing is fed again (the
         token is ""); half done, it goes on at its `position`, up to which all is in the state; one of which nothing was
@@ -206,7 +206,7 @@ class Sessions:
         return await self._place.change(begin)
 
     async def advance(self, tenant: str, name: str, token: str, to: Reached) -> Session:
-        """The session has come so far.
+        """Note how far the writer has brought the session.
 
         Raises: UnknownStateError for a session or snapshot that is not there; ConflictError when this writer was taken
             for dead, or the position lies before the one that the session has.
@@ -248,7 +248,7 @@ class Sessions:
         return await self._place.change(move)
 
     async def keep_writing(self, tenant: str, name: str, token: str) -> None:
-        """The writer lives; to be said more often than every `writer_s`.
+        """Note that the writer lives; to be called more often than every `writer_s`.
 
         Raises: UnknownStateError; ConflictError when it was taken for dead.
         """
@@ -264,7 +264,7 @@ class Sessions:
         await self._place.change(renew)
 
     async def stop_writing(self, tenant: str, name: str, token: str) -> None:
-        """The writer gives up: what it has advanced stays, and the same key goes on from there.
+        """Give up writing: what was advanced stays, and an append with the same key goes on from there.
 
         Raises: UnknownStateError.
         """
@@ -300,7 +300,7 @@ def _require_no_writer(name: str, record: SessionRecord, ledger: StateLedger) ->
 
 
 def _stands_elsewhere(name: str, append: Append, expected: int, position: int) -> PositionError:
-    """Why an append cannot begin, or go on, at the `expected` position of a session that stands at `position`."""
+    """Make the refusal of an append that cannot begin, or go on, at the `expected` position of the session."""
     if append.position == append.start:
         words = f"session {name} stands at {position}, not at {expected}; append from there"
         return PositionError(words, expected=expected, position=position)
@@ -315,7 +315,7 @@ def _stands_elsewhere(name: str, append: Append, expected: int, position: int) -
 
 
 def _same_append(append: Append, digest: str, expected_position: int | None) -> bool:
-    """Whether what is sent under a known key may be the same as before."""
+    """Return whether an append under a known key may be the same as before."""
     same_digest = not digest or not append.digest or digest == append.digest
     # An append of which nothing is kept may begin anew elsewhere than at first.
     nothing_kept = append.position == append.start and not append.done
@@ -323,7 +323,7 @@ def _same_append(append: Append, digest: str, expected_position: int | None) -> 
 
 
 def _with(appends: tuple[Append, ...], append: Append, ledger: StateLedger) -> tuple[Append, ...]:
-    """The appends with this one, the newest, last; the oldest are forgotten."""
+    """Put this append last, as the newest; the oldest are forgotten."""
     others = tuple(known for known in appends if known.key != append.key)
     return (*others, append)[-ledger.limits.session_appends :]
 

@@ -103,7 +103,7 @@ class Snapshots:
         return result
 
     async def get(self, tenant: str, name: str) -> AsyncIterator[bytes]:
-        """The bytes of a snapshot; it is held while it is read. The last piece comes once all of them are known sound.
+        """Read the bytes of a snapshot, which is held meanwhile. The last piece comes once all are known to be sound.
 
         Raises: UnknownStateError; StorageError when it cannot be read; StateDamagedError before the last piece when its
             bytes are gone or have changed.
@@ -117,7 +117,7 @@ class Snapshots:
             yield piece
 
     async def beginning(self, tenant: str, name: str) -> bytes:
-        """The first piece of a snapshot's bytes, as they lie there, with its header.
+        """Read the first piece of a snapshot's bytes, as they lie there, with its header.
 
         Raises: UnknownStateError; StorageError, StateDamagedError when it cannot be read.
         """
@@ -125,7 +125,7 @@ class Snapshots:
         return await self._first_piece(await self._place.change(lambda ledger: ledger.owned_snapshot(tag, name)))
 
     async def of_sessions(self) -> AsyncGenerator[bytes]:
-        """Likewise of the newest state of each session, whoever's it is; those that cannot be read are left out.
+        """Read the first piece of the newest state of each session of any caller; unreadable ones are left out.
 
         Raises: StorageError.
         """
@@ -150,7 +150,7 @@ class Snapshots:
             pass
 
     async def _sound_pieces(self, name: str, record: SnapshotRecord) -> AsyncIterator[bytes]:
-        """The bytes of a blob, the last piece only when all are those of the record.
+        """Read the bytes of a blob, the last piece only when all are those of the record.
 
         Raises: StorageError; StateDamagedError.
         """
@@ -168,7 +168,7 @@ class Snapshots:
         yield withheld
 
     async def _is_sound(self, name: str, record: SnapshotRecord) -> bool:
-        """Whether the bytes of a snapshot are there as they were stored.
+        """Return whether the bytes of a snapshot are there as they were stored.
 
         Raises: StorageError when they cannot be read.
         """
@@ -180,7 +180,7 @@ class Snapshots:
         return True
 
     async def stat(self, tenant: str, name: str) -> SnapshotInfo:
-        """What is known of a snapshot.
+        """The size, digest, references and time of a snapshot.
 
         Raises: UnknownStateError.
         """
@@ -189,7 +189,7 @@ class Snapshots:
         return record.info(name)
 
     async def pin(self, tenant: str, name: str, seconds: float) -> None:
-        """Keep a snapshot for so long, although nobody may refer to it; at most the longest life of a session.
+        """Keep a snapshot for `seconds`, even without references; at most the longest life of a session.
 
         Raises: UnknownStateError.
         """
@@ -241,7 +241,7 @@ class Snapshots:
         await self._place.change(drop)
 
     async def usage(self, tenant: str) -> Usage:
-        """How much a caller has."""
+        """The amounts kept for a caller."""
         tag = self._place.tenant(tenant)
         return await self._place.change(lambda ledger: ledger.used(tag))
 

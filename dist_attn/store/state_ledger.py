@@ -1,4 +1,4 @@
-"""The ledger of stored states: who refers to which snapshot, and what goes with what; and the place that keeps it."""
+"""The ledger of stored states, which keeps references to snapshots consistent; and the place that holds them."""
 
 import contextlib
 import time
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 @final
 class StateLedger(Ledger):
-    """Changes sessions, prefixes and snapshots so that references always agree."""
+    """The ledger of sessions, prefixes and snapshots, whose changes keep references consistent."""
 
     def __init__(self, transaction: BufferedTransaction, limits: StoreLimits, now: float) -> None:
         super().__init__(transaction, now)
         self.limits = limits
 
     async def used(self, tenant: str = "") -> Usage:
-        """What a caller has; without a name, what all have."""
+        """The amounts kept for a caller; without a name, for all."""
         return await self.usage(Usage, tenant)
 
     # ---- snapshots -----------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class StateLedger(Ledger):
         return record
 
     async def refer(self, tenant: str, name: str) -> None:
-        """One more refers to a caller's snapshot.
+        """Count one more reference to a caller's snapshot.
 
         Raises: UnknownStateError.
         """
@@ -48,7 +48,7 @@ class StateLedger(Ledger):
         await self.save(name, changed(before, references=before.references + 1), before)
 
     async def release(self, name: str) -> None:
-        """One fewer refers to a snapshot; it goes at once where that was the last one and nothing holds it."""
+        """Count one reference to a snapshot less; it goes at once where that was the last one and nothing holds it."""
         before = await self.find(SnapshotRecord, name)
         if before is None:
             return
@@ -67,7 +67,7 @@ class StateLedger(Ledger):
     ) -> tuple[int, str]:
         """Look at `limit` snapshots behind the key `after` that nobody refers to or holds; forget those that may go.
 
-        How many went, and behind which key there may be more, "" at the end.
+        Returns how many went, and the key behind which there may be more, "" at the end.
         """
         keys, last = await self.due("loose/", after, limit)
         names = [name_in(key) for key in keys]
@@ -125,7 +125,7 @@ class StateLedger(Ledger):
             await self.drop_prefix(name_in(oldest))
 
     async def touch_prefix(self, key: str, record: PrefixRecord) -> None:
-        """It was used now."""
+        """Note that a prefix was used now."""
         if self.now - record.used_at >= TOUCH_S:
             await self.save(key, changed(record, used_at=self.now), record)
 
@@ -160,14 +160,14 @@ class Place:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> "Place":
-        """The place, with the secret that was drawn when it was first opened.
+        """Open the place, with the secret that was drawn when it was first opened.
 
         Raises: StorageError.
         """
         return Place(records, blobs, limits, await secret_of(records), clock, monotonic)
 
     def tenant(self, name: str) -> str:
-        """A caller's name as it stands in keys: a salted hash, so that names are neither shown nor misread."""
+        """Hash a caller's name with salt, as it stands in keys: so names are neither shown nor misread."""
         return self.salted("tenant", name.encode())[:32]
 
     def salted(self, use: str, *parts: bytes) -> str:

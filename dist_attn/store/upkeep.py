@@ -26,7 +26,7 @@ JUMP_S = 5.0  # the wall clock is corrected by less between two looks, unless it
 
 @final
 class ExpiryGrace:
-    """Deletion waits until the wall clock has run evenly for a time of the monotonic clock, of `grace_s` at most.
+    """The wait for a deletion until the wall clock has run evenly for a time of the monotonic one, at most `grace_s`.
 
     Entries expire by the wall clock, as they outlive processes. A clock that is set wrong, or a machine that wakes up
     with a wrong one, would end all of them at once. So what has expired is hidden at once, and deleted only after it
@@ -50,7 +50,7 @@ class ExpiryGrace:
         self._jumped_s = 0.0
 
     def deletable_until(self, life_s: float = math.inf) -> float:
-        """What expired at this time or before may be deleted now, in seconds since 1970; minus infinity: nothing.
+        """The latest time of expiry that may be deleted now, in seconds since 1970; minus infinity: nothing may be.
 
         `life_s` is the life of the entry that is asked for: once so much time has passed it has expired by any clock,
         so its grace is no longer than that.
@@ -66,13 +66,13 @@ class ExpiryGrace:
         return wall - grace_s if now - self._since >= grace_s else -math.inf
 
     def take_jump(self) -> float:
-        """By how many seconds the wall clock has jumped since this was asked last, 0 if it has not; for the log."""
+        """Return by how many seconds the wall clock has jumped since the last call, 0 if it has not; for the log."""
         jumped, self._jumped_s = self._jumped_s, 0.0
         return jumped
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What was removed."""
+    """The numbers of entries that were removed."""
 
     sessions: int = 0
     snapshots: int = 0
@@ -81,7 +81,7 @@ class Collected(msgspec.Struct, frozen=True):
 
 @final
 class Upkeep:
-    """Keeps a place in order; any process that shares it may, at any time."""
+    """The work that keeps a place in order; any process that shares the place may do it, at any time."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -107,13 +107,13 @@ class Upkeep:
         return Collected(sessions, snapshots)
 
     async def _all_pages(self, drop: Callable[[StateLedger, str], Awaitable[tuple[int, str]]]) -> int:
-        """Drop one page after the other, each in a transaction of its own; how many went in all."""
+        """Drop one page after the other, each in a transaction of its own; returns how many entries went in all."""
         return sum(await every_page(lambda after: self._place.change(lambda ledger: drop(ledger, after))))
 
     async def make_room(self, size: int, tenant: str = "", *, checkpoints: bool = True) -> bool:
-        """Evict until `size` more bytes fit into the store, or into the share of one caller; whether they do.
+        """Evict until `size` more bytes fit into the store, or into the share of one caller; true if they do.
 
-        Nothing goes in vain: only what takes its bytes along, so nothing that something else refers to or holds.
+        Only what takes its bytes along goes, so nothing that something else refers to or holds.
         Without `checkpoints` none of a session goes.
 
         Raises: StorageError.
@@ -154,7 +154,7 @@ class Upkeep:
         return Collected(orphans=orphans)
 
     async def audit(self) -> list[str]:
-        """What is wrong, in words: references and sums that do not agree, bytes that are missing. Nothing is changed.
+        """Say in words what is wrong: references or sums that do not agree, bytes that are missing. Nothing is changed.
 
         Raises: StorageError.
         """
@@ -179,7 +179,7 @@ Order = Callable[[StateLedger, list[str]], Awaitable[None]]
 
 
 async def _evict(ledger: StateLedger, order: Order, tenant: str, after: str) -> str:
-    """Drop what takes its bytes along of one page of what may go in this order; where the next page begins."""
+    """Drop, of one page in this order, the entries that take their bytes along; returns where the next page begins."""
     if order is _prefixes_by_use:
         index = f"tenant-lru/{tenant}/" if tenant else "lru/"
     else:
@@ -191,7 +191,7 @@ async def _evict(ledger: StateLedger, order: Order, tenant: str, after: str) -> 
 
 
 async def _prefixes_by_use(ledger: StateLedger, names: list[str]) -> None:
-    """Drop those prefixes whose states nothing else needs."""
+    """Drop the prefixes whose states nothing else needs."""
     for name in names:
         record = await ledger.find(PrefixRecord, name)
         if record is not None and await _is_last(ledger, record.snapshot):
@@ -199,7 +199,7 @@ async def _prefixes_by_use(ledger: StateLedger, names: list[str]) -> None:
 
 
 async def _older_checkpoints(ledger: StateLedger, names: list[str]) -> None:
-    """Drop those checkpoints of these sessions that are not their newest, and whose states nothing else needs."""
+    """Drop the checkpoints of these sessions but their newest ones, where nothing else needs their states."""
     for name in names:
         record = await ledger.find(SessionRecord, name)
         if record is None:
@@ -213,6 +213,6 @@ async def _older_checkpoints(ledger: StateLedger, names: list[str]) -> None:
 
 
 async def _is_last(ledger: StateLedger, snapshot: str) -> bool:
-    """Whether the bytes of a snapshot go with one more reference to it."""
+    """Return whether the bytes of a snapshot go with its next lost reference."""
     record = await ledger.find(SnapshotRecord, snapshot)
     return record is not None and record.references == 1 and record.held_until <= ledger.now

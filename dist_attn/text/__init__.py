@@ -39,7 +39,7 @@ __all__ = [
 
 
 def load_tokeniser(folder: Path) -> Tokeniser:
-    """The tokeniser that `save` wrote into this folder, with the same ids.
+    """Load the tokeniser that `save` wrote into this folder, with the same ids.
 
     A downloaded model's folder has the tokens of another program, and so has one with a tokenizer_config.json that does
     not carry this project's mark.
@@ -77,7 +77,7 @@ def end_tokens(tokeniser: Tokeniser, folder: Path, vocab_size: int) -> tuple[int
 
 
 def fitted(tokeniser: Tokeniser, folder: Path, vocab_size: int) -> Tokeniser:
-    """The tokeniser of a model with `vocab_size` tokens, which must be as many; of another program's files at least.
+    """Fit a tokeniser to a model of `vocab_size` tokens: ours must have as many; others may be padded or cut.
 
     Embeddings are often padded to a round number of rows: the ids without a token are unused ones then. Where another
     program's files have more tokens, those are added ones, which no text may hold then.
@@ -100,7 +100,7 @@ def fitted(tokeniser: Tokeniser, folder: Path, vocab_size: int) -> Tokeniser:
 
 
 def read_foreign(folder: Path, *, streams: bool = False) -> ForeignTokeniser:
-    """The tokeniser in a folder of Hugging Face's: of a kind that cuts streams, else one that reads whole texts.
+    """Read the tokeniser in a folder of Hugging Face's: of a kind that cuts streams, else one that reads whole texts.
 
     Raises: ModelFolderError for files that are missing or unreadable, and where it `streams` for other kinds.
     """

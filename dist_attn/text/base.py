@@ -1,4 +1,4 @@
-"""What every tokeniser promises, the table from ids to bytes that most of them have, and text from drawn tokens.
+"""The interface of every tokeniser, the table from ids to bytes that most of them have, and text from drawn tokens.
 
 How much of a stream a caller may have to keep is part of the promise.
 """
@@ -21,7 +21,7 @@ Tokens: TypeAlias = Sequence[int] | NDArray[np.integer]
 TokenArray: TypeAlias = NDArray[np.int32]
 
 TAIL_BYTES = 64
-"""Bytes that `encode_piece` may leave unconsumed, at most; no cut between tokens looks further ahead than this.
+"""The most bytes that `encode_piece` may leave unconsumed; no cut between tokens looks further ahead than this.
 
 Tokenisers that cannot give the bytes back (WordPiece) look at whole words, up to WORD_TAIL_BYTES.
 """
@@ -46,7 +46,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """How many ids there are, the end token included."""
+        """The number of ids, the end token included."""
         return len(self._table)
 
     @property
@@ -62,7 +62,7 @@ class Vocabulary:
         return b"".join(map(self._table.__getitem__, self._checked(tokens).tolist()))
 
     def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
-        """How many bytes each token stands for.
+        """The number of bytes that each token stands for.
 
         Raises: TokenError for an id outside the vocabulary.
         """
@@ -91,7 +91,7 @@ class Vocabulary:
 
 
 class Tokeniser(ABC):
-    """Bytes to token ids and back; any bytes are accepted, and text never turns into the end token.
+    """A tokeniser of bytes to token ids and back; any bytes are accepted, and text never turns into the end token.
 
     Ids stand for the bytes of a table; a kind of tokeniser says how a stream is cut into tokens.
     """
@@ -107,11 +107,11 @@ class Tokeniser(ABC):
     byte_tokens: frozenset[int] = frozenset()
     """Tokens of single bytes whose runs are text only where all of a run is UTF-8."""
     dropped_blanks: int = 0
-    """So many blanks at the beginning of a whole text are no part of it."""
+    """The number of blanks at the beginning of a whole text that are no part of it."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, the end token, special and unused ones included."""
+        """The number of ids, the end token, special and unused ones included."""
         return self.vocabulary.size
 
     @property
@@ -124,7 +124,7 @@ class Tokeniser(ABC):
 
     @abstractmethod
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of the next piece of a stream, and how many of its bytes they cover.
+        """Encode the next piece of a stream; returns its tokens, and how many of its bytes they cover.
 
         The caller keeps `data[consumed:]` and puts it in front of the next piece: at most TAIL_BYTES, of words
         WORD_TAIL_BYTES, and all of a text by a `LibraryTokeniser`. With `final` every byte is consumed.
@@ -133,7 +133,7 @@ class Tokeniser(ABC):
         """
 
     def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """`encode_piece`, and where in `data` each of the tokens ends.
+        """Encode as `encode_piece`, and tell where in `data` each of the tokens ends.
 
         Bytes that no token stands for, such as blanks between words, lie before the end of the next one.
         """
@@ -141,7 +141,7 @@ class Tokeniser(ABC):
         return tokens, np.cumsum(self.byte_lengths(tokens)), consumed
 
     def encode(self, data: Bytes) -> NDArray[np.int32]:
-        """The tokens of a whole text, as a stream gives them.
+        """Encode a whole text, with the tokens that a stream gives.
 
         Raises: TokenError if `data` is not bytes.
         """
@@ -149,17 +149,17 @@ class Tokeniser(ABC):
 
     @abstractmethod
     def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
-        """The tokens of a whole text that is a prompt; of a folder of Hugging Face's those of its AutoTokenizer.
+        """Encode a whole text that is a prompt; a folder of Hugging Face's gives the tokens of its AutoTokenizer.
 
         `framed`: with the tokens that the folder puts around every text.
         """
 
     @abstractmethod
     def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
-        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them."""
+        """Encode a prompt of texts, which never become special tokens, and of special tokens between them."""
 
     def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
-        """How many bytes each token stands for; 0 for the end token and other special ones.
+        """The number of bytes that each token stands for; 0 for the end token and other special ones.
 
         Raises: TokenError for an id outside the vocabulary.
         """
@@ -178,7 +178,7 @@ class Tokeniser(ABC):
 
 
 class IncrementalDecoder:
-    """UTF-8 text, token by token; bytes that are not UTF-8 become U+FFFD.
+    """A decoder that makes UTF-8 text token by token; bytes that are not UTF-8 become U+FFFD.
 
     `begins`: the tokens are a whole text, not what follows another one: together they give what the `tokenizers`
     library decodes, which leaves out the blank that a tokeniser has put before a text.
@@ -195,7 +195,7 @@ class IncrementalDecoder:
         self._blanks = self._tokeniser.dropped_blanks if self._begins else 0
 
     def push(self, token: int) -> str:
-        """The text that is certain after one more token; empty while a character or a run of bytes is incomplete.
+        """Take one more token; returns the text that is certain, empty while a character or run of bytes is incomplete.
 
         Raises: TokenError for an id outside the vocabulary.
         """
@@ -208,7 +208,7 @@ class IncrementalDecoder:
         return self._without_blanks(self._take_run() + self._utf8.decode(data))
 
     def finish(self) -> str:
-        """What is left: U+FFFD if the last character never became whole. The decoder then starts afresh."""
+        """Return the rest of the text: U+FFFD if the last character is incomplete. The decoder then starts afresh."""
         text = self._without_blanks(self._take_run() + self._utf8.decode(b"", final=True))
         self._reset()
         return text

@@ -39,27 +39,27 @@ class _OwnTokeniser(Tokeniser):
         self.special_tokens = {END_TEXT: self.end_token}
 
     def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
-        """`encode`: nothing is put around a text, and no text is a special token.
+        """Encode as `encode` does: nothing is put around a text, and no text is a special token.
 
         Raises: TokenError if `data` is not bytes.
         """
         return self.encode(data)
 
     def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
-        """The tokens of texts, and the end tokens between them."""
+        """Encode texts, with end tokens between them."""
         rows = [np.array([part], np.int32) if isinstance(part, int) else self.encode(part.encode()) for part in parts]
         return np.concatenate([np.empty(0, np.int32), *rows])
 
 
 @final_class
 class ByteTokeniser(_OwnTokeniser):
-    """Ids 0 to 255 are the bytes, 256 is the end token."""
+    """A tokeniser of bytes: ids 0 to 255 are the bytes, 256 is the end token."""
 
     def __init__(self) -> None:
         super().__init__(Vocabulary(BYTE_PIECES), hashlib.sha256(b"dist-attn byte tokeniser 1").hexdigest())
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The bytes as ids; all are consumed at once, whether `final` or not.
+        """Return the bytes as ids; all are consumed at once, whether `final` or not.
 
         Raises: TokenError if `data` is not bytes.
         """
@@ -79,7 +79,7 @@ _CACHE_ENTRIES = 1 << 16
 
 @final_class
 class BpeTokeniser(_OwnTokeniser):
-    """Ids 0 to 255 are the bytes, then one id for each merge that gave a new token, then the end token.
+    """A byte-level BPE tokeniser: ids 0 to 255 are the bytes, then one per merge with a new token, then the end token.
 
     One value may serve any number of threads.
     """
@@ -88,12 +88,12 @@ class BpeTokeniser(_OwnTokeniser):
         pieces = _pieces_of(merges)
         super().__init__(Vocabulary(pieces), _digest(merges))
         self.merges = merges
-        """The pairs that become one token, first learnt first."""
+        """The pairs that become one token, in the order in which they were learnt."""
         ids = {printable(piece): number for number, piece in enumerate(pieces)}
         self._cached = _Cache(BPE(vocab=ids, merges=[(printable(a), printable(b)) for a, b in merges]))
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of the next piece of a stream, and how many of its bytes they cover.
+        """Encode the next piece of a stream; returns its tokens, and how many of its bytes they cover.
 
         The caller keeps `data[consumed:]`, fewer than TAIL_BYTES, and puts it in front of the next piece. With
         `final` every byte is consumed.
@@ -112,7 +112,7 @@ class BpeTokeniser(_OwnTokeniser):
 
 
 class _Cache(dict[bytes, bytes]):
-    """From a piece to its ids as raw int32, so that a text is put together by one join; emptied when full."""
+    """A cache from a piece to its ids as raw int32, so that a text is put together by one join; emptied when full."""
 
     def __init__(self, model: BPE) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def train_bpe(paths: Sequence[Path], vocab_size: int) -> BpeTokeniser:
 
 
 def _count_pieces(paths: Sequence[Path]) -> Counter[bytes]:
-    """How often each piece occurs; a piece never reaches over the end of a file."""
+    """Count how often each piece occurs; a piece never reaches over the end of a file."""
     counts: Counter[bytes] = Counter()
     for path in paths:
         tail = b""
@@ -211,7 +211,7 @@ def _count_pieces(paths: Sequence[Path]) -> Counter[bytes]:
 
 
 def _repeated(counts: Counter[bytes]) -> Iterator[str]:
-    """Each piece as often as it was counted, parted by blanks: the printable alphabet has none."""
+    """Repeat each piece as often as it was counted, parted by blanks: the printable alphabet has none."""
     for piece, count in sorted(counts.items()):
         text = printable(piece)
         for done in range(0, count, _REPEATS_AT_ONCE):

@@ -20,12 +20,12 @@ _SPANS = re.compile("[^\udc80-\udcff]+|[\udc80-\udcff]")
 
 @final_class
 class ByteLevelTokeniser(PiecewiseTokeniser):
-    """Byte-level BPE with the cut of its own file."""
+    """A byte-level BPE tokeniser with the cut of its own file."""
 
     supported = "byte-level BPE as of GPT-2, Llama 3 and Pythia"
 
     def _encode_block(self, data: bytes, final: bool, out: bytearray) -> int:
-        """Append the tokens of the pieces that these bytes decide; how many bytes they cover."""
+        """Append the tokens of the pieces that these bytes decide; returns how many bytes they cover."""
         last = len(data) if final else len(data) - TAIL_BYTES + 1  # no piece may start from here on
         at, start = 0, 0  # where the next piece of the whole block starts, and the next one that is a token's
         for span in _SPANS.findall(data.decode("utf-8", "surrogateescape")):
@@ -42,7 +42,7 @@ class ByteLevelTokeniser(PiecewiseTokeniser):
         return start
 
     def _first_piece(self, data: bytes) -> str:
-        """The piece at the start of these bytes."""
+        """Find the piece at the start of these bytes."""
         piece = self._cut(_SPANS.findall(data.decode("utf-8", "surrogateescape"))[0])[0]
         if len(piece) <= MAX_PIECE_BYTES:
             return piece
@@ -52,7 +52,7 @@ class ByteLevelTokeniser(PiecewiseTokeniser):
         return piece[:stop]
 
     def _cut(self, span: str) -> list[str]:
-        """The pieces of a span in the printable alphabet, one character per byte."""
+        """Cut a span into pieces in the printable alphabet, one character per byte."""
         if "\udc80" <= span[0] <= "\udcff":
             return [printable(bytes([ord(span[0]) - 0xDC00]))]
         return [piece for piece, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(span)]

@@ -1,4 +1,4 @@
-"""Where in a text's bytes its rows begin and end, from the lengths of its tokens."""
+"""The bytes of a text at which its rows begin and end, from the lengths of its tokens."""
 
 from collections import deque
 from typing import Any, final
@@ -14,7 +14,7 @@ from dist_attn.wire.specs import RowSpec
 
 @final
 class ByteOffsets:
-    """Where in the input's bytes each row ends, kept only for rows that are still to come.
+    """The bytes of the input at which rows end, kept only for rows that are still to come.
 
     Lengths are pushed from token `tokens` on, which begins at byte `size`; the next row begins at `edge`, as (token,
     byte), and not before them.
@@ -26,14 +26,14 @@ class ByteOffsets:
         self.bytes = size
         self._ends: deque[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = deque()  # (tokens, bytes)
         self.edge = edge
-        """Where the next row begins: its token and its byte."""
+        """The token and the byte at which the next row begins."""
 
     def push(
         self, byte_lengths: npt.NDArray[np.integer[Any]], tokens: TokenArray | None = None
     ) -> npt.NDArray[np.int64]:
-        """The next tokens of the input, by their lengths in bytes, and themselves where rows are marked.
+        """Take the next tokens of the input by their lengths in bytes, and themselves where rows are marked.
 
-        The tokens and bytes at which rows end among these, [N, 2]; that a text's last row ends is not among them.
+        Returns the tokens and bytes at which rows end among these, [N, 2], but not the end of a text's last row.
         """
         count = len(byte_lengths)
         ends = self.bytes + np.cumsum(byte_lengths, dtype=np.int64)
@@ -51,7 +51,7 @@ class ByteOffsets:
         return found_N2
 
     def ranges(self, starts: list[int], stops: list[int]) -> list[tuple[int, int]]:
-        """Byte ranges of the next rows, which must follow each other without a gap.
+        """Take the byte ranges of the next rows, which must follow each other without a gap.
 
         Raises: WireError when these are not the rows that were asked for.
         """

@@ -1,4 +1,4 @@
-"""Where sentences, paragraphs and chapters of a text end, found while it comes, and the tokens that end with them.
+"""The ends of a text's sentences, paragraphs and chapters, found while it comes, and the tokens that end with them.
 
 A range has the tokens that end within it, so what lies across an edge belongs to the range behind it, and so does the
 white space between two ranges. The last token of a range is marked by its complement, `~token`, which is negative; the
@@ -38,7 +38,7 @@ _PATTERNS = {
 _AHEAD = 512  # bytes behind a place that decide about it: more than any pattern spans
 _BEHIND = 32  # bytes before it, likewise
 PARAGRAPHS_BYTES = 1 << 16
-"""A text without an empty line among its first bytes, so many of them, has a paragraph on each line."""
+"""The first bytes of a text that decide: without an empty line among them, each line is a paragraph."""
 
 _LAST_WORD = re.compile(rb"([^\W\d_](?:\.?[^\W\d_]){0,14})\Z")
 _ABBREVIATIONS = frozenset(
@@ -60,7 +60,7 @@ class CutFinder:
     """
 
     def __init__(self, kind: str, given: Sequence[int] = ()) -> None:
-        """`kind` is sentence, paragraph, chapter or boundaries; only the last takes `given`."""
+        """Find edges of `kind`: sentence, paragraph, chapter or boundaries; only the last takes `given`."""
         self._kind = kind
         self._pattern = _PATTERNS.get(kind)
         self._edges = deque(given)
@@ -74,7 +74,7 @@ class CutFinder:
         self._bytes = 0  # where the first of them begins
 
     def push(self, data: bytes, *, final: bool = False) -> None:
-        """The next bytes of the text; `final`: there are no more."""
+        """Take the next bytes of the text; `final`: there are no more."""
         if self._pattern is None:
             return
         self._new += data
@@ -100,7 +100,7 @@ class CutFinder:
     def mark(
         self, tokens: TokenArray, byte_lengths: npt.NDArray[np.integer[Any]], *, final: bool = False
     ) -> tuple[TokenArray, npt.NDArray[np.int64]]:
-        """Take the next tokens in; those of which it is known whether a range ends with them, and their lengths.
+        """Take tokens in; returns those, with their lengths, of which it is known whether a range ends with them.
 
         Every token but the last of a text is marked where a range ends with it; `final`: after the last push.
         """
@@ -125,7 +125,7 @@ class CutFinder:
         return waiting[:ready], lengths[:ready]
 
     def _see_layout(self, final: bool) -> bool:
-        """Whether it is known by now how paragraphs of this text are told apart."""
+        """Return whether it is known by now how paragraphs of this text are told apart."""
         found = _PATTERNS["paragraph"].search(self._text, self._searched)
         if found is None and not final and len(self._text) < PARAGRAPHS_BYTES + _AHEAD:
             self._searched = max(0, len(self._text) - _AHEAD)
@@ -149,7 +149,7 @@ class CutFinder:
             self._edges.append(at)
 
     def _abbreviates(self, match: re.Match[bytes]) -> bool:
-        """Whether a full stop belongs to the word before it."""
+        """Return whether a full stop belongs to the word before it."""
         start, stop = match.start(), match.end("stop")
         if match["stop"] != b"." or self._text.endswith(_STOPS, 0, start):
             return False
@@ -169,10 +169,10 @@ class CutFinder:
 
 
 def marked_ends(tokens: npt.NDArray[np.integer[Any]], start: int = 0) -> npt.NDArray[np.int64]:
-    """The positions at which ranges end, as their marks say; the first token is at `start`."""
+    """Find the positions at which ranges end, by their marks; the first token is at `start`."""
     return np.flatnonzero(tokens < 0) + (start + 1)
 
 
 def unmarked(tokens: TokenArray) -> TokenArray:
-    """The tokens without their marks."""
+    """Remove the marks of tokens."""
     return np.where(tokens < 0, ~tokens, tokens)

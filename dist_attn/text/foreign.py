@@ -1,4 +1,4 @@
-"""A tokenizer.json that another program wrote: what its tokenisers share, whatever their model is."""
+"""A tokenizer.json that another program wrote: the part of its tokenisers that does not depend on their model."""
 
 import hashlib
 import json
@@ -21,22 +21,22 @@ from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
 from dist_attn.text.whole_text import DECIDING, WholeText, content_of
 
 MAX_PIECE_BYTES = TAIL_BYTES - 8
-"""A character that is cut at the end of the bytes looked at, and one that a pattern looks ahead to, fit behind it."""
+"""The bytes of the longest piece, which leave room for a character cut at the end and one looked ahead to."""
 
 _BLOCK_BYTES = 1 << 16
 _CACHE_ENTRIES = 1 << 16
 
 MOST_IDS = 1 << 24
-"""Vocabularies are tables with a place for every id."""
+"""The most ids of a vocabulary, which is a table with a place for every id."""
 MOST_GROWTH = 64
-"""So many times as long as it was may a text become before it is cut into tokens."""
+"""The most times that a text may grow before it is cut into tokens."""
 
 NOT_UTF8 = re.compile("[\udc80-\udcff]")
-"""Bytes that are no UTF-8, where these were decoded with `surrogateescape`."""
+"""The bytes that are no UTF-8, where these were decoded with `surrogateescape`."""
 
 
 class ForeignTokeniser(Tokeniser):
-    """The tokens of a foreign tokenizer.json; its special tokens, the end token among them, stand for no bytes.
+    """A tokeniser of a foreign tokenizer.json; its special tokens, the end token among them, stand for no bytes.
 
     One value may serve any number of threads.
 
@@ -86,7 +86,7 @@ class ForeignTokeniser(Tokeniser):
         return {name: token for name, token in ids.items() if token is not None}
 
     def encode_whole(self, data: Bytes, *, framed: bool) -> NDArray[np.int32]:
-        """The tokens that transformers' AutoTokenizer gives: normalised, with the names of added tokens read as these.
+        """Encode as transformers' AutoTokenizer does: normalised, with the names of added tokens read as these.
 
         `framed`: with the tokens that the files put around every text. Memory: some 100 bytes for each token.
 
@@ -104,7 +104,7 @@ class ForeignTokeniser(Tokeniser):
         return framed[:before], framed[before + len(bare) :]
 
     def encode_parts(self, parts: Sequence[str | int]) -> NDArray[np.int32]:
-        """The tokens of a prompt of texts, which never become special tokens, and of special tokens between them.
+        """Encode a prompt of texts, which never become special tokens, and of special tokens between them.
 
         Raises: TokenError for a token that the model does not have; TokeniserError.
         """
@@ -133,7 +133,7 @@ class ForeignTokeniser(Tokeniser):
         return tokens
 
     def cut_to(self, vocab_size: int) -> Self:
-        """For a model of fewer tokens, where those beyond are added ones: a text that holds one is refused.
+        """Fit the tokeniser to a model of fewer tokens: a text with an added token beyond those is refused.
 
         Raises: ModelFolderError where there are others, or one that frames or ends texts.
         """
@@ -149,7 +149,7 @@ class ForeignTokeniser(Tokeniser):
         return shorter
 
     def padded(self, vocab_size: int) -> Self:
-        """With unused ids up to `vocab_size`: models are often padded to a round number of tokens.
+        """Add unused ids up to `vocab_size`: models are often padded to a round number of tokens.
 
         Raises: ModelFolderError where there are more ids already, or would be far too many.
         """
@@ -166,7 +166,7 @@ class ForeignTokeniser(Tokeniser):
         return wider
 
     def ending_with(self, token: int) -> Self:
-        """With this special token as the end of a document.
+        """Make this special token the end of a document.
 
         Raises: ModelFolderError where there is no such special token.
         """
@@ -211,7 +211,7 @@ class PiecewiseTokeniser(ForeignTokeniser):
 
     @abstractmethod
     def _encode_block(self, data: bytes, final: bool, out: bytearray) -> int:
-        """Append the tokens of the pieces that these bytes decide; how many bytes they cover."""
+        """Append the tokens of the pieces that these bytes decide; returns how many bytes they cover."""
 
     def _ids(self, piece: str) -> bytes:
         """The ids of a piece as raw int32."""
@@ -255,7 +255,7 @@ def ids_of(contents: dict[str, Any]) -> dict[str, int]:
 
 
 def byte_ends(text: str) -> NDArray[np.int64]:
-    """Where in the bytes each character ends; one that stands for a byte that is no UTF-8 has length 1."""
+    """The places in the bytes where characters end; one that stands for a byte that is no UTF-8 has length 1."""
     if text.isascii():
         return np.arange(1, len(text) + 1, dtype=np.int64)
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -1,4 +1,4 @@
-"""tokenizer.json and tokenizer_config.json in the format of Hugging Face: writing them, and taking ours apart."""
+"""The files tokenizer.json and tokenizer_config.json of Hugging Face's format: writing them, and taking ours apart."""
 
 import json
 import os
@@ -32,7 +32,7 @@ WRITTEN_BY = {"written_by": "dist-attn"}
 
 
 def _printable_alphabet() -> str:
-    """A printable character for each byte: itself where it is one, else the next one from U+0100 on (as GPT-2)."""
+    """Make the alphabet of bytes: a printable one stands for itself, others for the next from U+0100 on (as GPT-2)."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return "".join(chr(value if value in shown else next(hidden)) for value in range(256))
@@ -44,17 +44,17 @@ _TO_PRINTABLE = dict(enumerate(_ALPHABET))
 
 
 def printable(piece: bytes) -> str:
-    """The bytes in the printable alphabet that BPE files are written in, one character for each."""
+    """Write bytes in the printable alphabet of BPE files, one character for each."""
     return piece.decode("latin-1").translate(_TO_PRINTABLE)
 
 
 def raw(text: str) -> bytes:
-    """The bytes that `printable` came from; KeyError for a character outside the alphabet."""
+    """Return the bytes that `printable` came from; KeyError for a character outside the alphabet."""
     return bytes(_BYTE_OF[character] for character in text)
 
 
 class Contents(NamedTuple):
-    """What decides the tokens: the pattern of the cut (None: no cut), the merges, and the bytes of each id."""
+    """All that decides the tokens: the pattern of the cut (None: no cut), the merges, and the bytes of each id."""
 
     split_pattern: str | None
     merges: tuple[tuple[bytes, bytes], ...]
@@ -101,7 +101,7 @@ def write_tokenizer_json(
 
 
 def write_tokenizer_config(folder: Path, end_text: str | None, more: dict[str, Any] | None = None) -> None:
-    """Write what transformers needs beside tokenizer.json: the end token, which also pads.
+    """Write the file that transformers needs beside tokenizer.json: it names the end token, which also pads.
 
     Batches are padded before their texts, because generation goes on from the last column.
     """
@@ -124,7 +124,7 @@ def _write_json(path: Path, contents: dict[str, Any]) -> None:
 
 
 def read_tokenizer_json(path: Path) -> Contents:
-    """What a tokenizer.json of ours holds.
+    """Read the contents of a tokenizer.json of ours.
 
     Raises: ModelFolderError when the file is missing, unreadable, or was not written by `write_tokenizer_json`.
     """

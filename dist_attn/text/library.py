@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 22
 
 @final_class
 class LibraryTokeniser(ForeignTokeniser):
-    """Whatever the `tokenizers` library reads; a stream's tokens come at its end."""
+    """A tokeniser of any kind that the `tokenizers` library reads; a stream's tokens come at its end."""
 
     supported = "whatever the tokenizers library reads"
 
@@ -34,7 +34,7 @@ class LibraryTokeniser(ForeignTokeniser):
             self.dropped_blanks = 1  # without a decoder the library puts a blank before each token but the first
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of all bytes with `final`, else none: the caller keeps them all.
+        """Encode all bytes with `final`, else none: the caller keeps them all.
 
         Raises: TokenError for more than MOST_BYTES, and if `data` is not bytes.
         """
@@ -42,7 +42,7 @@ class LibraryTokeniser(ForeignTokeniser):
         return tokens, consumed
 
     def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """`encode_piece`, and where in `data` each of the tokens ends."""
+        """Encode as `encode_piece`, and tell where in `data` each of the tokens ends."""
         check_bytes(data)
         if len(data) > MOST_BYTES:
             raise TokenError(
@@ -61,7 +61,7 @@ class LibraryTokeniser(ForeignTokeniser):
 
     @staticmethod
     def _check(contents: dict[str, Any]) -> None:
-        """Nothing is refused that the library reads."""
+        """Accept all that the library reads."""
 
     @staticmethod
     def _table(contents: dict[str, Any]) -> tuple[bytes, ...]:
@@ -80,7 +80,7 @@ class LibraryTokeniser(ForeignTokeniser):
 
 
 def _spaced(library: Tokenizer, size: int) -> tuple[bytes, ...]:
-    """Of decoders that put a blank before a token, where it is not the first: what each adds to the text before it."""
+    """The bytes of ids under a decoder that puts a blank before each token but the first: what each adds to a text."""
     added, pieces = library.get_added_tokens_decoder(), [b""] * size
     before = min(library.get_vocab().values())
     known = len(library.decode([before], skip_special_tokens=False))
@@ -91,7 +91,7 @@ def _spaced(library: Tokenizer, size: int) -> tuple[bytes, ...]:
 
 
 def _bytes_of(text: str, steps: list[dict[str, Any]]) -> bytes:
-    """What a token stands for within a text."""
+    """The bytes that a token stands for within a text."""
     for step in steps:
         match step:
             case {"type": "ByteLevel"}:

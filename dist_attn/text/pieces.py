@@ -1,4 +1,4 @@
-r"""Where a byte stream may be cut before BPE: words, numbers, punctuation, line ends and runs of blanks.
+r"""The places where a byte stream may be cut before BPE: words, numbers, punctuation, line ends and runs of blanks.
 
 Every alternative is capped in length and none looks behind, so a match that starts at `s` is decided by
 `data[s : s + TAIL_BYTES]` alone. Hence the rule for streams: cut at `s` only once TAIL_BYTES bytes from `s` on
@@ -29,8 +29,8 @@ PATTERN = (
     rb"| "
 )
 
-# The same cut for characters, in the syntax of the `tokenizers` library: what other programs read from
-# tokenizer.json. It differs from PATTERN only where the caps meet text that is not ASCII.
+# The same cut for characters, in the syntax of the `tokenizers` library, for other programs that read tokenizer.json.
+# It differs from PATTERN only where the caps meet text that is not ASCII.
 TEXT_PATTERN = (
     r" ?[^\x00-@\[-`{-\x7f\x{2000}-\x{2fff}]{1,24}"
     r"|['\x{2019}](?:[dmst]|ll|re|ve)(?![^\x00-@\[-`{-\x7f\x{2000}-\x{2fff}])"
@@ -43,7 +43,7 @@ TEXT_PATTERN = (
 )
 
 MAX_PIECE_BYTES = 25
-"""The longest piece: a blank and a word of 24 bytes, or a blank and eight three-byte characters."""
+"""The bytes of the longest piece: a blank and a word of 24 bytes, or a blank and eight three-byte characters."""
 
 # `findall` keeps the interpreter lock: blocks of this size give it back every few milliseconds.
 _BLOCK_BYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""What is not plain text, by its first bytes or its media type, and how to make plain text of it."""
+"""Refusals of what is not plain text, by its first bytes or media type, and the way to make plain text of it."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 __all__ = ["HEAD_BYTES", "may_be_other", "refusal_of"]
 
 HEAD_BYTES = 1024
-"""So many first bytes tell what a file is."""
+"""The number of first bytes that tell what a file is."""
 
 _HTML = re.compile(rb"<(!doctype\s+html|html)[\s>]", re.IGNORECASE)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -63,7 +63,7 @@ _WEB_PAGE = _Kind(
 
 
 def refusal_of(head: bytes, media_type: str = "") -> str | None:
-    """What to say of a file that is not plain text; None where nothing speaks against it.
+    """Say why a file is refused that is not plain text; None where nothing speaks against it.
 
     `head` are its first bytes, at least HEAD_BYTES of them unless it is shorter; `media_type` is in lower case,
     "" where it is not known. What begins with a tag and names HTML in `head` is a web page.
@@ -78,7 +78,7 @@ def refusal_of(head: bytes, media_type: str = "") -> str | None:
 
 
 def may_be_other(head: bytes) -> bool:
-    """Whether more bytes than these few are needed to tell: they begin as something else than plain text does."""
+    """Return whether more bytes are needed to tell: these begin as something else than plain text does."""
     begun = any(magic.startswith(head[: len(magic)]) for kind in _KINDS for magic in kind.magic)
     return begun or _BYTE_ORDER_MARK.startswith(head) or b"<".startswith(_text_of(head)[:1])
 

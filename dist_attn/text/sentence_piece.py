@@ -27,7 +27,7 @@ _REACHES_OVER = re.compile(f"[^{_BLANK}]{_BLANK}")
 
 @final_class
 class SentencePieceTokeniser(PiecewiseTokeniser):
-    """BPE or Unigram over text in which blanks are a character of their own."""
+    """A tokeniser by BPE or Unigram over text in which blanks are a character of their own."""
 
     supported = "BPE or Unigram of SentencePiece with byte fallback, blanks as \u2581 and no other normaliser"
 
@@ -36,12 +36,13 @@ class SentencePieceTokeniser(PiecewiseTokeniser):
         ids = ids_of(contents)
         self._byte_ids = [ids[_byte_token(value)] for value in range(256)]
         special = [re.escape(token["content"]) for token in contents["added_tokens"] if token["content"]]
-        # Where such a name begins; the library may find it in the vocabulary: it is cut behind its first character.
+        # The places of special names in a text; the library may know them as words: each is cut behind its first
+        # character.
         self._names = re.compile("(?=" + "|".join(["<0x[0-9A-F]{2}>", *special]) + ")")
         self._pieces = _WORDS_OF_ONE_BLANK if _splits(contents) else _WORDS
 
     def _encode_block(self, data: bytes, final: bool, out: bytearray) -> int:
-        """Append the tokens of the pieces that these bytes decide; how many bytes they cover."""
+        """Append the tokens of the pieces that these bytes decide; returns how many bytes they cover."""
         last = len(data) if final else len(data) - TAIL_BYTES + 1  # no piece may start from here on
         start = 0
         for piece in self._pieces.findall(data.decode("utf-8", "surrogateescape")):
@@ -115,13 +116,13 @@ def _normalisers(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _splits(contents: dict[str, Any]) -> bool:
-    """Whether every blank begins a piece: the default of Metaspace."""
+    """Return whether every blank begins a piece: the default of Metaspace."""
     cut = contents.get("pre_tokenizer")
     return cut is not None and bool(cut.get("split", True))
 
 
 def _parts(piece: str) -> list[str]:
-    """The piece, or where it is too long, parts of at most MAX_PIECE_BYTES that end between characters."""
+    """Return the piece, or where it is too long, parts of at most MAX_PIECE_BYTES that end between characters."""
     data = piece.encode("utf-8", "surrogateescape")
     if len(data) <= MAX_PIECE_BYTES:
         return [piece]

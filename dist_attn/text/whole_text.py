@@ -1,4 +1,4 @@
-"""Whole texts as transformers' AutoTokenizer reads them: normalised, with added tokens and those that frame a text."""
+"""The reading of whole texts as by transformers' AutoTokenizer: normalised, with added tokens and framing ones."""
 
 import json
 import re
@@ -16,7 +16,7 @@ __all__ = ["DECIDING", "WholeText", "content_of", "decoder_steps"]
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CUT = -1
-"""In the place of a special token: nothing, but what stands on both sides is read apart."""
+"""The place of a cut among token ids: it stands for nothing, but both sides of it are read apart."""
 DECIDING = (*_NAMED, "added_tokens_decoder")
 """The entries of tokenizer_config.json that decide which tokens a text gives."""
 
@@ -26,7 +26,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 class WholeText:
     """A tokenizer.json with its tokenizer_config.json, read by the `tokenizers` library. Memory: whole texts.
 
-    What frames a text is the template of tokenizer.json alone: transformers passes over `add_bos_token` beside it.
+    Texts are framed by the template of tokenizer.json alone: transformers passes over `add_bos_token` beside it.
 
     One value may serve any number of threads.
     """
@@ -41,7 +41,7 @@ class WholeText:
         self.byte_tokens = frozenset(number for text, number in vocab.items() if _BYTE_TOKEN.fullmatch(text))
         """Tokens of single bytes whose runs are text only where all of a run is UTF-8."""
         self.dropped_blanks = max((_dropped(step) for step in steps), default=0)
-        """So many blanks at the beginning of a whole text are no part of it."""
+        """The number of blanks at the beginning of a whole text that are no part of it."""
 
     @property
     def library(self) -> Tokenizer:
@@ -54,12 +54,12 @@ class WholeText:
         return {token.content: number for number, token in self._added.items() if token.special and token.content}
 
     def encode(self, text: str, *, framed: bool) -> TokenArray:
-        """The tokens of a text, `framed` by those that its file puts around every text."""
+        """Encode a text, `framed` by the tokens that its file puts around every text."""
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=framed)  # leaves other threads free
         return np.array(encoding.ids, dtype=np.int32)
 
     def encode_parts(self, parts: Sequence[str | int]) -> TokenArray:
-        """The tokens of texts, which never become special tokens, and of the special tokens between them; not framed.
+        """Encode texts, which never become special tokens, and the special tokens between them; not framed.
 
         These are the tokens of the whole text wherever no text holds the name of a special token.
         """
@@ -79,7 +79,7 @@ class WholeText:
         return np.array([number for number in found if number != CUT], dtype=np.int32)
 
     def _encode_guarded(self, parts: Sequence[str | int]) -> tuple[list[int], list[bool]]:
-        """The tokens of the parts, and which of them are special ones that stand between texts; CUT at each cut."""
+        """Encode the parts, with CUT at each cut; tells of each token whether it is a special one between texts."""
         guarded, names, ids = self._guarded
         text = "".join(part if isinstance(part, str) else names[part] for part in parts)
         (encoding,) = guarded.encode_batch_fast([text], add_special_tokens=False)
@@ -88,7 +88,7 @@ class WholeText:
 
     @cached_property
     def _guarded(self) -> tuple[Tokenizer, dict[int, str], dict[int, int]]:
-        """The same tokenizer with names for its special tokens that no text can hold, as they are drawn by chance.
+        """The tokenizer with names for its special tokens, drawn by chance, that no text can hold.
 
         Its added tokens have numbers of their own; the last value has the true one of each.
         """

@@ -34,7 +34,7 @@ _CHINESE = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a7
 
 @final_class
 class WordPieceTokeniser(ForeignTokeniser):
-    """WordPiece behind BERT's normaliser and its cut into words; unknown words become the unknown token."""
+    """A WordPiece tokeniser behind BERT's normaliser and its cut into words; unknown words become the unknown token."""
 
     supported = "WordPiece as of BERT: a BertNormalizer, a BertPreTokenizer, pieces that go on with ##"
 
@@ -67,7 +67,7 @@ class WordPieceTokeniser(ForeignTokeniser):
         )
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of the next piece of a stream, and how many of its bytes they cover.
+        """Encode the next piece of a stream; returns its tokens, and how many of its bytes they cover.
 
         The caller keeps `data[consumed:]`, at most WORD_TAIL_BYTES, and puts it in front of the next piece. With
         `final` every byte is consumed.
@@ -78,7 +78,7 @@ class WordPieceTokeniser(ForeignTokeniser):
         return tokens, consumed
 
     def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """`encode_piece`, and where in `data` each of the tokens ends."""
+        """Encode as `encode_piece`, and tell where in `data` each of the tokens ends."""
         check_bytes(data)
         ids, ends, size, start = [np.empty(0, np.int32)], [np.empty(0, np.int64)], len(data), 0
         while start < size:
@@ -106,7 +106,7 @@ class WordPieceTokeniser(ForeignTokeniser):
         return super().decode(tokens).removeprefix(b" ")
 
     def _decided(self, text: str) -> int:
-        """How many characters make words that nothing behind them can change."""
+        """Count the characters of the words that nothing behind them can change."""
         last = len(text) - _CUT_OFF
         begin = last
         while begin > 0 and self._inside.match(text, begin - 1):
@@ -114,7 +114,7 @@ class WordPieceTokeniser(ForeignTokeniser):
         return max(0, begin + (last - begin) // MAX_WORD * MAX_WORD)
 
     def _cut(self, text: str) -> list[tuple[int, str]]:
-        """The text in one piece, or cut where a run without any end of a word is too long; with the places."""
+        """Cut a text where a run without any end of a word is too long; returns the parts with their places."""
         cuts = [0, *(match.end() for match in self._long.finditer(text)), len(text)]
         return [(a, text[a:b]) for a, b in pairwise(cuts) if b > a]
 
@@ -132,7 +132,7 @@ class WordPieceTokeniser(ForeignTokeniser):
 
     @staticmethod
     def _table(contents: dict[str, Any]) -> tuple[bytes, ...]:
-        """What `decode` writes for every id: pieces that begin a word with a blank before them."""
+        """The bytes that `decode` writes for every id: pieces that begin a word have a blank before them."""
         special = {int(token["id"]) for token in contents["added_tokens"] if token["special"]}
         vocab, unknown = ids_of(contents), contents["model"]["unk_token"]
         added = {token["content"]: int(token["id"]) for token in contents["added_tokens"]}

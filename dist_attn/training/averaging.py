@@ -20,12 +20,12 @@ from dist_attn.training.datasets.config import LabelledTextConfig, ParallelTextC
 
 __all__ = ["average_folders", "average_models"]
 
-# What a manifest says about a model that its weights do not: names of classes, and how pixels are scaled.
+# Facts of a manifest that the weights do not hold: names of classes, and how pixels are scaled.
 FACTS_KEPT = ("labels", "pixel_mean", "pixel_deviation")
 
 
 def average_models(models: Sequence[Model]) -> Model:
-    """A model whose every parameter is the mean of the models' ones, taken in float64; buffers must be equal.
+    """Average models: every parameter of the result is the mean of theirs, taken in float64; buffers must be equal.
 
     Raises: InputError for no model, models of different configurations, or buffers that differ.
     Reference: Vaswani et al. 2017, Sec. 6.1: the last 5 or 20 checkpoints; Random Feature Attention: the last 10.
@@ -85,7 +85,7 @@ def average_folders(folders: Sequence[Path], out: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a model folder, or the run that a checkpoint is of, says about the model."""
+    """The facts that a model folder, or the run of a checkpoint, holds about the model."""
 
     config: ModelConfig
     tokeniser: Tokeniser | None = None

@@ -1,4 +1,4 @@
-"""Chapters of books: how they are found, training that draws windows of one together, and how near such windows are.
+"""Chapters of books: finding them, training on windows drawn from one chapter, and the nearness of such windows.
 
 A row of a batch is a set of chapters that are told apart from each other, so its loss depends on no other row.
 
@@ -36,7 +36,7 @@ from dist_attn.training.task import Criterion, ModelTask
 _HEADING = re.compile(CHAPTER_HEADING + rb"[^\n]*(?:\n|\Z)", re.MULTILINE)
 
 LONGEST_CHAPTER = 32_768
-"""Tokens. What is longer is no chapter but a book whose headings look otherwise."""
+"""The most tokens of a chapter. Longer ones are books whose headings look otherwise."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Chapter:
 
 
 def find_chapters(data: bytes, tokens: NDArray[np.int32], tokeniser: Tokeniser, shortest: int) -> tuple[Chapter, ...]:
-    """The chapters of `data`, whose tokens are `tokens`, from behind one heading to before the next.
+    """Find the chapters of `data`, whose tokens are `tokens`, from behind one heading to before the next.
 
     Headings are lines that begin with "Chapter" or "CHAPTER" and a number or a capital; they belong to no chapter, nor
     does what comes before the first. Chapters of fewer than `shortest` tokens are left out, and with them the lines
@@ -73,7 +73,7 @@ _BLOCK_TOKENS = 4096
 
 @torch.inference_mode()
 def window_rows(model: CausalModel, tokens: NDArray[np.int32], window: int, *, carried: bool) -> NDArray[np.float32]:
-    """A window's mean hidden state: of one stream, as `dist-attn encode` gives it, or with every window read alone.
+    """Compute each window's mean hidden state, of one stream as `dist-attn encode` gives it, or of windows read alone.
 
     Shapes: tokens [T] -> [T // window, D]; what follows the last whole window is left out.
     """
@@ -91,7 +91,7 @@ def window_rows(model: CausalModel, tokens: NDArray[np.int32], window: int, *, c
 
 
 def chapters_of_windows(chapters: tuple[Chapter, ...], count: int, window: int) -> NDArray[np.int64]:
-    """The number of the chapter that each of `count` windows lies in with all its tokens.
+    """Find for each of `count` windows the number of the chapter in which it lies with all its tokens.
 
     -1 where it lies in no single one, or where its chapter has no second window to be found.
     """
@@ -104,7 +104,7 @@ def chapters_of_windows(chapters: tuple[Chapter, ...], count: int, window: int) 
 
 
 def nearest_rows(rows_ND: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The other row that is nearest to each by cosine, and all cosines, with -inf for a row and itself.
+    """Find for each row the nearest other row by cosine; returns these and all cosines, -inf for a row and itself.
 
     Shapes: rows [N, D] -> [N], [N, N].
     """
@@ -117,7 +117,7 @@ def nearest_rows(rows_ND: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDAr
 
 @final
 class ContrastiveTask(ModelTask):
-    """Normalised temperature-scaled cross entropy over window means, and the next token's cross entropy.
+    """A task of normalised temperature-scaled cross entropy over window means, and of the next token's cross entropy.
 
     Validated by the share of a held-out text's windows whose nearest other window is of the same chapter, each read
     alone, and by bits per byte.
@@ -140,7 +140,7 @@ class ContrastiveTask(ModelTask):
         self.criterion = None if self._validation is None else Criterion("same_chapter", "higher")
 
     def loss(self, step: int, rows: slice) -> Tensor:
-        """All rows' windows are read at once, side by side: [rows x chapters x 2, segment]."""
+        """Read all rows' windows at once, side by side: [rows x chapters x 2, segment]."""
         # Without a row, take part in every exchange and count nothing.
         own = range(self.batch)[rows] or range(1)
         row_windows, segment = self.sequences_per_row, self._data.segment
@@ -188,7 +188,7 @@ class ContrastiveTask(ModelTask):
 
 
 def contrast_loss(mean_ND: Tensor, temperature: float) -> Tensor:
-    """Mean over all windows of -log p(its twin), among all windows but itself; rows 2i and 2i + 1 are twins.
+    """The mean over all windows of -log p(its twin), among all windows but itself; rows 2i and 2i + 1 are twins.
 
     Shapes: [N, D] -> scalar.
     """
@@ -224,7 +224,7 @@ class ChapterPairs:
             )
 
     def row(self, step: int, row: int) -> Tensor:
-        """Shapes: [2 x chapters, window] int64, the two windows of a chapter one after the other."""
+        """Draw the windows of a row. Shapes: [2 x chapters, window] int64, the two of a chapter one after the other."""
         draw = np.random.default_rng((self._seed, step, row))
         windows = []
         for book in draw.choice(len(self._books), self._contrast.books, replace=False):
@@ -236,7 +236,7 @@ class ChapterPairs:
 
 
 def _two_starts(draw: np.random.Generator, chapter: Chapter, window: int) -> tuple[int, int]:
-    """Where two windows begin that do not overlap: all such pairs are equally likely, in either order."""
+    """Draw the starts of two windows that do not overlap: all such pairs are equally likely, in either order."""
     room = chapter.stop - chapter.start - 2 * window
     first, second = sorted(int(place) for place in draw.choice(room + 2, 2, replace=False))
     starts = (chapter.start + first, chapter.start + second - 1 + window)

@@ -77,7 +77,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The whole weights of the model, and its buffers, as the checkpoint has them, sharded or not.
+    """Read the whole weights of the model, and its buffers, from a checkpoint, sharded or not.
 
     Raises: ConfigError for a damaged checkpoint.
     """
@@ -93,7 +93,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 def restore(
     checkpoint: Path, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer]
 ) -> tuple[int, dict[str, Tensor]]:
-    """Load a checkpoint into model and optimisers, sharded or not; its step, and what the task carries.
+    """Load a checkpoint into model and optimisers, sharded or not; returns its step, and what the task carries.
 
     Raises: ConfigError when the checkpoint belongs to another model or optimiser, or is damaged.
     """
@@ -156,7 +156,7 @@ def _optimiser_tensors(optimisers: Sequence[torch.optim.Optimizer]) -> Iterator[
 def _optimiser_state(
     optimiser: torch.optim.Optimizer, index: int, sizes: Mapping[str, torch.Size], checkpoint: Path
 ) -> dict[nn.Parameter, list[tuple[str, str, Tensor]]]:
-    """For each parameter the name, the key and a place for each tensor of its state, sharded as the parameter is."""
+    """Make, for each parameter, a place for each tensor of its state, sharded as it is, with the name and the key."""
     keys = sorted(name.removeprefix(f"{index}.0.") for name in sizes if name.startswith(f"{index}.0."))
     if not keys:
         raise _of_another_optimiser(checkpoint)
@@ -184,7 +184,7 @@ def _of_another_optimiser(checkpoint: Path) -> ConfigError:
 
 
 def _write(folder: Path, part: str, tensors: dict[str, Tensor], mesh: Mesh) -> None:
-    """Write this rank's share of one part of a checkpoint; rank 0 has what is not sharded."""
+    """Write this rank's share of one part of a checkpoint; rank 0 writes what is not sharded."""
     if any(map(is_sharded, tensors.values())):
         from dist_attn.training.sharded_files import write_shards
 
@@ -206,7 +206,7 @@ def _files(checkpoint: Path, part: str) -> list[Path]:
 
 
 def _sizes(checkpoint: Path, part: str) -> dict[str, torch.Size]:
-    """The shapes of the whole tensors of one part."""
+    """Read the shapes of the whole tensors of one part."""
     files = _files(checkpoint, part)
     if len(files) > 1:
         from dist_attn.training.sharded_files import whole_sizes
@@ -229,7 +229,7 @@ def _read(checkpoint: Path, part: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _written(work: Callable[[], None] | None) -> None:
-    """Do what there is to do on this rank; whatever fails in it is an OSError."""
+    """Do this rank's part of the work; an error of safetensors becomes an OSError."""
     try:
         if work is not None:
             work()

@@ -30,20 +30,20 @@ def cross_entropy(logits_NC: Tensor, classes_N: Tensor, label_smoothing: float =
 
 @dataclass
 class Tally:
-    """Examples scored here so far: the sum of their losses, how many were right, and how many there were."""
+    """The examples scored here so far: the sum of their losses, how many were right, and their number."""
 
     loss: float = 0.0
     right: int = 0
     examples: int = 0
 
     def add(self, logits_NC: Tensor, classes_N: Tensor) -> None:
-        """Count some examples."""
+        """Count the scores of some examples."""
         self.loss += float(cross_entropy(logits_NC, classes_N))
         self.right += int((logits_NC.argmax(dim=1) == classes_N).sum())
         self.examples += len(classes_N)
 
     def scores(self, share: Share) -> dict[str, float | int]:
-        """Accuracy and mean loss over all ranks, each example once; a call of every rank."""
+        """Compute accuracy and mean loss over all ranks, each example once; a call of every rank."""
         own_N = torch.tensor([self.loss, self.right, self.examples], dtype=torch.float64, device="cpu").to(share.device)
         loss, right, examples = share.sum(own_N * share.replica_weight).tolist()
         examples = round(examples)  # thirds that were added up
@@ -67,22 +67,22 @@ class ExamplesTask(ModelTask, Generic[Examples]):
         return steps * self.batch
 
     def _numbers(self, step: int) -> NDArray[np.int64]:
-        """Which examples the whole batch of a step has, [batch]."""
+        """The numbers of the examples in the whole batch of a step, [batch]."""
         return examples_of_step(step, self.batch, len(self._train), self._config.run.seed)
 
     def _validation_batches(self, examples: Examples) -> Iterator[tuple[range, slice, bool]]:
-        """The examples in batches: the numbers of each, which of them are read here, and whether they count."""
+        """Cut the examples into batches: the numbers of each, the slice of them read here, and whether it counts."""
         for start in range(0, len(examples), self.batch):
             numbers = range(start, min(start + self.batch, len(examples)))
             yield numbers, *rows_to_read(self._share, len(numbers))
 
 
 class ClassificationTask(ExamplesTask[Examples]):
-    """The mean cross entropy of the classes of a batch; validated by accuracy."""
+    """A task whose loss is the mean cross entropy of the classes of a batch; validated by accuracy."""
 
     @abstractmethod
     def _classify(self, examples: Examples, numbers: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Logits [N, C] and classes [N] of some examples, equal on all ranks that share them."""
+        """Compute logits [N, C] and classes [N] of some examples, equal on all ranks that share them."""
 
     def loss(self, step: int, rows: slice) -> Tensor:
         logits_NC, classes_N = self._classify(self._train, self._numbers(step)[rows])

@@ -34,7 +34,7 @@ DATA_OF: dict[str, tuple[str, ...]] = {
     "masked_autoencoder": ("images",),
     "encoder_decoder": ("parallel_text",),
 }
-"""Which kinds of data a kind of model trains on."""
+"""The kinds of data on which each kind of model trains."""
 
 EXAMPLES = {
     "model": '[model] with the line preset = "tiny"',
@@ -51,7 +51,7 @@ EXAMPLES = {
     "run.folder": 'folder = "runs/first"',
     "run.steps": "steps = 1000",
 }
-"""What to write where a key that is needed is missing."""
+"""An example to write for each needed key that is missing."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -62,13 +62,13 @@ class _Config(BaseModel):
 
 
 class ObjectiveConfig(_Config):
-    """What is asked of the model in training; an option of another kind is refused."""
+    """The options of the objective; an option of another kind of model is refused."""
 
-    # Of all models: so much is dropped in training behind every mixer and MLP, and of embeddings.
+    # The share dropped in training behind every mixer and MLP, and of embeddings; for all models.
     dropout: Share = 0.0
-    # Of classifiers and translation: so much of the probability is spread over all answers.
+    # The share of the probability that is spread over all answers; for classifiers and translation.
     label_smoothing: Share = 0.0
-    # Of the masked auto-encoder: which share of the patches is hidden; None: 0.75.
+    # The share of the patches that is hidden, None: 0.75; for the masked auto-encoder.
     hidden_share: float | None = Field(default=None, gt=0, le=1)
 
 
@@ -90,13 +90,13 @@ class OptimiserConfig(_Config):
 
 
 class ContrastConfig(_Config):
-    """Windows of one chapter drawn together, those of others apart; `data.batch` counts sets of so many chapters."""
+    """The windows of chapters: two of one are drawn together. `data.batch` counts sets of `chapters` chapters."""
 
     chapters: int = Field(default=32, ge=2)
-    # From so many books, equally many chapters of each.
+    # The books of a set, with equally many chapters of each.
     books: int = Field(default=4, ge=1)
     temperature: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    # How much the next token's cross entropy counts beside; 0 trains encodings alone.
+    # The weight of the next token's cross entropy beside; 0 trains encodings alone.
     language_weight: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     # Tokens of the windows that validation looks for; training's are `data.segment`.
     validation_window: int = Field(default=512, ge=1)
@@ -116,7 +116,7 @@ class RunConfig(_Config):
     begin_from: Path | None = None
     steps: int = Field(ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 63)
-    # What computes, as --device: auto, cpu, cuda (a GPU for each process) or cuda:N.
+    # The device, as for --device: auto, cpu, cuda (a GPU for each process) or cuda:N.
     device: Annotated[str, AfterValidator(check_device)] = "auto"
     # The precision of products; parameters, states and sums are float32. auto: float32 on CPUs.
     dtype: Precision = "bfloat16"
@@ -130,33 +130,33 @@ class RunConfig(_Config):
     # Every rank keeps a share of the parameters, their gradients and the optimiser's state (FSDP) and gathers a layer
     # when it needs it: less memory, more exchanges, the same result. For torchrun and AdamW.
     shard_parameters: bool = False
-    # How long a rank waits for the others before it gives up, in seconds; rank 0 tokenises and saves meanwhile.
+    # The seconds that a rank waits for the others before it gives up; rank 0 tokenises and saves meanwhile.
     wait_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     log_every: int = Field(default=20, ge=1)
     evaluate_every: int = Field(default=500, ge=1)
     checkpoint_every: int = Field(default=250, ge=1)
-    # So many of the newest checkpoints stay; an average of the last ones needs them.
+    # The number of newest checkpoints that stay; an average of the last ones needs them.
     keep_checkpoints: int = Field(default=2, ge=1)
     # The run ends after so many validations in a row that were not better than the best by more than `min_delta`.
     patience: int | None = Field(default=None, ge=1)
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    # Which weights the model folder gets. The best checkpoint by validation is kept in either case.
+    # The weights of the model folder. The best checkpoint by validation is kept in either case.
     export: Literal["last", "best"] = "last"
-    # What the run folder gets beside metrics.jsonl: events for TensorBoard, and a picture of the losses.
+    # Files of the run folder beside metrics.jsonl: events for TensorBoard, and a picture of the losses.
     tensorboard: bool = True
     plot: bool = True
 
     @model_validator(mode="before")
     @classmethod
     def _takes_bf16(cls, values: Any) -> Any:
-        """Configurations of earlier runs say bf16 = true or false."""
+        """Take `bf16 = true` or `false`, as configurations of earlier runs have it, for `dtype`."""
         if not isinstance(values, dict) or not isinstance(values.get("bf16"), bool) or "dtype" in values:
             return values
         others = {key: value for key, value in values.items() if key != "bf16"}
         return {**others, "dtype": "bfloat16" if values["bf16"] else "float32"}
 
 
-# What may change when a run goes on: where and by how many it is worked on, not what it computes.
+# Keys that may change when a run goes on: they say where and by how many ranks the work is done, not what it computes.
 EXECUTION = frozenset(
     {
         "activation_checkpointing",
@@ -180,14 +180,14 @@ class TrainingConfig(_Config):
     data: DataConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
-    # Where this section is there, the run trains encodings of chapters.
+    # With this section the run trains encodings of chapters.
     contrast: ContrastConfig | None = None
     run: RunConfig
 
     @model_validator(mode="before")
     @classmethod
     def _kinds(cls, values: Any) -> Any:
-        """Sections that do not name their kind are of a language model and of text."""
+        """Make sections that name no kind those of a language model and of text."""
         if not isinstance(values, dict):
             return values
         filled = dict(values)
@@ -228,7 +228,7 @@ class TrainingConfig(_Config):
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """The configuration of a TOML file, with `section.key=value` overrides (values as TOML, or plain words).
+    """Read the configuration of a TOML file, with `section.key=value` overrides (values as TOML, or plain words).
 
     A `model.preset` stands for the sizes of that name, where the model's section says no others. `data.tokeniser` and
     `run.begin_from` may be the name of a shipped model, as `--model` may. Paths are relative to the current folder.
@@ -262,7 +262,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
 
 
 def _first_error(error: ValidationError) -> Any:
-    """The first error; where a key is missing, an unknown one in the same section says more: a slip of the pen."""
+    """Pick the first error; where a key is missing, an unknown one of the same section says more: a slip of the pen."""
     first, *others = error.errors()
     unknown = (e for e in others if e["type"] == "extra_forbidden" and e["loc"][:-1] == first["loc"][:-1])
     return next(unknown, first) if first["type"] == "missing" else first

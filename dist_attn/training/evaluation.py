@@ -1,4 +1,4 @@
-"""What a language model pays for tokens: its loss in training, and bits per byte of a text, in a stream or windows.
+"""The cost of tokens to a language model: its loss in training, and bits per byte of a text, in a stream or windows.
 
 Letters: N scored tokens, P of a piece, B windows, L tokens of a window on this rank, D model width, V vocabulary.
 """
@@ -30,12 +30,12 @@ __all__ = ["Score", "evaluate_file", "score_tokens"]
 _BLOCK_TOKENS = 4096
 
 
-# Tokens whose logits exist at the same time.
+# The number of tokens whose logits exist at the same time.
 LOSS_PIECE = 512
 
 
 def token_loss(readout: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Tensor) -> Tensor:
-    """The sum of cross entropies, in pieces recomputed backward: whole logits do not fit caches and are 2 x slower.
+    """Sum cross entropies, in pieces recomputed backward: whole logits do not fit caches and are 2 x slower.
 
     Half-precision logits go through the softmax in float32; an autocast around the call holds in the recomputation.
 
@@ -52,7 +52,7 @@ def token_loss(readout: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Ten
 
 @dataclass(frozen=True)
 class Score:
-    """What a model paid for a text; the first token is scored without context as 1 / vocabulary."""
+    """The cost of a text to a model; the first token is scored without context as 1 / vocabulary."""
 
     bits: float
     num_tokens: int
@@ -60,7 +60,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of the original text."""
+        """The bits per byte of the original text."""
         return self.bits / self.num_bytes
 
 
@@ -97,7 +97,7 @@ def _check_context(context: int | None) -> None:
 
 
 def _carried_nats(model: CausalModel, stream: torch.Tensor, share: Share) -> float:
-    """What this share of all tokens but the first costs in one pass, the state carried from block to block."""
+    """Sum the nats of this share of all tokens but the first, in one pass with the state carried between blocks."""
     nats, state = 0.0, model.initial_state(1)
     for start in range(0, len(stream) - 1, _BLOCK_TOKENS):
         inputs = stream[None, start : min(start + _BLOCK_TOKENS, len(stream) - 1)]
@@ -109,14 +109,14 @@ def _carried_nats(model: CausalModel, stream: torch.Tensor, share: Share) -> flo
 
 
 def _windowed_nats(model: CausalModel, stream: torch.Tensor, context: int, share: Share) -> float:
-    """What this share of all tokens but the first costs, given the window of `context` inputs that scores them."""
+    """Sum the nats of this share of all tokens but the first, each in the window of `context` inputs that scores it."""
     total, stride = len(stream) - 1, context // 2
     first = min(context, total)
     if not first:
         return 0.0
 
     def windows_end_at(stops: Sequence[int], length: int, owed: int) -> float:
-        """What the last `owed` tokens of windows of one length cost."""
+        """Sum the nats of the last `owed` tokens of windows of one length."""
         own = share.tokens(length)
         inputs_BL = torch.stack([stream[stop - length : stop] for stop in stops])[:, own]
         h_BLD, _ = model.hidden(inputs_BL, share.ops(length))
@@ -140,7 +140,7 @@ def _windowed_nats(model: CausalModel, stream: torch.Tensor, context: int, share
 def _nats(model: CausalModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> float:
     targets_L = send(targets_L, h_LD.device)
     pieces = zip(h_LD.split(_BLOCK_TOKENS), targets_L.split(_BLOCK_TOKENS), strict=True)  # logits of all would be large
-    # As slices of one sequence: [B, D] would be a step of as many sequences.
+    # The tokens go in as slices of one sequence: [B, D] would be a step of as many sequences.
     logits = ((model.readout(h_LD[None])[0], targets_L) for h_LD, targets_L in pieces)
     return sum(float(cross_entropy(l_LV, t_L)) for l_LV, t_L in logits)
 
@@ -156,7 +156,7 @@ def evaluate_file(
     tell: Callable[[str], None] | None = None,
     comm: Communicator | None = None,
 ) -> dict[str, float | int | str | None]:
-    """Bits per byte of a file's bytes under a model folder or shipped model, as plain values; `context` as given.
+    """Measure the bits per byte of a file's bytes under a model folder or shipped model; returns plain values.
 
     `guarded_share` is the share of kernel attention's denominators that a guard changed before division, None if none.
 

@@ -1,4 +1,4 @@
-"""A run stops before the step that would spoil its weights, and says where in the step the first bad number appeared.
+"""The check that loss and gradients are finite: it stops a run before a bad step, and finds where that went wrong.
 
 A second pass of the step looks at every layer. Nothing is raised while it runs: a rank that left it would leave the
 others alone in an exchange.
@@ -26,7 +26,7 @@ from dist_attn.training.parallel import whole
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not finite, in words, after `looked` looks; all ranks look in the same order."""
+    """A number that is not finite, told in words, after `looked` looks; all ranks look in the same order."""
 
     looked: int
     words: str
@@ -44,7 +44,7 @@ class _Gradient:
 
 @final
 class Search:
-    """Looks at what modules of `model` take and give inside `forward()`, and at the gradients that come back."""
+    """A look at what modules of `model` take and give inside `forward()`, and at the gradients that come back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -55,7 +55,7 @@ class Search:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """While the step runs again."""
+        """Look at the modules while the step runs again."""
         with contextlib.ExitStack() as hooks:
             for name, module in self._model.named_modules():
                 before = module.register_forward_pre_hook(partial(self._enter, name))
@@ -66,7 +66,7 @@ class Search:
             yield
 
     def gradient(self) -> Finding | None:
-        """The first gradient of the pass that is not finite, and whose backward pass made it so."""
+        """Find the first gradient of the pass that is not finite, and the module whose backward pass made it so."""
         bad = next((n for n, g in enumerate(self._gradients) if not g.is_finite), None)
         if bad is not None:
             first, sound = self._gradients[bad], {g.module for g in self._gradients[:bad] if g.side == "output"}
@@ -122,13 +122,13 @@ def _named(module: str) -> str:
 
 
 def _parents(name: str) -> list[str]:
-    """The modules around this one, the nearest first."""
+    """The names of the modules around this one, the nearest first."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)] if name else []
 
 
 Again = Callable[[bool], None]
-"""Runs the step once more, as every rank does; with the backward pass where it is true."""
+"""A function that runs the step once more, on every rank alike; with the backward pass where it is given true."""
 
 
 def check_finite(
@@ -162,7 +162,7 @@ def _search(model: nn.Module, again: Again, *, backward: bool) -> Finding | None
 
 
 def _first_of_all(own: Finding | None, comm: Communicator) -> str:
-    """What the first of all ranks' findings says; a rank that took over another's NaN found it later."""
+    """Name the first of all ranks' findings; a rank that took over another's NaN found it later."""
     said = "" if own is None else f"{own.looked} {own.words}"
     texts = [text.strip() for text in comm.all_gather_text(said, label="not finite")] if comm.size > 1 else [said]
     findings = [(int(text.partition(" ")[0]), rank, text.partition(" ")[2]) for rank, text in enumerate(texts) if text]

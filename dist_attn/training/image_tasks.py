@@ -44,7 +44,7 @@ class _ImageTask(ExamplesTask[ImageSet]):
 
 
 class VisionTask(ClassificationTask[ImageSet], _ImageTask):
-    """Classification of images.
+    """A task of classifying images.
 
     Reference: Introduction to Transformers, Sec. 4.
     """
@@ -68,7 +68,7 @@ _VALIDATION_DRAW = -1  # in the place of a step's number
 
 
 class MaskedAutoencoderTask(_ImageTask):
-    """The mean squared error over hidden patches; validated by the same on held-out images, under masks that stay.
+    """A task of the mean squared error over hidden patches; validated on held-out images, under masks that stay.
 
     Masks are a function of seed and step, drawn for the whole batch before it is cut over ranks.
 
@@ -98,14 +98,14 @@ class MaskedAutoencoderTask(_ImageTask):
         return {"validation_loss": float(total) / len(images), "images": len(images)}
 
     def _mask(self, step: int, first: int, count: int) -> Tensor:
-        """Which patches of `count` images are hidden, [count, T]."""
+        """Draw the hidden patches of `count` images, [count, T]."""
         words = np.random.SeedSequence((self._config.run.seed, step + 1, first)).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(words[0]) >> 1)
         hidden = self._config.objective.hidden_share
         return draw_mask(count, self._image, HIDDEN_SHARE if hidden is None else hidden, generator)
 
     def _mean_error(self, images: ImageSet, numbers: NDArray[np.int64], mask_BT: Tensor) -> Tensor:
-        """The model's loss on some images, equal on all ranks of these rows."""
+        """Compute the model's loss on some images, equal on all ranks of these rows."""
         patches_BTN = self.model.prepare(images.pixels(numbers).to(self.model.projection.weight.dtype))
         total, device = patches_BTN.shape[1], self._share.device
         own = self._share.tokens(total)

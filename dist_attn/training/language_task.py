@@ -41,7 +41,7 @@ def tokenise_files(
     text_field: str = "text",
     progress: Progress = nothing_shown,
 ) -> NDArray[np.int32]:
-    """The tokens of all documents in order, an end token after each, memory-mapped from a cache keyed by content.
+    """Read the tokens of all documents in order, an end token after each, memory-mapped from a cache keyed by content.
 
     A path is a text, a folder of *.txt, or `.jsonl` with a document in the `text_field` of every line.
 
@@ -69,7 +69,7 @@ def tokenise_files(
 
 
 def digests_of(paths: Sequence[Path]) -> dict[str, str]:
-    """The SHA-256 of each training text by its name; of a folder, that of its files' digests."""
+    """Compute the SHA-256 of each training text by its name; of a folder, that of its files' digests."""
     found = dict[str, str]()
     for path in paths:
         place, digests = path.resolve(), [sha256(file) for file in expand([path])]
@@ -79,7 +79,7 @@ def digests_of(paths: Sequence[Path]) -> dict[str, str]:
 
 
 class SegmentStream:
-    """Batch b of step n holds `batch` segments; stream i of step n + 1 goes on where stream i of step n stopped.
+    """The batches of streams: stream i of step n + 1 goes on where stream i of step n stopped; `batch` rows each.
 
     A pure function of the step, so a resumed run reads exactly what an undisturbed one would have read.
     """
@@ -94,7 +94,7 @@ class SegmentStream:
         self._tokens, self._batch, self._segment = tokens, batch, segment
 
     def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and next-token targets of `step`, each [batch, segment] int64."""
+        """Take the inputs and next-token targets of `step`, each [batch, segment] int64."""
         total = len(self._tokens)
         offsets_T = np.arange(self._segment + 1)
         starts_B = np.arange(self._batch) * total // self._batch + step * self._segment
@@ -103,7 +103,7 @@ class SegmentStream:
 
 
 class LanguageTask(ModelTask):
-    """The mean cross entropy of the next token; validated in bits per byte of one text that is read as a stream.
+    """A task of the mean cross entropy of the next token; validated in bits per byte of one text read as a stream.
 
     Reference: Random Feature Attention, Sec. 4.1: the state goes on into the next segment, the gradient does not.
     """
@@ -183,14 +183,14 @@ class LanguageTask(ModelTask):
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
     def _state_of(self, rows: slice) -> ModelState:
-        """The state of a micro-batch's rows."""
+        """Take the state of a micro-batch's rows."""
         own = self._share.rows(self.batch)
         if rows == own:
             return self._state
         return self._state.select(slice(rows.start - own.start, rows.stop - own.start))
 
     def _keep(self, after: ModelState, rows: slice) -> None:
-        """Put a micro-batch's state beside those before it; with the last one they are the state of the next step."""
+        """Put a micro-batch's state beside those before it; the last one completes the state of the next step."""
         self._after.append(after)
         if rows.stop == self._share.rows(self.batch).stop:
             self._state = self._after[0] if len(self._after) == 1 else ModelState.stack(self._after)
@@ -225,7 +225,7 @@ def _check_pools(model: LanguageModelConfig, data: TextDataConfig) -> None:
 
 
 def read_validation_text(data: TextDataConfig) -> bytes | None:
-    """The first bytes of the validation text, plain or gzipped, if there is one.
+    """Read the first bytes of the validation text, plain or gzipped, if there is one.
 
     Raises: ConfigError where it is missing, damaged, empty, or no text.
     """

@@ -48,7 +48,7 @@ from dist_attn.training.translation_task import TranslationTask
 
 
 def build_task(config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> Task:
-    """The task of `config` for this share of its batches; it reads the data and makes the model.
+    """Build the task of `config` for this share of its batches: read the data and make the model.
 
     `progress` hears of text that is tokenised.
 
@@ -96,7 +96,7 @@ def train(
     """
     world = LocalCommunicator() if comm is None else comm
     compute = choose_compute(config.run.device, config.run.dtype)
-    # What "auto" came to is what the run is: it goes on so elsewhere.
+    # The precision that "auto" has become is recorded with the run, which keeps it when it goes on elsewhere.
     config = config.model_copy(update={"run": config.run.model_copy(update={"dtype": compute.precision})})
     with Mesh(world, config.run.data_ranks, config.run.sequence_ranks, compute.device) as mesh, ExitStack() as held:
         held.enter_context(denormals_flushed())
@@ -116,7 +116,7 @@ def train(
 
 @final
 class Standing:
-    """The best validation so far by a task's criterion, and when a run that gets no better ends.
+    """The best validation so far by a task's criterion, and the end of a run that gets no better.
 
     It depends on the metrics alone, in their order, so a resumed run that reads its own metrics.jsonl goes on as an
     uninterrupted one would.
@@ -155,11 +155,11 @@ class Standing:
 
     @property
     def is_over(self) -> bool:
-        """Whether `run.patience` validations in a row were no progress."""
+        """Return whether `run.patience` validations in a row were no progress."""
         return self._patience is not None and self.waited >= self._patience
 
     def _cost(self, metrics: Metrics) -> float:
-        """What the criterion makes of a report: lower is better."""
+        """The value that the criterion makes of a report: lower is better."""
         assert self._criterion is not None
         value = float(metrics[self._criterion.metric])
         return value if self._criterion.better == "lower" else -value
@@ -207,7 +207,7 @@ class _Run:
                 keep_best(self.folder / "checkpoints", self.standing.best["step"])
 
     def _first_on_rank_0(self, work: Callable[[], Task]) -> Task:
-        """What rank 0 has written into the folder (the tokens of the texts) the others find there."""
+        """Do the work on rank 0 first: the others find in the folder what it has written (the tokens of the texts)."""
         first = self.mesh.together(lambda: work() if self.mesh.is_first else None)
         others = self.mesh.together(lambda: None if self.mesh.is_first else work())
         return cast(Task, first or others)
@@ -270,7 +270,7 @@ class _Run:
         return self.step % every == 0 or self.step == self.config.run.steps
 
     def _train_step(self, stop: Callable[[], bool]) -> tuple[float, bool]:
-        """The loss, and whether any rank was asked to stop: a signal reaches them in the midst of different steps."""
+        """Take a step; returns the loss, and whether any rank was asked to stop: a signal may reach only some yet."""
         factor = schedule(self.step, self.config.run.steps, self.config.optimiser)
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
@@ -293,8 +293,8 @@ class _Run:
         return loss, bool(asked)
 
     def _forward_and_backward(self, backward: bool = True) -> Tensor:
-        """This rank's part of the loss; its gradients are added to those of the parameters."""
-        # Whatever is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
+        """Compute this rank's part of the loss; its gradients are added to those of the parameters."""
+        # All that is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
         torch.manual_seed(_step_seed(self.config.run.seed, self.step, self.mesh.world.rank))
         self.task.prepare(self.step)
         self.dropout.step = self.step
@@ -308,7 +308,7 @@ class _Run:
         return total
 
     def _check(self, loss: float, norm: float | None, before: Mapping[str, Tensor]) -> None:
-        """Stop where one of them is not finite; the search for its origin runs the step again as it was."""
+        """Stop where loss or norm is not finite; the search for the origin runs the step again as it was."""
 
         def again(backward: bool) -> None:
             self.task.carry(before)
@@ -328,7 +328,7 @@ class _Run:
         return scores
 
     def _guarded(self, watch: Watch) -> dict[str, float]:
-        """Which share of the denominators of all ranks was not divided by as it was; nothing where none was divided."""
+        """The share of all ranks' denominators that a guard changed before division; empty without any division."""
         own_2 = torch.tensor([sum(map(sum, watch.guarded)), watch.denominators], dtype=torch.float64, device="cpu")
         guarded, denominators = self.share.sum(own_2.to(self.share.device)).tolist()
         return {"guarded_share": guarded / denominators} if denominators else {}

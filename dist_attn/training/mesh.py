@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def mesh_shape(size: int, data_ranks: int | None, sequence_ranks: int | None) -> tuple[int, int]:
-    """How many ranks stand along the data and the sequence axis; what is not given follows from the number of ranks.
+    """Settle the number of ranks along the data and the sequence axis; what is not given follows from `size`.
 
     With neither given all ranks divide rows: that exchanges gradients alone.
 
@@ -64,7 +64,7 @@ class Mesh:
         self.data_ranks, self.sequence_ranks = mesh_shape(world.size, data_ranks, sequence_ranks)
         self.data_index, self.sequence_index = divmod(world.rank, self.sequence_ranks)
         self._groups = ExitStack()
-        # Where an axis is all there is, the whole group is that axis.
+        # If one axis has all the ranks, the whole group is that axis.
         self._data = self._sequence = world
         if self.data_ranks > 1 and self.sequence_ranks > 1:
             self._data = self._groups.enter_context(world.split(self.sequence_index))
@@ -72,16 +72,16 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the files and speaks for all."""
+        """Return whether this rank writes the files and speaks for all."""
         return self.world.rank == 0
 
     def share(self) -> "Share":
-        """What this rank works on."""
+        """Make the share of every batch on which this rank works."""
         axis = self._sequence if self.sequence_ranks > 1 else None
         return Share(self.device, self.world, (self.data_index, self.data_ranks), axis)
 
     def micro_batches(self, batch: int, count: int) -> list[slice]:
-        """The rows of this rank in `count` parts, none of them empty, as every rank has them.
+        """Cut the rows of this rank into `count` parts, none of them empty, as every rank has them.
 
         Raises: ConfigError where there are not enough rows.
         """
@@ -95,7 +95,7 @@ class Mesh:
         return [slice(rows.start + a, rows.start + b) for a, b in pairwise(cuts)]
 
     def gather_rows(self, own: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
-        """Tensors of all rows of a batch, from those of each data rank's rows in dimension 0; every rank calls it."""
+        """Gather the tensors of all rows of a batch from each data rank's, in dimension 0; every rank calls it."""
         if self.data_ranks == 1:
             return dict(own)
         lengths = SequenceLayout.even(batch, self.data_ranks).lengths
@@ -108,7 +108,7 @@ class Mesh:
         return whole
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns here; where it fails on any rank it fails on all of them, with words about the first.
+        """Run `work` and return its result; where it fails on any rank it fails on all, with words about the first.
 
         `work` exchanges nothing.
 
@@ -160,9 +160,9 @@ class Share:
         sequence: Communicator | None = None,
     ) -> None:
         self.device = torch.device(device)
-        """Where the model and its batches lie."""
+        """The device of the model and its batches."""
         self.replica_weight = 1.0 / (1 if sequence is None else sequence.size)
-        """What a value counts that all ranks of these rows compute alike, such as the loss of a pooled vector.
+        """The weight of a value that all ranks of these rows compute alike, such as the loss of a pooled vector.
 
         One over the number of ranks that a sequence is cut over, so that their sum counts it once.
         """
@@ -186,7 +186,7 @@ class Share:
         carried: bool = False,
         documents: tuple[int, ...] | None = None,
     ) -> SequenceOps:
-        """Operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to.
+        """Make operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to.
 
         With `carried` the state after the tokens is whole on every rank, key-value caches too, so that it can go into
         a checkpoint. `documents` are where packed documents start, on all ranks together.
@@ -199,11 +199,11 @@ class Share:
         return checked_if_asked(ops, self.tokens(total).start)
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """The sum over all ranks of a few numbers, such as a loss and what it counts; every rank calls it."""
+        """Sum a few numbers over all ranks, such as a loss and what it counts; every rank calls it."""
         return self._world.all_reduce_sum(values_N.detach(), label="sums of shares")
 
     def lengthwise(self) -> "Share":
-        """All ranks along the sequence and every row on each: for one long text, such as a validation's."""
+        """Make the share of all ranks along the sequence with every row on each, for one long text as in validation."""
         return Share(self.device, self._world, sequence=self._world if self._world.size > 1 else None)
 
     def _layout(self, total: int, documents: tuple[int, ...] | None = None) -> SequenceLayout:

@@ -16,7 +16,7 @@ OTHER_MATRICES = ("embedding.weight", "head.weight", "projection.weight", "posit
 
 
 def schedule(step: int, steps: int, config: OptimiserConfig) -> float:
-    """The share of the peak learning rate at `step`: linear warm-up, then a cosine to `final_ratio`."""
+    """Compute the share of the peak learning rate at `step`: linear warm-up, then a cosine to `final_ratio`."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
@@ -24,7 +24,7 @@ def schedule(step: int, steps: int, config: OptimiserConfig) -> float:
 
 
 def build_optimisers(model: nn.Module, config: OptimiserConfig) -> list[torch.optim.Optimizer]:
-    """One optimiser, or two with Muon. Weight decay reaches matrices only, never norms, gates, sigma or biases.
+    """Make one optimiser, or two with Muon. Weight decay reaches matrices only, never norms, gates, sigma or biases.
 
     Raises: ConfigError for Muon under a torch that does not have it, and for a rate of sigma where none is learned.
     """

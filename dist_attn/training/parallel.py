@@ -1,4 +1,4 @@
-"""Where a model's parameters lie: whole on every rank, or sharded over all of them by `fully_shard`.
+"""The placement of a model's parameters: whole on every rank, or sharded over all of them by `fully_shard`.
 
 Either way gradients are sums over all ranks, since losses are shares of the whole batch's.
 """
@@ -24,7 +24,7 @@ BACK_ENDS_WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset")
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a rank's shard of a tensor (a DTensor, whose module takes long to load where none is made)."""
+    """Return whether this is a rank's shard of a tensor (a DTensor, a type whose module is slow to load)."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -47,7 +47,7 @@ class Parameters:
         self._model, self._world = model, mesh.world
 
     def with_values(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns; the model may be used inside it, and what it returns may be differentiated."""
+        """Run `work` and return its result; it may use the model, and its result may be differentiated."""
         return work()
 
     def backward(self, loss: Tensor) -> None:
@@ -62,7 +62,7 @@ class Parameters:
         return sum_gradients(self._world, list(self._model.parameters()))
 
     def clip_gradients(self, norm: float) -> Tensor:
-        """Scale all gradients down to a global norm of at most `norm`; the norm that they had, as a scalar."""
+        """Scale all gradients down to a global norm of at most `norm`; returns the norm that they had, as a scalar."""
         return nn.utils.clip_grad_norm_(self._model.parameters(), norm)
 
     def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
@@ -75,7 +75,7 @@ class Parameters:
 
 
 class _Root(nn.Module):
-    """What is sharded beside the layers: its forward pass holds the whole use of a model, however often it is called.
+    """The parameters beside the layers, sharded as one: its forward pass holds the whole use of a model.
 
     FSDP gathers parameters around a module's `forward`, and a model here has several ways in: `hidden`, `readout`, ….
     """
@@ -85,12 +85,12 @@ class _Root(nn.Module):
         self.model = model
 
     def forward(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns."""
+        """Run `work` and return its result."""
         return work()
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model; not those inside one, which gathers their parameters with its own."""
+    """List the layers of a model, but for those inside another, which gathers their parameters with its own."""
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # outer ones first
         if isinstance(module, Recomputable) and not any(name.startswith(f"{outer}.") for outer in layers):
@@ -100,7 +100,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 @final
 class _Sharded(Parameters):
-    """Every rank has a share of each parameter, of its gradient and of the optimiser's state.
+    """The parameters of which every rank has a share, and of their gradients and optimiser's state.
 
     Reference: Zhao et al. 2023, PyTorch FSDP.
     """
@@ -125,7 +125,7 @@ class _Sharded(Parameters):
             part.set_force_sum_reduction_for_comms(True)
 
     def with_values(self, work: Callable[[], Result]) -> Result:
-        """With parameters that are gathered as they are needed."""
+        """Run `work` with parameters that are gathered as they are needed."""
         with self._losses_named(), warnings.catch_warnings():
             # Layers return states that share memory with their outputs; nothing changes them in place.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
@@ -135,30 +135,30 @@ class _Sharded(Parameters):
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Each layer's gradients are summed and sharded as soon as they are there."""
+        """Add the gradients; each layer's are summed and sharded as soon as they are there."""
         with self._losses_named():
             loss.backward()
 
     def reduce_gradients(self) -> Tensor:
-        """The backward pass has done it."""
+        """Do nothing: the backward pass has summed the gradients."""
         return torch.empty(0, device="cpu")
 
     def clip_gradients(self, norm: float) -> Tensor:
-        """By the norm over all shards."""
+        """Clip by the norm over all shards."""
         with self._losses_named():
             return whole(nn.utils.clip_grad_norm_(self._model.parameters(), norm))
 
     def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
-        """None was made."""
+        """Do nothing: no zeros were made for missing gradients."""
 
     def whole_weights(self) -> Mapping[str, Tensor]:
-        """Gathered on every rank."""
+        """Gather the weights and buffers on every rank."""
         with self._losses_named():
             return {name: whole(tensor) for name, tensor in self._model.state_dict().items()}
 
     @contextmanager
     def _losses_named(self) -> Iterator[None]:
-        """torch's own exchanges fail with a RuntimeError in the back end's words when a rank is lost."""
+        """Name lost ranks: torch's own exchanges fail with a RuntimeError in the back end's words then."""
         try:
             yield
         except RuntimeError as error:
@@ -172,7 +172,7 @@ class _Sharded(Parameters):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; then it is a call of all ranks."""
+    """Gather the whole of a tensor that may be sharded; then it is a call of all ranks."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -204,7 +204,7 @@ def sum_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], bucket
 
 
 def drop_missing(parameters: Sequence[nn.Parameter], ranks_with_one: Sequence[float]) -> None:
-    """Leave a parameter that has a gradient on no rank without one here too; `sum_gradients` says which."""
+    """Take the gradient of a parameter away where no rank had one; `sum_gradients` says which."""
     if ranks_with_one:
         for parameter, ranks in zip((p for p in parameters if p.requires_grad), ranks_with_one, strict=True):
             if not ranks:

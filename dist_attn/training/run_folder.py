@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, what is in it when a run begins or goes on, which checkpoint in it is the best.
+"""The folder of a run: the run it belongs to, its contents as a run begins or goes on, and its best checkpoint.
 
 `checkpoints/best` is a link to `checkpoints/best-NNNNNN`, whose files are those of `step-NNNNNN` under hard links, or
 copies where the file system has none, so pruning the others does not touch them. A folder is made beside its place and
@@ -31,7 +31,7 @@ METRICS = "metrics.jsonl"
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Inside, no other process trains into the folder; a process that is killed lets go of it.
+    """Let no other process train into the folder inside the block; a process that is killed lets go of it.
 
     Raises: ConfigError where one does, or where there can be no such folder.
     """
@@ -89,7 +89,7 @@ def release_folder(folder: Path) -> None:
 
 
 def read_metrics(folder: Path, step: float = math.inf) -> list[dict[str, Any]]:
-    """The reports of a run up to `step`; half a line at the end, from a run that was killed, is none.
+    """Read the reports of a run up to `step`; half a line at the end, from a run that was killed, is none.
 
     Raises: ConfigError for a file that is damaged.
     """
@@ -122,7 +122,7 @@ def _differing_sections(before: Any, written: dict[str, Any]) -> list[str]:
 
 
 def _filled_in(values: Any) -> Any:
-    """A written configuration with the keys that versions since then have by default; as it is where it is none."""
+    """Fill a written configuration with the defaults of newer keys; return other values as they are."""
     try:
         return TrainingConfig.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -156,7 +156,7 @@ def keep_best(checkpoints: Path, step: int) -> bool:
 
 
 def find_best(checkpoints: Path, step: int) -> Path:
-    """The best checkpoint, which is that of `step`.
+    """Find the best checkpoint, which is that of `step`.
 
     Raises: ConfigError where it is not there any more.
     """
@@ -175,7 +175,7 @@ def _link(source: str, target: str) -> None:
 
 @contextlib.contextmanager
 def writing(what: str, run_folder: Path) -> Iterator[None]:
-    """While `what` is written into the folder of a run.
+    """Turn errors while `what` is written into the folder of a run into a StorageError.
 
     Raises: StorageError for an error of the file system, with the checkpoint from which the run can go on.
     """

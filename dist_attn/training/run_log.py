@@ -1,4 +1,4 @@
-"""What a run reports and where: metrics.jsonl and the caller always, TensorBoard and a picture where it can."""
+"""The reports of a run and their sinks: metrics.jsonl and the caller always, TensorBoard and a picture where it can."""
 
 import contextlib
 import json
@@ -26,13 +26,13 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """The run ends, in whatever way."""
+        """End with the run, in whatever way it ends."""
         ...
 
 
 @final
 class JsonLines:
-    """metrics.jsonl: one object per line, on disk as soon as it is known."""
+    """The file metrics.jsonl: one object per line, on disk as soon as it is known."""
 
     def __init__(self, path: Path) -> None:
         # Nothing waits in a buffer: what a full disk refuses is not tried again at the end.
@@ -77,7 +77,7 @@ class RunLog:
 
 @final
 class TensorBoard:
-    """An event file in `folder`; of a run that goes on after `step`, what earlier files say of later steps is void.
+    """An event file in `folder`; of a run that goes on after `step`, earlier files' reports of later steps are void.
 
     Raises: MissingExtraError without tensorboard.
     """
@@ -114,7 +114,7 @@ SHARE_SMOOTHED = 0.06
 
 @final
 class LossPlot:
-    """loss.png in the run folder, drawn from its metrics at every validation and at the end.
+    """The picture loss.png in the run folder, drawn from its metrics at every validation and at the end.
 
     Raises: MissingExtraError without matplotlib.
     """
@@ -146,7 +146,7 @@ class LossPlot:
 def draw(
     reports: Sequence[Metrics], out: Path, unit: str = "tokens", loss_unit: str = "", criterion: Criterion | None = None
 ) -> None:
-    """A picture of the reports of a run: training loss, the validation metric that decides, learning rate.
+    """Draw the reports of a run: training loss, the validation metric that decides, learning rate.
 
     Needs matplotlib, and at least one report with a loss.
     """
@@ -178,7 +178,7 @@ def draw(
 
 
 def _points(reports: Sequence[Metrics], name: str, unit: str) -> list[Point]:
-    """(what was read, value) of each report that has the value as a number that can be drawn."""
+    """The points (what was read, value) of the reports that have the value as a number that can be drawn."""
     points = [(float(report[unit]), float(report[name])) for report in reports if name in report and unit in report]
     return [(x, y) for x, y in points if math.isfinite(y)]
 
@@ -202,7 +202,7 @@ def _draw_scores(panel: Any, scores: Sequence[Point], criterion: Criterion) -> N
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """The mean of as many points before as behind, so that nothing lags; fewer towards both ends."""
+    """Smooth by the mean of as many points before as behind, so that nothing lags; fewer towards both ends."""
     reach = max(1, round(SHARE_SMOOTHED * len(points) / 2))
     smooth = []
     for at, (x, _) in enumerate(points):
@@ -217,11 +217,11 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 Tell = Callable[[str], None]
-"""Is given what a person should know, in one line."""
+"""A function that is given one line that a person should know."""
 
 
 def open_log(run: RunConfig, task: Task, step: int, report: Callable[[Metrics], None], tell: Tell) -> RunLog:
-    """Everything that takes the metrics of a run which goes on after `step`."""
+    """Open all sinks of the metrics of a run that goes on after `step`."""
     folder = run.folder
     sinks: list[Sink] = [JsonLines(folder / METRICS)]
     if run.tensorboard:
@@ -244,13 +244,13 @@ class Spare:
             self._sink = make()
 
     def write(self, metrics: Metrics) -> None:
-        """Pass it on."""
+        """Pass the report on."""
         if self._sink is not None:
             with self._spared():
                 self._sink.write(metrics)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the sink."""
         if self._sink is not None:
             with self._spared():
                 self._sink.close()

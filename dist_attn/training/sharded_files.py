@@ -1,4 +1,4 @@
-"""Tensors that are sharded over ranks, in safetensors files of one rank's shards each, by torch.distributed.checkpoint.
+"""Tensors sharded over ranks, in safetensors files of one rank's shards each, by torch.distributed.checkpoint.
 
 No rank asks another: each plans for its own shards when it writes, and finds its own by the files' headers when it
 reads. So nothing is pickled, neither in files nor between ranks.
@@ -43,7 +43,7 @@ def write_shards(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def whole_sizes(files: Sequence[Path]) -> dict[str, torch.Size]:
-    """The shapes of the whole tensors whose shards these files hold.
+    """Read the shapes of the whole tensors whose shards these files hold.
 
     Raises: OSError or SafetensorError for files that cannot be read.
     """
@@ -52,7 +52,7 @@ def whole_sizes(files: Sequence[Path]) -> dict[str, torch.Size]:
 
 
 def read_whole(files: Sequence[Path]) -> dict[str, Tensor]:
-    """The whole tensors whose shards these files hold.
+    """Read the whole tensors whose shards these files hold.
 
     Raises: as `whole_sizes`.
     """
@@ -95,7 +95,7 @@ class _TheseFiles:
 
 
 class _OwnShards(DefaultSavePlanner):
-    """A plan of one rank's shards, which are not all there are: torch's own refuses tensors with holes."""
+    """A plan of one rank's shards alone: torch's own refuses tensors with holes."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
@@ -104,7 +104,7 @@ class _OwnShards(DefaultSavePlanner):
 
 @contextmanager
 def _failures_unwrapped() -> Iterator[None]:
-    """torch wraps what went wrong on a rank, and warns that a single process runs without a group."""
+    """Unwrap torch's errors of a rank, and silence its warning that a single process runs without a group."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

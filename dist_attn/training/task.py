@@ -1,4 +1,4 @@
-"""What a run trains, for a loop that knows nothing about it: batches by number, a loss that ranks share, a validation.
+"""The interface between the loop and what a run trains: numbered batches, a loss that ranks share, a validation.
 
 A task never asks for its rank. It is given a `Share`, which says which rows of a batch and which tokens of a sequence
 are worked on here, and the operations along that slice.
@@ -43,7 +43,7 @@ def rows_to_read(share: Share, total: int) -> tuple[slice, bool]:
 
 @dataclass(frozen=True)
 class Criterion:
-    """The validation metric that decides which checkpoint is best, and which way is better."""
+    """The validation metric that decides which checkpoint is best, and its better direction."""
 
     metric: str
     better: Literal["lower", "higher"]
@@ -65,7 +65,7 @@ class Task(ABC):
         self.criterion: Criterion | None = None
 
     def prepare(self, step: int) -> None:
-        """Called before the first micro-batch of a step."""
+        """Prepare a step, before its first micro-batch."""
         return
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Task(ABC):
         """
 
     def carried(self) -> dict[str, Tensor]:
-        """What the next step depends on beside weights, with this share's rows in dimension 0; for the checkpoint."""
+        """The tensors beside weights that the next step needs, this share's rows in dimension 0; for the checkpoint."""
         return {}
 
     def carry(self, tensors: Mapping[str, Tensor]) -> None:
@@ -89,19 +89,18 @@ class Task(ABC):
 
     @abstractmethod
     def validate(self) -> dict[str, float | int]:
-        """Metrics on held-out data, the same on every rank; empty without such data. The model is in
-        evaluation mode, and no gradient is kept.
+        """Compute metrics on held-out data, the same on every rank; empty without such data.
 
-        `criterion` names the one that decides.
+        The model is in evaluation mode, and no gradient is kept. `criterion` names the metric that decides.
         """
 
     def remarks(self, step: int, scores: Mapping[str, float | int]) -> list[str]:
-        """What a person should know of a validation after `step`, in lines; each once, until it is otherwise."""
+        """The lines that tell a person about a validation after `step`; each once, until it is otherwise."""
         return []
 
     @abstractmethod
     def seen(self, steps: int) -> int:
-        """How many units (tokens) so many steps read, over all ranks."""
+        """Count the units (tokens) that `steps` steps read, over all ranks."""
 
     @abstractmethod
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
@@ -123,7 +122,7 @@ class ModelTask(Task):
 
 
 def first_model(config: ModelConfig, begin_from: Path | None) -> Model:
-    """The model of `config`, with the weights of the folder `begin_from` if there is one, in training mode.
+    """Make the model of `config`, with the weights of the folder `begin_from` if there is one, in training mode.
 
     A vision classifier may begin from a masked auto-encoder of the same images and encoder: it takes the projection
     and the encoder, and begins with a fresh head. A million-scale model may begin from one whose Selector learns in

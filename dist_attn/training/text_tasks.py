@@ -97,7 +97,7 @@ NEARLY_ALL = 0.95
 
 
 class MillionTask(_TextTask):
-    """The mean cross entropy of the classes, the Selector's rate term and the experts' balance; validated by accuracy.
+    """A task of the classes' mean cross entropy, the Selector's rate term and experts' balance; validated by accuracy.
 
     Validation also counts which share of the tokens is kept, how many of a text, and which share of the assignments to
     experts is dropped. A remark warns of a Selector that drops nearly all, as under the adversarial objective, or none.
@@ -163,7 +163,7 @@ class MillionTask(_TextTask):
         return []
 
     def _ends(self, step: int, scores: Mapping[str, float | int]) -> str:
-        """What the Selector keeps where it has gone too far: "nothing" that could be dropped, "everything", or ""."""
+        """Say what a Selector keeps that has gone too far: "nothing" that could be dropped, "everything", or ""."""
         selector = self.model.config.selector
         if selector.gate == "top_k" or not scores:
             return ""
@@ -175,7 +175,7 @@ class MillionTask(_TextTask):
     def _read(
         self, examples: TextExamples, numbers: Sequence[int], draws: Sequence[int]
     ) -> tuple[Tensor, Tensor, list[Reading]]:
-        """Logits, classes and readings of some examples."""
+        """Compute logits, classes and readings of some examples."""
         logits, classes, readings = [], [], []
         for number, draw in zip(numbers, draws, strict=True):
             (tokens_T,), label = examples[number]

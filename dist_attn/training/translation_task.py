@@ -27,7 +27,7 @@ __all__ = ["TranslationTask"]
 
 
 class TranslationTask(ModelTask):
-    """The mean cross entropy of the target tokens, ends among them; validated by that of held-out pairs.
+    """A task of the mean cross entropy of the target tokens, ends among them; validated by that of held-out pairs.
 
     Reference: Random Feature Attention, Sec. 4.2; Vaswani et al. 2017, Sec. 5.4 (label smoothing).
     """
@@ -95,7 +95,7 @@ class TranslationTask(ModelTask):
         )
 
     def _logits(self, part: PairBatch) -> tuple[Tensor, Tensor]:
-        """Of the target tokens that lie here: logits [N, V], and what comes after each of them, [N]."""
+        """Compute, of the target tokens that lie here, logits [N, V], and the tokens that come after them, [N]."""
         share, device = self._share, self._share.device
         source, target = part.source_BS.shape[1], part.target_BL.shape[1]
         source_BS = part.source_BS[:, share.tokens(source)]
@@ -106,7 +106,7 @@ class TranslationTask(ModelTask):
         return logits_BLV.flatten(0, 1), send(next_BL.flatten(), device)
 
     def _write_translations(self) -> None:
-        """translations.txt: line n is the model's translation of line n of the validation sources."""
+        """Write translations.txt: line n is the model's translation of line n of the validation sources."""
         everyone, longest = self._share.lengthwise(), self._data.max_length
         own = everyone.tokens(len(self._sources))
         spec = BeamSpec(self._data.beams, longest, self._data.length_penalty)
@@ -123,7 +123,7 @@ class TranslationTask(ModelTask):
 
 
 def _tokenisers(data: ParallelTextConfig, model: EncoderDecoderConfig) -> tuple[Tokeniser, Tokeniser]:
-    """Those of source and target.
+    """Load the tokenisers of source and target.
 
     Raises: ConfigError where their sizes are not the model's.
     """

@@ -1,4 +1,4 @@
-"""What the controller and the agents, which start and kill ranks, say to each other."""
+"""The messages between the controller and the agents, which start and kill ranks."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from dist_attn.wire.specs import Count, Message, Name
 
 
 class HostShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many ranks of a group one host has, and by which address the others reach it."""
+    """The number of a group's ranks on one host, and the address by which other hosts reach it."""
 
     address: str
     ranks: Count
@@ -31,7 +31,7 @@ class StartGroup(Message, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole group."""
+        """The number of ranks of the whole group."""
         return sum(host.ranks for host in self.hosts)
 
     @property
@@ -41,7 +41,7 @@ class StartGroup(Message, frozen=True):
 
     @property
     def local_ranks(self) -> int:
-        """How many ranks this host has."""
+        """The number of ranks on this host."""
         return self.hosts[self.node].ranks
 
 

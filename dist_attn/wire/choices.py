@@ -1,4 +1,4 @@
-"""The names among which commands, settings and messages choose: each list stands here alone."""
+"""The names among which commands, settings and messages choose; no other file lists them."""
 
 import re
 from typing import Literal, get_args
@@ -6,14 +6,14 @@ from typing import Literal, get_args
 CpuBackend = Literal["gloo", "mpi"]
 GroupBackend = Literal["gloo", "nccl", "mpi"]
 Backend = Literal["auto", "local", GroupBackend]
-"""How ranks talk to each other: on CPUs alone, in any group, or (`local`) as the only one.
+"""The way in which ranks exchange tensors: on CPUs alone, in any group, or (`local`) as the only rank.
 
 `auto` is nccl between GPUs that each rank has for itself, mpi under mpiexec, and gloo otherwise.
 """
 
 
 def check_device(name: str) -> str:
-    """The name of what a process computes on, if it is one.
+    """Return the name of a device if it is one on which a process can compute.
 
     `cuda` is a GPU of each rank's own, `cuda:N` the N-th for all ranks of a host, `auto` cuda where torch finds a GPU,
     else cpu.
@@ -26,13 +26,13 @@ def check_device(name: str) -> str:
 
 
 Precision = Literal["auto", "float32", "bfloat16"]
-"""In which precision products are computed; states and sums stay float32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+"""The precision of products; states and sums stay float32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
 
 StateExchange = Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"]
-"""How ranks that share a text hand on what they have read; `auto` takes what was measured fastest."""
+"""The exchange by which ranks that share a text hand on their states; `auto` takes the one measured fastest."""
 
 WeightPrecision = Literal["float32", "bfloat16", "int8"]
-"""In which precision a model's weights lie in memory while it reads and writes."""
+"""The precision in which a model's weights lie in memory while it reads and writes."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 """The least severe lines that are logged."""

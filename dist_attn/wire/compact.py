@@ -10,13 +10,13 @@ from dist_attn.errors import WireError
 Encoding = Literal["raw", "bf16", "int8"]
 
 BLOCK = 64
-"""Numbers that share one scale."""
+"""The numbers that share one scale."""
 
 MAX_SCALE = np.float32(2.6e36)  # 127 times this is still finite
 
 
 def encoded_bytes(encoding: Encoding, numbers: int, number_bytes: int) -> int:
-    """Bytes of so many numbers; `number_bytes` counts where they are stored as they are."""
+    """The bytes of `numbers` numbers; `number_bytes` counts where they are stored as they are."""
     match encoding:
         case "raw":
             return numbers * number_bytes
@@ -27,7 +27,7 @@ def encoded_bytes(encoding: Encoding, numbers: int, number_bytes: int) -> int:
 
 
 def encode_compact(x_N: NDArray[np.float32], encoding: Literal["bf16", "int8"]) -> NDArray[Any]:
-    """float32 numbers in 2 bytes each (relative error <= 2^-8), or in 1 and a scale per block (<= max|block| / 254).
+    """Encode float32 numbers in 2 bytes each (relative error <= 2^-8), or 1 and a scale a block (<= max|block| / 254).
 
     Shapes: [N] -> [N] uint16 for bf16; [4 ceil(N / BLOCK) + N] uint8 for int8, the scales first.
     Raises: WireError for numbers that are not finite, or are not any more.
@@ -38,7 +38,7 @@ def encode_compact(x_N: NDArray[np.float32], encoding: Literal["bf16", "int8"]) 
 
 
 def decode_compact(data: memoryview, encoding: Literal["bf16", "int8"], numbers: int) -> NDArray[np.float32]:
-    """The numbers that `encode_compact` has stored, nearly.
+    """Decode numbers that `encode_compact` has stored; they are nearly the original ones.
 
     Raises: WireError for scales or numbers that it never writes.
     """
@@ -72,7 +72,7 @@ def _to_int8(x_N: NDArray[np.float32]) -> NDArray[np.uint8]:
     scale_B = (np.abs(padded_BN).max(axis=1, initial=0.0) / 127.0).astype("<f4")
     if (scale_B > MAX_SCALE).any():
         raise WireError("a number of this state is too large for int8; store it exactly")
-    # Of numbers so small that their scale is 0 or has few digits, nothing is kept.
+    # Numbers so small that their scale is 0 or has few digits are dropped.
     normal_B1 = np.where(scale_B < np.finfo(np.float32).tiny, np.inf, scale_B)[:, None]
     q_BN = np.clip(np.rint(padded_BN / normal_B1), -127, 127).astype(np.int8)
     return np.concatenate([scale_B.view(np.uint8), q_BN.reshape(-1)[: len(x_N)].view(np.uint8)])

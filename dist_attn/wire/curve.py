@@ -1,4 +1,4 @@
-"""Who may speak to the controller over a network: CURVE keys in files, and the list of those that it admits.
+"""The right to speak to the controller over a network: CURVE keys in files, and the list of admitted ones.
 
     FOLDER/controller.secret   the controller alone          controller.public   whoever connects, who pins it
     FOLDER/api.secret          API processes                 api*.public         those whose owners may send requests
@@ -32,7 +32,7 @@ log = structlog.get_logger("dist_attn.wire")
 
 
 def is_on_network(address: str) -> bool:
-    """Whether other machines could reach a ZeroMQ address; a host name counts as reachable, but for localhost."""
+    """Return whether other machines could reach a ZeroMQ address; host names count as reachable, but for localhost."""
     scheme, _, place = address.partition("://")
     host = place.rpartition(":")[0].strip("[]")
     if scheme == "ipc" or host in ("localhost", "lo"):
@@ -57,7 +57,7 @@ def check_exposure(address: str, folder: str, *, insecure: bool) -> None:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a process needs to connect: its own pair, and the public key of the only controller that it speaks to."""
+    """The keys with which a process connects: its own pair, and the public key of the only controller it speaks to."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -75,7 +75,7 @@ class ClientKeys:
         return cls(zmq.curve_public(secret), secret, _read_key(Path(folder) / "controller.public"))
 
     def apply(self, socket: "zmq.Socket[Any]") -> None:
-        """Let a socket that is not connected yet use them."""
+        """Let a socket that is not connected yet use these keys."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.controller)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
@@ -83,7 +83,7 @@ class ClientKeys:
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """The controller's own secret key, and which list the clients of a socket must stand on."""
+    """The controller's own secret key, and the list on which the clients of a socket must stand."""
 
     role: Role
     secret: bytes = field(repr=False)
@@ -101,20 +101,20 @@ class ServerKeys:
         return cls(role, _read_secret(Path(folder) / "controller.secret"))
 
     def apply(self, socket: "zmq.Socket[bytes]") -> None:
-        """Let a socket that is not bound yet admit only those on the list; `admit_listed` must run by then."""
+        """Let a socket that is not bound yet admit only clients on the list; `admit_listed` must run by then."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, self.role.encode())
 
 
 class _Listed:
-    """Answers whether a public key stands in the folder now, so that a removed file ends what it allowed."""
+    """The check whether a public key stands in the folder now, so that a removed file ends what it allowed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator's thread for every connection; it must not raise."""
+        """Answer the authenticator's thread for a connection; it must not raise."""
         try:
             admitted = domain in ("api", "agent") and key in _listed(self._folder, domain)
         except (ConfigError, OSError) as error:
@@ -127,7 +127,7 @@ class _Listed:
 
 @contextlib.contextmanager
 def admit_listed(context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> Iterator[None]:
-    """While this runs, sockets of the context with ServerKeys admit those whose public keys are in the folder."""
+    """Let sockets of the context with ServerKeys admit clients with public keys in the folder while the block runs."""
     if not folder:
         yield
         return
@@ -144,7 +144,7 @@ def admit_listed(context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> Iter
 
 
 def make_keys(folder: Path) -> list[Path]:
-    """Draw the pairs of controller, API and agents that are not there yet; the files that were written.
+    """Draw the pairs of controller, API and agents that are not there yet; returns the files that were written.
 
     Raises: ConfigError where a secret is there without its public key, or the folder cannot be written to.
     """
@@ -177,7 +177,7 @@ def _listed(folder: Path, role: str) -> set[bytes]:
 
 
 def _read_secret(path: Path) -> bytes:
-    """A secret key that no other user can read."""
+    """Read a secret key that no other user can read."""
     try:
         found = open_to_others(path)
     except OSError as error:
@@ -188,7 +188,7 @@ def _read_secret(path: Path) -> bytes:
 
 
 def open_to_others(path: Path) -> str:
-    """What is wrong with the mode of a file of secrets, and what to do; "" where nobody else may read it.
+    """Say what is wrong with the mode of a file of secrets, and what to do; "" where nobody else may read it.
 
     A group may read a file of root's, as where secrets are mounted.
     Raises: OSError for a file that cannot be looked at.

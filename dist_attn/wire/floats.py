@@ -9,7 +9,7 @@ _POWERS_OF_TEN = np.array([float(f"1e{k}") for k in range(64)])
 
 
 def shortest_float32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """For each value the float64 that prints with the fewest digits and still reads back as that float32.
+    """Find for each value the float64 that prints with the fewest digits and still reads back as that float32.
 
     A float32 needs at most 9 significant digits; 7 or 8 are tried first. Scaling by a power of ten up to
     10^22 is exact in float64, so the rounded quotient prints as the short decimal itself.

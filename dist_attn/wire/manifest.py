@@ -1,4 +1,4 @@
-"""What a stored state says about itself: whose model it belongs to, how it was computed, what a restore came to."""
+"""The facts stored with a state: the model it belongs to and how it was computed; and the report of a restore."""
 
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ REVISION_DIGITS = 12
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All that decides what a state's numbers mean: a state goes on only in a model of which all this is equal.
+    """All that decides what a state's numbers mean: a state goes on only in a model in which all of it is equal.
 
     `weights`, `config`, `tokeniser` and `features` are SHA-256 in hex: of the weights' file (of several, of their
     digests), of the bytes of config.json, of what decides the tokens, and of the fixed arrays (such as random matrices)
@@ -39,12 +39,12 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
     @property
     def revision(self) -> str:
-        """What tells models of one name apart: the first digits of the digest of their weights."""
+        """The digits that tell models of one name apart: the first ones of the digest of their weights."""
         return self.weights[:REVISION_DIGITS]
 
 
 class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a state was computed: elsewhere it goes on as well, but the last bits of what follows may be others.
+    """The circumstances in which a state was computed: it goes on in others too, but the last bits may differ then.
 
     `chunk_tokens` is the grid on which blocks are cut, all ranks together, `decode_slots` the rows of a decode batch.
     `denormals_flushed` says whether numbers below the smallest normal one are taken for 0, `dtype` in which precision
@@ -63,14 +63,14 @@ class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose state this is, and how it came about."""
+    """The model that a state belongs to, and how it was computed."""
 
     model: ModelIdentity
     computed: Computation
 
 
 class RestoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a restore came to: the position reached, the tokens that had to be read again, and whether bits are equal.
+    """The result of a restore: the position reached, the tokens read again, and whether the bits are equal.
 
     `bit_exact` promises that what follows has the bits of a run that was never interrupted; `reason` says why not.
     """
@@ -101,7 +101,7 @@ def require_same_model(stored: ModelIdentity, present: ModelIdentity) -> None:
 
 
 def why_other_bits(stored: Computation, present: Computation) -> str:
-    """Why what follows may have other bits than where the state was made; empty when nothing differs."""
+    """Say why further results may have other bits than where the state was made; empty when nothing differs."""
     differences = [
         f"{name} was {getattr(stored, name)} and is {getattr(present, name)}"
         for name in structs.asdict(stored)
@@ -113,7 +113,7 @@ def why_other_bits(stored: Computation, present: Computation) -> str:
 def report_restore(
     stored: Computation, present: Computation, position: int, *, wanted: int | None = None, storage: str = "exact"
 ) -> RestoreReport:
-    """What going on from a state at `position` comes to, after the tokens up to `wanted` have been read again."""
+    """Report on going on from a state at `position`, after the tokens up to `wanted` have been read again."""
     reasons = [] if storage == "exact" else [f"the state was stored as {storage}, not exactly"]
     if other := why_other_bits(stored, present):
         reasons.append(other)

@@ -45,7 +45,7 @@ class BeginState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which stored states are handed out: at multiples of `every` tokens (0: none), which is rounded up to the grid of
+    """The stored states that are handed out: at multiples of `every` tokens (0: none), rounded up to the grid of
     blocks; at the positions `at` of a prompt, which are on the grid; and at the `end`.
     """
 
@@ -72,7 +72,7 @@ class OpenWork(Message, frozen=True):
 
     @property
     def kind(self) -> Literal["encoding", "completion", "session"]:
-        """What the work is called in logs and traces; only a session has rows and draws in one request."""
+        """The name of the work in logs and traces; only a session has rows and draws in one request."""
         if self.keep.end:
             return "session"
         return "encoding" if self.draw is None else "completion"
@@ -227,7 +227,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """What the engine is doing now; `ready` is false with a `reason` in words."""
+    """The present state of the engine; `ready` is false with a `reason` in words."""
 
     ready: bool
     reason: str
@@ -254,11 +254,11 @@ ToApi = Accepted | Credit | Rows | Generated | Progress | Restored | Checkpoint 
 AnyMessage = FromApi | ToApi | FromRank | ToRank | FromAgent | ToAgent
 
 PROTOCOL_VERSION = zlib.crc32(f"{PROTOCOL_REVISION} {msgspec.inspect.type_info(AnyMessage)}".encode())
-"""Another number wherever a field of any message is another; processes with different ones do not work together."""
+"""The version of the messages, which changes with any field; processes of different versions do not work together."""
 
 
 class _Addressed(msgspec.Struct):
-    """The request that a message is about which cannot be decoded."""
+    """The request that an undecodable message is about."""
 
     request_id: Name = ""
 
@@ -269,7 +269,7 @@ _addressed = msgspec.msgpack.Decoder(_Addressed)
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The message as msgpack bytes.
+    """Encode a message as msgpack bytes.
 
     Raises: WireError if it is larger than MAX_MESSAGE_BYTES.
     """
@@ -283,7 +283,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """The message that `data` holds.
+    """Decode the message that `data` holds.
 
     Raises: WireError if it is too large, not msgpack, of an unknown type or with unknown fields; it names the request
         that the message is about, where that much can be read.

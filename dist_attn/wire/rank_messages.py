@@ -1,4 +1,4 @@
-"""What the controller says to the ranks, and what they say to it: numbered steps of operations, and what came of them.
+"""The messages between the controller and the ranks: numbered steps of operations, and their results.
 
 controller -> rank : StatePart / Step / GoOn / Shutdown / Ping
 rank -> controller : RankHello / StatePart / Draws / Faulted / StepDone / Heartbeat / RankFailed
@@ -131,7 +131,7 @@ class Step(Message, frozen=True):
 
 
 class GoOn(Message, frozen=True):
-    """All ranks have met the same fault of a request in step `k`: each passes over what follows of it."""
+    """All ranks have met the same fault of a request in step `k`: each leaves out the rest of that request."""
 
     epoch: Count
     k: Count
@@ -152,7 +152,7 @@ class Ping(Message, frozen=True):
 
 
 class GuardCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many denominators attention formed, and how many of them a policy replaced before dividing.
+    """The number of denominators that attention formed, and how many of them a policy replaced before dividing.
 
     `guarded` is per layer and head; a layer that forms no denominators has no heads.
     """
@@ -161,7 +161,7 @@ class GuardCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     guarded: list[list[Count]] = []
 
     def plus(self, other: "GuardCounts") -> "GuardCounts":
-        """Both together, layer by layer and head by head."""
+        """Add two counts, layer by layer and head by head."""
         nothing: list[int] = []
         guarded = [
             [a + b for a, b in zip_longest(ours, theirs, fillvalue=0)]
@@ -171,7 +171,7 @@ class GuardCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank has loaded.
+    """The facts about the model that a rank has loaded.
 
     `text_tokens` is how much of a text the model reads at once, as a sequence that stands alone; None: any length.
     `positions` is how many tokens a text may have with what is drawn after it, where it learned a vector for each.
@@ -186,23 +186,23 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
     # Bytes of a request's state before any token; None where it is not saved.
     state_bytes: Count | None = None
-    # What stored states say about themselves; None where they cannot be stored.
+    # The identity that stored states carry; None where states cannot be stored.
     manifest: Manifest | None = None
     token_bytes: Count = 0  # that a token adds to a state at most; 0: it has one size
     pauses: Count = 0
-    # What "auto" came to: the back end between ranks, and the device with its precision.
+    # The choices that "auto" has become: the back end between ranks, and the device with its precision.
     backend: str = ""
     device: str = ""
     writes: bool = True
     positions: Annotated[int, Meta(ge=1)] | None = None
 
     def state_bytes_at(self, position: int) -> int:
-        """Bytes of a state after so many tokens at most."""
+        """The most bytes of a state after `position` tokens."""
         return (self.state_bytes or 0) + self.token_bytes * position
 
 
 class RankHello(Message, frozen=True):
-    """First message of a rank: who it is and what it has loaded."""
+    """First message of a rank: its number, its process and its model."""
 
     protocol_version: int
     epoch: Count
@@ -245,7 +245,7 @@ class RequestFault(msgspec.Struct, frozen=True):
 
 
 class Draws(Message, frozen=True):
-    """What one round of decoding in step `k` gave; sent at once where the step goes on with other work."""
+    """The tokens of one round of decoding in step `k`; sent at once where the step goes on with other work."""
 
     epoch: Count
     k: Count

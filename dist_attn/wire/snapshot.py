@@ -35,7 +35,7 @@ DEFAULT_MAX_BYTES = 1 << 30
 PIECE_BYTES = 1 << 20
 MAX_NUMBERS = 1 << 40  # of one array
 LEAST_COMPACT = 256
-"""Arrays of fewer numbers are stored as they are, whatever the storage."""
+"""The numbers of an array below which it is stored exactly, whatever the storage."""
 
 Storage = Literal["exact", "bf16", "int8"]
 NumberType = Literal["bool", "i32", "i64", "bf16", "f16", "f32", "f64", "c64", "c128"]
@@ -71,18 +71,18 @@ class ArrayEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def numbers(self) -> int:
-        """How many real numbers are stored."""
+        """The count of real numbers that are stored."""
         return math.prod(self.shape) * (2 if self.dtype in ("c64", "c128") else 1)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in the file."""
+        """The bytes of the array in the file."""
         size = np.dtype(NUMPY_TYPES[self.dtype]).itemsize // (2 if self.dtype in ("c64", "c128") else 1)
         return encoded_bytes(self.encoding, self.numbers, size)
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a state is, where it stands, and which arrays follow. A state is valid at `position` and nowhere else."""
+    """The model of a state, its position and its arrays. A state is valid at `position` and nowhere else."""
 
     manifest: Manifest
     position: Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -91,12 +91,12 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of all arrays in the file."""
+        """The bytes of all arrays in the file."""
         return sum(entry.stored_bytes for entry in self.arrays)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all arrays as a model holds them: more than in the file, where storage is compact."""
+        """The bytes of all arrays as a model holds them: more than in the file, where storage is compact."""
         return sum(math.prod(entry.shape) * np.dtype(NUMPY_TYPES[entry.dtype]).itemsize for entry in self.arrays)
 
 
@@ -128,11 +128,11 @@ class SnapshotFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole file."""
+        """The bytes of the whole file."""
         return len(self._head) + self.header.array_bytes
 
     def pieces(self, size: int = PIECE_BYTES) -> Iterator[bytes]:
-        """The file in order, at most `size` bytes at a time."""
+        """Iterate over the file in order, at most `size` bytes at a time."""
         yield self._head
         for payload in self._payloads:
             for at in range(0, len(payload), size):
@@ -142,7 +142,7 @@ class SnapshotFile:
 def pack_snapshot(
     manifest: Manifest, position: int, arrays: Iterable[tuple[str, NDArray[Any]]], *, storage: Storage = "exact"
 ) -> SnapshotFile:
-    """A snapshot of these arrays; those that are stored exactly and lie in memory in order are not copied.
+    """Pack these arrays as a snapshot; exactly stored ones that lie in memory in order are not copied.
 
     bfloat16 arrays are given as their bits, uint16. `storage` bf16 or int8 rounds float32 and complex64 state arrays
     of LEAST_COMPACT numbers or more: such a state is not the one that was given, and never counts as exact.
@@ -180,12 +180,12 @@ def check_position(position: int) -> None:
 
 
 def largest_snapshot(state_bytes: int, vocab_size: int) -> int:
-    """Bytes that a snapshot of a state of `state_bytes` bytes has at most, with the logits after its last token."""
+    """The most bytes of a snapshot with a state of `state_bytes` bytes, and the logits after its last token."""
     return MAX_HEADER_BYTES + state_bytes + 4 * vocab_size
 
 
 def read_snapshot(file: BinaryIO, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Snapshot:
-    """The snapshot that a binary file holds from where it stands to its end.
+    """Read the snapshot that a binary file holds from its present place to its end.
 
     Raises: WireError for anything that `pack_snapshot` does not write, and for arrays of more than `max_bytes`.
     """
@@ -196,7 +196,7 @@ def read_snapshot(file: BinaryIO, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Snap
 
 
 def header_of(beginning: bytes) -> SnapshotHeader:
-    """The header of a snapshot, of which the first MAX_HEADER_BYTES or more are given.
+    """Read the header of a snapshot, of which the first MAX_HEADER_BYTES or more are given.
 
     Raises: WireError.
     """
@@ -209,7 +209,7 @@ def header_of(beginning: bytes) -> SnapshotHeader:
 
 @final
 class SnapshotParser:
-    """Reads a snapshot as its bytes come; anything wrong is a WireError as soon as it can be seen.
+    """A parser that reads a snapshot as its bytes come; anything wrong is a WireError as soon as it can be seen.
 
     Memory: a header (64 KB at most) and, with `keep`, the arrays, which grow with what comes and not with what a header
     claims. Without `keep` bytes are only checked, as for an upload that goes to a store.
@@ -227,7 +227,7 @@ class SnapshotParser:
         self._payload = bytearray()
         self._arrays: dict[str, NDArray[Any]] = {}
         self.header: SnapshotHeader | None = None
-        """Known once its bytes have come."""
+        """The header, once its bytes have come."""
 
     def feed(self, data: bytes | memoryview) -> None:
         """Take the next bytes.
@@ -253,7 +253,7 @@ class SnapshotParser:
             self._end_arrays()
 
     def finish(self) -> Snapshot:
-        """The snapshot, once all bytes have been fed; without its arrays unless they were kept.
+        """Return the snapshot, once all bytes have been fed; without its arrays unless they were kept.
 
         Raises: WireError when bytes are missing.
         """
@@ -265,7 +265,7 @@ class SnapshotParser:
         return Snapshot(self.header, self._arrays, self._digest)
 
     def _head_is_whole(self) -> None:
-        """The prelude has come, or the header behind it."""
+        """Check the prelude when it has come, and read the header when that has."""
         magic, length, digest = PRELUDE.unpack_from(self._head)
         if len(self._head) == PRELUDE.size:
             if magic[:-1] != MAGIC[:-1]:
@@ -325,7 +325,7 @@ def _decode_header(encoded: bytes) -> SnapshotHeader:
 
 
 def _check_header(header: SnapshotHeader) -> None:
-    """What the types of the fields do not say.
+    """Check the rules of a header that the types of its fields do not express.
 
     Raises: WireError.
     """

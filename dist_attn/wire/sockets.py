@@ -20,7 +20,7 @@ CLOSE_LINGER_MS = 1000
 
 
 class Sent(Enum):
-    """What became of a message."""
+    """The result of sending a message."""
 
     DONE = "done"  # handed to ZeroMQ
     FULL = "full"  # the peer does not read; try again later
@@ -28,11 +28,11 @@ class Sent(Enum):
 
 
 Send = Callable[[bytes, AnyMessage], Sent]
-"""Hands a message for the peer of this identity to ZeroMQ; it never waits."""
+"""A function that hands a message for the peer of this identity to ZeroMQ, without ever waiting."""
 
 
 def check_address(address: str) -> str:
-    """The address, if a socket could use it.
+    """Return the address, if a socket could use it.
 
     Raises: ConfigError naming what is wrong with it.
     """
@@ -84,7 +84,7 @@ class Router:
         return Sent.DONE
 
     def receive(self) -> tuple[bytes, AnyMessage | WireError] | None:
-        """The next message that has arrived and who sent it, or None; never waits.
+        """Take the next message that has arrived, with its sender, or None; never waits.
 
         An unreadable message comes back as the WireError, so that one bad peer cannot stop the others.
         """
@@ -154,7 +154,7 @@ class Dealer:
         self.socket.send(data, zmq.DONTWAIT)
 
     def receive(self, timeout_s: float = 0.0) -> AnyMessage | None:
-        """The next message, or None if none came within `timeout_s`.
+        """Take the next message, or None if none comes within `timeout_s`.
 
         Raises: WireError for an unreadable one.
         """
@@ -166,7 +166,7 @@ class Dealer:
         return decode(frames[0])
 
     def close(self, linger_ms: int = CLOSE_LINGER_MS) -> None:
-        """Send what is queued, within that time in the background, and close; with 0 it is dropped."""
+        """Send what is queued, within `linger_ms` in the background, and close; with 0 it is dropped."""
         self.socket.close(linger_ms)
 
     def __enter__(self) -> Self:
@@ -185,15 +185,15 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
 
 
 def agent_identity(name: str, pid: int, connection: int = 0) -> bytes:
-    """An agent: its host's name, and its process and connection, so that one that starts again is another one."""
+    """The name of an agent: its host, process and connection, so that an agent that starts again has another one."""
     return f"agent-{name}-{pid}-{connection}".encode()
 
 
 def rank_identity(epoch: int, rank: int, engine: str = "") -> bytes:
-    """A rank's main thread, which takes steps."""
+    """The name of a rank's main thread, which takes steps."""
     return f"rank-{engine}-{epoch}-{rank}".encode()
 
 
 def beat_identity(epoch: int, rank: int, engine: str = "") -> bytes:
-    """A rank's heartbeat thread."""
+    """The name of a rank's heartbeat thread."""
     return f"beat-{engine}-{epoch}-{rank}".encode()

@@ -1,4 +1,4 @@
-"""What messages are made of, and what is asked of an engine: rows, how tokens are drawn, how urgent it is."""
+"""The parts of messages that state a request: its rows, its draws, its priority and its deadline."""
 
 import math
 from collections.abc import Collection
@@ -18,11 +18,11 @@ DEFAULT_WINDOW = 512
 FIRST_TOKEN = "first"
 MOST_END_TOKENS = 64
 CALLER_LENGTH = 16
-# What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
+# Bounds on what a decoded message holds; a value outside is refused as a WireError before anybody counts with it.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 LONGEST_TEXT = 1 << 52
-"""Tokens of a text and of all that is drawn after it: half of a Count, so that credit beyond its end is one too."""
+"""The most tokens of a text and all that is drawn after it: half the largest Count, so credit beyond it is one too."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which rows an encoding returns: one per token, per window of `window` tokens, one in all, or by marks of tokens.
+    """The rows that an encoding returns: one per token, per window of `window` tokens, one in all, or at marked tokens.
 
     Marked rows have any length: the last token of each travels as its complement, ~token. `pooling` is `model` for
     models that make a vector of a whole sequence in a way of their own.
@@ -44,12 +44,12 @@ class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def marked(self) -> bool:
-        """Whether marks of tokens say where rows end."""
+        """Return whether marks of tokens say where rows end."""
         return self.granularity not in ("token", "window", "document")
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How tokens are drawn; temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filters off.
+    """The way in which tokens are drawn; temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filters off.
 
     `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
     `logit_bias` is added to the logits of these tokens; the penalties are subtracted from those of tokens that were
@@ -73,22 +73,22 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def ended_by(self, end_tokens: Collection[int]) -> Collection[int]:
-        """Those of a model's end tokens that end this text."""
+        """The end tokens of a model that end this text."""
         return () if self.ignore_eos else end_tokens
 
     @property
     def penalises(self) -> bool:
-        """Whether a draw depends on the tokens that were drawn before it other than through the model."""
+        """Return whether earlier draws change a token's logits other than through the model."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
     @property
     def adjusts(self) -> bool:
-        """Whether tokens are drawn from other logits than the model's."""
+        """Return whether tokens are drawn from other logits than the model's."""
         return self.penalises or bool(self.logit_bias)
 
 
 def tokens_with_room(tokens: int) -> int:
-    """For how many tokens a cache of keys and values has memory at most, when it holds `tokens` and is drawn from.
+    """The most tokens for which a cache of keys and values has memory when it holds `tokens` and is drawn from.
 
     Such a cache has spare room behind its tokens; when that is full, it is copied into a larger one.
     """
@@ -137,7 +137,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How urgent a request is, until when its result is of use, how long its input is, and whose share it has.
+    """The terms of a request: its priority, its deadline, the length of its input, and the caller whose share it takes.
 
     Units: seconds from when the controller takes the message; tokens, None where their number is not known yet.
     With `progress` the controller tells how far the input has been read. `caller` tells callers apart and nothing else.
@@ -158,7 +158,7 @@ class Progress(Message, frozen=True):
 
 
 class RowChoiceError(InputError):
-    """Rows that this model does not give; `option` is the one that asks for them."""
+    """A refusal of rows that this model does not give; `option` is the one that asks for them."""
 
     def __init__(self, message: str, option: str) -> None:
         super().__init__(message)
@@ -167,14 +167,14 @@ class RowChoiceError(InputError):
 
 @dataclass(frozen=True)
 class SequenceReading:
-    """How a text encoder reads: sequences of `text_tokens` at most, each made a vector by a pooling of its own."""
+    """The reading of a text encoder: sequences of `text_tokens` at most, each made one vector by its own pooling."""
 
     text_tokens: int
     pooling: Literal["mean", "first"]
 
 
 def choose_rows(granularity: str, window: int | None, pooling: str | None, reading: SequenceReading | None) -> RowSpec:
-    """The rows of an encoding; None stands for what was left out. `reading` is None of models that read any length.
+    """Choose the rows of an encoding; None: not given. `reading` is None for models that read texts of any length.
 
     Raises: RowChoiceError for rows that this model does not give.
     """

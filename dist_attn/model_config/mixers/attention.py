@@ -32,28 +32,28 @@ class SoftmaxConfig(HeadsConfig, MixerConfig):
     relative: RelativeConfig | None = None
 
     def weights(self) -> Weights:
-        """q, k, v and output, taps K D, a row per distance back for keys and values."""
+        """The weights of q, k, v and output, taps K D, a row per distance back for keys and values."""
         size, values, bias = self.hidden_size, self.values_size, self.projection_bias
         rows = 0 if self.relative is None else self.relative_weights(self.relative.reach + 1)
         own = Weights(others=self.short_convolution * size + rows)
         return linear(size, 2 * size + values, bias=bias) + linear(values, size, bias=bias) + own
 
     def relative_weights(self, rows: int) -> int:
-        """Numbers in so many rows of relative positions."""
+        """The numbers in `rows` rows of relative positions."""
         if self.relative is None:
             return 0
         return rows * self._row_numbers // (self.num_heads if self.relative.shared else 1)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """A key and a value per token, and the edge tokens of the convolution."""
+        """The bytes of a key and a value per token, and of the edge tokens of the convolution."""
         return FLOAT_BYTES * batch * position * (self.hidden_size + self.values_size) + self._edge_bytes(batch)
 
     def kept_tokens(self, position: int, ranks: int) -> int:
-        """Its share of every block."""
+        """A rank's share of every block, in tokens."""
         return -(-position // ranks)
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """Edge tokens, and heads there and back by the reshuffle, for heads that P divides."""
+        """The traffic of edge tokens, and of heads there and back by the reshuffle, for heads that P divides."""
         return Traffic(
             edge_bytes=self._edge_bytes(batch),
             columns=2 * self.hidden_size + self.values_size,
@@ -63,7 +63,7 @@ class SoftmaxConfig(HeadsConfig, MixerConfig):
         )
 
     def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
-        """The first block by head reshuffle, (P - 1) / P of 2 L (D + H V) numbers; then queries and partial outputs.
+        """The bytes of the first block by reshuffle, (P - 1) / P of 2 L (D + H V) numbers; then queries and outputs.
 
         These are (P - 1) L (D + H V + H) numbers for L tokens of each rank. For heads that P divides.
         """
@@ -75,22 +75,22 @@ class SoftmaxConfig(HeadsConfig, MixerConfig):
         return FLOAT_BYTES * (heads + partial)
 
     def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
-        """The queries of a block, and its partial outputs when they are joined and when they are sent."""
+        """The bytes of a block's queries, and of its partial outputs when they are joined and when they are sent."""
         if ranks == 1:
             return 0
         return FLOAT_BYTES * ranks * block_tokens * (self.hidden_size + 2 * self.values_size + 2 * self.num_heads)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Every token looks at half of the others, and at the rows of relative positions."""
+        """The operations of a token that looks at half of the others, and at the rows of relative positions."""
         scores = 1.0 * (self.hidden_size + self.values_size) * tokens + self._row_flops
         return TokenFlops(projections=2.0 * self.weights().matrices, scores=scores)
 
     def decode_flops(self, position: int) -> TokenFlops:
-        """One query over all keys and values so far."""
+        """The operations of one query over all keys and values so far."""
         return self.prefill_flops(2 * position)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About nine tensors of [B, L, D], with rotary positions two more; the fused kernel never holds the scores.
+        """The bytes of about nine tensors of [B, L, D], with rotary positions eleven; the fused kernel holds no scores.
 
         With relative positions a tile: its scores two and a half times, its rows of 8 bytes three times, and what each
         query has for each row twice.
@@ -111,12 +111,12 @@ class SoftmaxConfig(HeadsConfig, MixerConfig):
 
     @property
     def _row_numbers(self) -> int:
-        """Of one row of every head."""
+        """The numbers in one row of every head."""
         return self.hidden_size + (self.values_size if self.relative is not None and self.relative.values else 0)
 
     @property
     def _row_flops(self) -> float:
-        """A query by each of 2 k + 1 rows of keys, and the weights of each distance by as many rows of values."""
+        """The operations of a query by each of 2 k + 1 rows of keys, and of weights by as many rows of values."""
         return 0.0 if self.relative is None else 2.0 * (2 * self.relative.reach + 1) * self._row_numbers
 
 
@@ -130,26 +130,26 @@ class ScaleformerConfig(HeadSizes, MixerConfig):
     reach: int = Field(default=16, ge=0, le=1024)
 
     def weights(self) -> Weights:
-        """Projections, and k + 1 rows of positions."""
+        """The weights of the projections, and k + 1 rows of positions."""
         size, values = self.hidden_size, self.values_size
         rows = Weights(others=(self.reach + 1) * size)
         return linear(size, 2 * size + values) + linear(values, size) + rows
 
     def sums_bytes(self, batch: int, windows: int = 1) -> int:
-        """4 B H (K + n max(k, 1)) (V + 1): the kernel sum of every head, and its n windows."""
+        """The bytes 4 B H (K + n max(k, 1)) (V + 1): the kernel sum of every head, and its n windows."""
         numbers = (self.head_size + windows * max(self.reach, 1)) * (self.value_size + 1)
         return FLOAT_BYTES * batch * self.num_heads * numbers
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """The kernel sum and a window, whatever the length."""
+        """The bytes of the kernel sum and a window, whatever the length."""
         return self.sums_bytes(batch)
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The state, by an all-gather whatever the exchange."""
+        """The traffic of the state, by an all-gather whatever the exchange."""
         return Traffic(gathered_bytes=self.sums_bytes(batch))
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The windowed form; with several ranks each reads its keys a second time, for the state it sends."""
+        """The operations of the windowed form; of several ranks each reads its keys twice, for the state it sends."""
         size, width = self.head_size, self.value_size + 1
         passes = 2 if ranks == 1 else 3
         return TokenFlops(
@@ -160,7 +160,7 @@ class ScaleformerConfig(HeadSizes, MixerConfig):
         )
 
     def decode_flops(self, position: int) -> TokenFlops:
-        """One update and one read-out of the state, and the scores of all positions: the same for every token."""
+        """The operations of a state's update and read-out, and of all positions' scores: equal for every token."""
         size, width = self.head_size, self.value_size + 1
         return TokenFlops(
             projections=2.0 * self.weights().matrices,
@@ -169,7 +169,7 @@ class ScaleformerConfig(HeadSizes, MixerConfig):
         )
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About twelve tensors of [B, L, D] around the attention; scores, windows and sums of one block."""
+        """The bytes of twelve tensors of [B, L, D] around the attention; of scores, windows and sums of one block."""
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
         width = self.value_size + 1
@@ -184,7 +184,7 @@ register_mixer(ScaleformerConfig, "dist_attn.mixers.scaleformer:ScaleformerAtten
 
 
 RANDOM_KERNELS = ("rfa", "performer")
-# Of rfa over all keys, whose number it is a share of: 0.3 of them would hide one key among a hundred.
+# The floor of rfa over all keys, as a share of their number: 0.3 of them would hide one key among a hundred.
 ALL_KEYS_FLOOR = 0.03
 
 
@@ -192,9 +192,10 @@ class AttentionConfig(FeaturesConfig):
     """Attention that sees all keys, by one of the kernels; the options of features are those of `rfa`."""
 
     attention: Literal["rfa", "elu", "performer", "efficient", "scaleformer", "softmax"]
-    # Of rfa, elu, performer and efficient; what is not given is filled in for rfa (docs/decisions/0036). None: exact
-    # division for elu, whose weights are positive; a floor that only keeps 0 / 0 away for performer and efficient; for
-    # rfa the floor of 0.3, which is what null means in the files of models that were trained under it.
+    # The division of rfa, elu, performer and efficient; one that is not given is filled in for rfa
+    # (docs/decisions/0036). None: exact division for elu, whose weights are positive; a floor that only keeps 0 / 0
+    # away for performer and efficient; for rfa the floor of 0.3, which is what null means in the files of models that
+    # were trained under it.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
     relative: RelativeConfig | None = None  # of softmax
@@ -202,7 +203,7 @@ class AttentionConfig(FeaturesConfig):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_kernels(cls, values: Any) -> Any:
-        """Unless it is said otherwise, performer is orthogonal, as the causal mixer, and rfa has a low floor."""
+        """Make performer orthogonal by default, as the causal mixer, and the floor of rfa low."""
         match values.get("attention") if isinstance(values, Mapping) else None:
             case "performer":
                 return {"orthogonal": True, **values}
@@ -231,7 +232,7 @@ class AttentionConfig(FeaturesConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return False
 
 
@@ -247,7 +248,7 @@ class BidirectionalConfig(AttentionConfig, MixerConfig):
     projection_bias: bool = False  # of q, k, v and the output
 
     def weights(self) -> Weights:
-        """Those of the causal kind, and rows for later keys too."""
+        """The weights of the causal kind, and rows for later keys too."""
         causal = self._causal()
         bias = 3 * self.hidden_size + self.values_size if self.projection_bias else 0
         match causal:
@@ -258,18 +259,18 @@ class BidirectionalConfig(AttentionConfig, MixerConfig):
         return causal.weights()
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """None: a later token could not go on from it."""
+        """No bytes: a later token could not go on from them."""
         return 0
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """What the causal kind sends; of `scaleformer` windows on both sides."""
+        """The traffic of the causal kind; of `scaleformer` with windows on both sides."""
         causal = self._causal()
         if isinstance(causal, ScaleformerConfig):
             return Traffic(gathered_bytes=causal.sums_bytes(batch, windows=2))
         return causal.traffic(batch)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Of softmax twice the scores; of kernels no scores inside a chunk, and no second walk over keys."""
+        """The operations: twice the scores of softmax; no scores in a chunk and no second walk over keys of kernels."""
         causal = self._causal()
         parts = causal.prefill_flops(tokens)
         if isinstance(causal, SoftmaxConfig):
@@ -280,7 +281,7 @@ class BidirectionalConfig(AttentionConfig, MixerConfig):
         return replace(parts, scores=0.0)
 
     def _causal(self) -> MixerConfig:
-        """The causal mixer by the same kernel, without a short convolution."""
+        """Make the causal mixer by the same kernel, without a short convolution."""
         kind = mixer_config_class(self.attention)
         named = {**self.model_dump(exclude={"denominator"}), "kind": self.attention, "short_convolution": 0}
         return kind.model_validate({name: value for name, value in named.items() if name in kind.model_fields})

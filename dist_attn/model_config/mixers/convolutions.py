@@ -1,4 +1,4 @@
-"""Mixers whose pattern over the sequence is the same for every input: convolutions, Fourier transforms, token MLPs.
+"""Mixers with the same pattern over the sequence for every input: convolutions, Fourier transforms, token MLPs.
 
 Letters: B batch, D model size, K taps, L tokens, S hidden numbers of a token MLP. A real Fourier transform of n numbers
 is counted as 2.5 n log2 n operations, a complex one as twice that.
@@ -18,16 +18,16 @@ class WholeSequenceConfig(MixerConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return False
 
     @property
     def streams(self) -> bool:
-        """Never."""
+        """Return False: there is no state to go on from."""
         return False
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """None: a later token could not go on from it."""
+        """No bytes: a later token could not go on from them."""
         return 0
 
 
@@ -42,27 +42,27 @@ class ConvolutionConfig(MixerConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return not self.centred
 
     def weights(self) -> Weights:
-        """Taps K D, and the output."""
+        """The weights of the taps K D, and of the output."""
         return linear(self.hidden_size, self.hidden_size, bias=True) + Weights(others=self.taps * self.hidden_size)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """The last K - 1 tokens."""
+        """The bytes of the last K - 1 tokens."""
         return 0 if self.centred else self.traffic(batch).edge_bytes
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """K - 1 edge tokens."""
+        """The traffic of K - 1 edge tokens."""
         return Traffic(edge_bytes=FLOAT_BYTES * batch * (self.taps - 1) * self.hidden_size)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The output's projection; taps are no matrix product."""
+        """The operations of the output's projection; taps are no matrix product."""
         return TokenFlops(projections=2.0 * self.hidden_size**2)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About seven tensors of [B, L, D], and the tokens before them."""
+        """The bytes of about seven tensors of [B, L, D], and of the tokens before them."""
         return FLOAT_BYTES * batch * self.hidden_size * (7 * tokens + 2 * self.taps)
 
 
@@ -70,7 +70,7 @@ class SgConvConfig(WholeSequenceConfig):
     """A convolution as long as the sequence whose kernel is made of pieces at doubling scales."""
 
     kind: Literal["sgconv"]
-    # Taps of one piece before it is stretched; the whole kernel has the first such length of at least `length`.
+    # The taps of one piece before it is stretched; the whole kernel has the first such length of at least `length`.
     piece: int = Field(default=64, ge=1)
     length: int = Field(ge=1)
     # Each coarser piece is smaller by 1 / decay; a range gives every channel its own.
@@ -87,32 +87,32 @@ class SgConvConfig(WholeSequenceConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return not self.bidirectional
 
     @property
     def sides(self) -> int:
-        """Kernels: one for the past, and perhaps one for the future."""
+        """The number of kernels: one for the past, and perhaps one for the future."""
         return 2 if self.bidirectional else 1
 
     @property
     def scales(self) -> int:
-        """Pieces of a kernel."""
+        """The number of pieces of a kernel."""
         return 1 + math.ceil(math.log2(max(1.0, self.length / self.piece)))
 
     def weights(self) -> Weights:
-        """The pieces of all scales, a skip per channel, and the output."""
+        """The weights of the pieces of all scales, a skip per channel, and the output."""
         pieces = self.sides * self.scales * self.hidden_size * self.piece
         fixed = self.hidden_size * (1 + self.sides)
         own = Weights(others=pieces + self.hidden_size, buffers=fixed)
         return linear(self.hidden_size, self.hidden_size, bias=True) + own
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """All tokens of some channels, and back."""
+        """The traffic of all tokens of some channels, and back."""
         return channels_and_back(self.hidden_size, batch)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The convolution, and two operations for each tap."""
+        """The operations of the convolution, and two for each tap."""
         kernel = self.sides * self.hidden_size * 2.0
         return long_convolution_flops(self.hidden_size, tokens, kernel=kernel, projections=2.0 * self.hidden_size**2)
 
@@ -124,17 +124,17 @@ class FourierConfig(WholeSequenceConfig):
     norm: Literal["ortho"] | None = None  # None: sums as they are, as in FNet's own code
 
     def weights(self) -> Weights:
-        """None."""
+        """No weights."""
         return Weights()
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """All tokens of some columns, complex numbers, and back; half of all are mirror images."""
+        """The traffic of all tokens of some columns, complex numbers, and back; half of all are mirror images."""
         columns = self.hidden_size // 2 + 1
         complex_bytes = 2 * FLOAT_BYTES * batch
         return Traffic(columns=columns, columns_back=columns, column_bytes=complex_bytes, columns_are="columns")
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """A real transform over the features, complex ones over the tokens."""
+        """The operations of a real transform over the features, and complex ones over the tokens."""
         features = 2.5 * self.hidden_size * math.log2(max(2, self.hidden_size))
         return TokenFlops(features=features, scores=5.0 * (self.hidden_size // 2 + 1) * math.log2(max(2, tokens)))
 
@@ -147,25 +147,25 @@ class TokenMlpConfig(WholeSequenceConfig):
     token_mlp_size: int = Field(ge=1)
 
     def weights(self) -> Weights:
-        """Two matrices L S, and their biases S + L."""
+        """The weights of two matrices L S, and their biases S + L."""
         return Weights(others=(2 * self.length + 1) * self.token_mlp_size + self.length)
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """An all-reduce of B S D numbers: the weighed sums, whatever the length."""
+        """The traffic of an all-reduce of B S D numbers: the weighed sums, whatever the length."""
         return Traffic(reduced=batch * self.token_mlp_size * self.hidden_size)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Two products with S numbers of every channel."""
+        """The operations of two products with S numbers of every channel."""
         return TokenFlops(scores=4.0 * self.hidden_size * self.token_mlp_size)
 
 
 def channels_and_back(channels: int, batch: int) -> Traffic:
-    """All tokens of some channels, and back, as long convolutions need them."""
+    """The traffic of all tokens of some channels, and back, as long convolutions need them."""
     return Traffic(columns=channels, columns_back=channels, column_bytes=FLOAT_BYTES * batch)
 
 
 def long_convolution_flops(channels: int, tokens: int, *, kernel: float, projections: float) -> TokenFlops:
-    """Transforms of twice the length, of the channel, of its kernel and back; and the kernel itself."""
+    """The operations of transforms of twice the length, of the channel, its kernel and back; and of the kernel."""
     transform = 2.5 * 2 * math.log2(2 * max(1, tokens))
     return TokenFlops(projections=projections, scores=3.0 * channels * transform, state=kernel)
 

@@ -1,4 +1,4 @@
-"""Mixers whose tokens take from the state what they write over: gated DeltaNet, Kimi delta attention, RWKV-7.
+"""Mixers whose tokens take from the state as they write: gated DeltaNet, Kimi delta attention, RWKV-7.
 
 Letters: D model size, H heads, G heads of keys, K numbers of a head's key, V values per head.
 """
@@ -13,20 +13,20 @@ from dist_attn.model_config.mixers.recurrent import RecurrentConfig
 
 
 class _DeltaConfig(RecurrentConfig):
-    """Unit keys through a short convolution, and a share of each that is written over."""
+    """The configuration of unit keys through a short convolution, and of a share of each that is written over."""
 
     short_convolution: int = Field(default=4, ge=1, le=64)
-    # Written over up to twice, so that a state may turn its sign along a key.
+    # Tokens write over up to twice a value, so that a state may turn its sign along a key.
     allow_negative: bool = False
 
     @property
     def erasure(self) -> Literal["delta"]:
-        """What keys read."""
+        """The kind of erasure: what a token's key reads."""
         return "delta"
 
     @property
     def taps(self) -> int:
-        """Of the short convolution."""
+        """The taps of the short convolution."""
         return self.short_convolution
 
 
@@ -45,22 +45,22 @@ class GatedDeltaConfig(_DeltaConfig):
 
     @property
     def num_key_heads(self) -> int:
-        """G."""
+        """The number G of heads of keys."""
         return self.num_heads if self.key_heads is None else self.key_heads
 
     @property
     def gate_matrices(self) -> int:
-        """For each head what is written over, and its step."""
+        """The numbers of two gates for each head: of what is written over, and of its step."""
         return 2 * self.num_heads * self.hidden_size
 
     @property
     def vectors(self) -> int:
-        """Taps; biases of steps, and rates; the norm, which all heads share."""
+        """The numbers of taps; of biases of steps, and of rates; of the norm, which all heads share."""
         return self.short_convolution * self.convolved_size + 2 * self.num_heads + self.value_size
 
     @property
     def qkv_size(self) -> int:
-        """Several heads of values may share a head of keys and queries."""
+        """The numbers of a token's queries, keys and values; heads of values may share one of keys and queries."""
         return 2 * self.num_key_heads * self.key_size + self.values_size
 
 
@@ -72,28 +72,28 @@ class KimiDeltaConfig(_DeltaConfig):
 
     @property
     def rank(self) -> int:
-        """Of both gates."""
+        """The rank of both gates."""
         return self.key_size if self.gate_rank is None else self.gate_rank
 
     @property
     def layers(self) -> Weights:
-        """q, k and v in one, and the output."""
+        """The weights of q, k and v in one, and of the output."""
         return linear(self.hidden_size, self.qkv_size) + linear(self.values_size, self.hidden_size)
 
     @property
     def gate_matrices(self) -> int:
-        """What is written over, decays, and the output gate."""
+        """The numbers of the gates of what is written over, of decays, and of outputs."""
         down_and_up = 2 * self.hidden_size + self.keys_size + self.values_size
         return self.num_heads * self.hidden_size + self.rank * down_and_up
 
     @property
     def vectors(self) -> int:
-        """Taps; biases of steps, and rates; the norm, which all heads share."""
+        """The numbers of taps; of biases of steps, and of rates; of the norm, which all heads share."""
         return self.short_convolution * self.convolved_size + self.keys_size + self.num_heads + self.value_size
 
     @property
     def decays(self) -> int:
-        """One for each number of a key."""
+        """The decays of a head: one for each number of a key."""
         return self.key_size
 
 
@@ -102,51 +102,51 @@ class Rwkv7Config(RecurrentConfig):
 
     kind: Literal["rwkv7"]
     norm_eps: float = Field(default=64e-5, gt=0, allow_inf_nan=False)
-    # Of the gates of decays, of how much is replaced, and of outputs.
+    # Ranks of the gates of decays, of how much is replaced, and of outputs.
     decay_rank: int = Field(default=64, ge=1)
     rate_rank: int = Field(default=64, ge=1)
     gate_rank: int = Field(default=128, ge=1)
 
     @property
     def layers(self) -> Weights:
-        """Receptance, key, value and output."""
+        """The weights of receptance, key, value and output."""
         size, keys, values = self.hidden_size, self.keys_size, self.values_size
         return linear(size, keys) * 2 + linear(size, values) + linear(values, size)
 
     @property
     def gate_matrices(self) -> int:
-        """Down to their ranks, and up to all keys or values."""
+        """The numbers of the gates' matrices: down to their ranks, and up to all keys or values."""
         to_keys = (self.decay_rank + self.rate_rank) * (self.hidden_size + self.keys_size)
         return to_keys + self.gate_rank * (self.hidden_size + self.values_size)
 
     @property
     def vectors(self) -> int:
-        """Six shares of the token before; two biases and three factors for each key; the norm with its bias."""
+        """The numbers of six shares of the token before; two biases and three factors for each key; norm and bias."""
         return 6 * self.hidden_size + 5 * self.keys_size + 2 * self.values_size
 
     @property
     def taps(self) -> int:
-        """The token before."""
+        """The taps of the mixing with the token before."""
         return 2
 
     @property
     def convolved_size(self) -> int:
-        """Tokens as they are."""
+        """The numbers of a token as it is."""
         return self.hidden_size
 
     @property
     def mixed_numbers(self) -> int:
-        """Tokens mixed in six ways."""
+        """The numbers of tokens mixed in six ways."""
         return 12 * self.hidden_size
 
     @property
     def decays(self) -> int:
-        """One for each number of a key."""
+        """The decays of a head: one for each number of a key."""
         return self.key_size
 
     @property
     def erasure(self) -> Literal["any"]:
-        """What a key reads is taken along another vector."""
+        """The kind of erasure: what a token's key reads is taken along another vector."""
         return "any"
 
 

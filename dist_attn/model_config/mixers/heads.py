@@ -1,4 +1,4 @@
-"""What the configurations of attention mixers share: heads, projections, positions, and how sums are divided."""
+"""The common parts of attention mixers' configurations: heads, projections, positions, and division of sums."""
 
 from typing import Literal
 
@@ -26,14 +26,14 @@ class RotaryConfig(FrozenConfig):
 class RelativeConfig(FrozenConfig):
     """Learned vectors for the distance of a key from its query, added to keys and values (Shaw et al. 2018)."""
 
-    # Distance from which on all are alike.
+    # The distance from which on all are alike.
     reach: int = Field(default=16, ge=0, le=1024)
     values: bool = True  # vectors for the values too, not for the keys alone
     shared: bool = False  # the same vectors for all heads
 
 
 class HeadSizes(FrozenConfig):
-    """How a token is divided among heads."""
+    """The division of a token among heads."""
 
     hidden_size: int = Field(ge=1)
     num_heads: int = Field(ge=1)
@@ -48,27 +48,27 @@ class HeadSizes(FrozenConfig):
 
     @property
     def head_size(self) -> int:
-        """K: numbers in a head's queries and keys."""
+        """The numbers K in a head's queries and keys."""
         return self.hidden_size // self.num_heads
 
     @property
     def value_size(self) -> int:
-        """V: numbers in a head's values."""
+        """The numbers V in a head's values."""
         return self.head_size if self.value_rank is None else self.value_rank
 
     @property
     def values_size(self) -> int:
-        """H V: numbers in the values of a token, of all heads."""
+        """The numbers H V in the values of a token, of all heads."""
         return self.num_heads * self.value_size
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Numbers of a token's queries, keys and values in all heads."""
+        """The numbers of a token's queries, keys and values in all heads."""
         return self.hidden_size, self.hidden_size, self.values_size
 
 
 class HeadsConfig(HeadSizes):
-    """Options of causal attention over heads: what is done before q, k and v, and to them."""
+    """The options of causal attention over heads: the steps before q, k and v, and those on them."""
 
     # Taps of a causal depthwise convolution over the input, before q, k and v; 0 switches it off.
     short_convolution: int = Field(default=4, ge=0, le=64)
@@ -83,18 +83,18 @@ class HeadsConfig(HeadSizes):
 
 
 class MatricesConfig(HeadSizes):
-    """Random vectors of feature maps."""
+    """The options of a feature map's random vectors."""
 
     num_random: int = Field(default=64, ge=1)
     seed: int = 0
     # Rows of a head's random matrix are orthogonal to each other, `head_size` at a time.
     orthogonal: bool = False
-    # In training every head draws its matrix at every step from so many; 0: each keeps the one it has.
+    # The matrices from which every head draws its own at every step of training; 0: each keeps the one it has.
     pool: int = Field(default=0, ge=0)
 
     @property
     def softmax_scale(self) -> float:
-        """Of queries and keys, so that q.k comes out as softmax attention has it, q.k / sqrt(K)."""
+        """The scale of queries and keys that makes q.k come out as in softmax attention, q.k / sqrt(K)."""
         return float(self.head_size**-0.25)
 
     @model_validator(mode="after")
@@ -107,17 +107,17 @@ class MatricesConfig(HeadSizes):
 
 
 class FeaturesConfig(MatricesConfig):
-    """Random features of Gaussian and arc-cosine kernels."""
+    """The options of random features of Gaussian and arc-cosine kernels."""
 
     feature: Literal["gaussian", "arc_cosine"] = "gaussian"
     # Queries and keys have unit norm, or keys weigh exp(|sigma k|^2 / 2) and neither is normalised.
     weighting: Literal["unit_norm", "norm"] = "unit_norm"
-    # Where the learned sigma begins. None: 1 for unit norms; else at softmax's temperature, logits q.k / sqrt(K).
+    # The value at which the learned sigma begins. None: 1 for unit norms; else softmax's scale, logits q.k / sqrt(K).
     sigma: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @property
     def first_sigma(self) -> float:
-        """Where sigma begins."""
+        """The value at which sigma begins."""
         if self.sigma is not None:
             return self.sigma
         return 1.0 if self.weighting == "unit_norm" else self.softmax_scale
@@ -130,7 +130,7 @@ class FeaturesConfig(MatricesConfig):
 
 
 def check_key_weights(denominator: DenominatorConfig | None, what: str) -> None:
-    """Key weights have no fixed unit, so a divisor must not have one either.
+    """Refuse a fixed divisor for weighted keys, whose weights have no fixed unit.
 
     Raises: ValueError for a denominator that compares with a fixed number.
     """

@@ -33,60 +33,60 @@ BLOCK_GROUP_TOKENS = 8 * 512  # tokens times heads times batch that it works on 
 
 
 class KernelCosts(HeadSizes, MixerConfig):
-    """A state of M (V + 1) + 2 numbers for each head, whatever the length."""
+    """The costs of a mixer whose state has M (V + 1) + 2 numbers for each head, whatever the length."""
 
     @property
     @abstractmethod
     def num_features(self) -> int:
-        """M."""
+        """The number M of features."""
 
     @property
     def random_vectors(self) -> int:
-        """Of each head."""
+        """The number of random vectors of each head."""
         return 0
 
     @property
     def gates(self) -> int:
-        """How many gates there are: one per head, one for all, or none."""
+        """The number of gates: one per head, one for all, or none."""
         return 0
 
     @property
     def weighs_keys(self) -> bool:
-        """Whether keys have weights, so that states are held in units of their own."""
+        """Return whether keys have weights, so that states are held in units of their own."""
         return False
 
     @property
     def counts_positions(self) -> bool:
-        """Whether a state knows how many tokens it is of."""
+        """Return whether a state holds the number of its tokens."""
         return False
 
     @property
     def taps(self) -> int:
-        """Of the short convolution."""
+        """The taps of the short convolution."""
         return 0
 
     @property
     def mean_numbers(self) -> int:
-        """Of a second state, that of the keys' means."""
+        """The numbers of a second state, that of the keys' means."""
         return 0
 
     @property
     def tensors(self) -> int:
-        """Of [B, L, D], around the attention."""
+        """The number of tensors of [B, L, D] around the attention."""
         return 8
 
     @property
     def state_numbers(self) -> int:
-        """S, z, mass and log decay of a head."""
+        """The numbers of a head's state: S, z, mass and log decay."""
         return self.num_features * (self.value_size + 1) + 2
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """The state and a flag per head, its unit in float64 where keys have weights, a position, and edge tokens."""
+        """The bytes of heads' states and flags, a float64 unit where keys have weights, a position, and edge tokens."""
         heads = self.num_heads * (FLOAT_BYTES * self.state_numbers + 1 + (8 if self.weighs_keys else 0))
         return batch * (heads + POSITION_BYTES * self.counts_positions) + self.traffic(batch).edge_bytes
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The scan of states, K - 1 edge tokens, and 16 B H bytes for the unit of key weights."""
+        """The traffic of the scan of states, K - 1 edge tokens, and 16 B H bytes for the unit of key weights."""
         return Traffic(
             scanned=ScanMessage(batch * self.num_heads, self.state_numbers + self.mean_numbers - 1),
             edge_bytes=FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size,
@@ -94,7 +94,7 @@ class KernelCosts(HeadSizes, MixerConfig):
         )
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The blocked form; with several ranks each reads its keys a second time, for the state it sends."""
+        """The operations of the blocked form; of several ranks each reads its keys twice, for the state it sends."""
         passes = 2 if ranks == 1 else 3
         # Per head: C M for q k^T, C (V + 1) for the weighted sum; gates add C for the mass. Half of it is causal.
         per_head = self.num_features + self.value_size + 1 + (self.gates > 0 or self.weighs_keys) + self.mean_numbers
@@ -107,7 +107,7 @@ class KernelCosts(HeadSizes, MixerConfig):
         )
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Tensors of [B, L, D], four of them of values, which may be wider; features and scores of a block."""
+        """The bytes of tensors of [B, L, D], four of them values, maybe wider; features and scores of a block."""
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
         width = self.value_size + 1
@@ -119,25 +119,25 @@ class KernelCosts(HeadSizes, MixerConfig):
 
 
 class _ProjectedConfig(HeadsConfig, KernelCosts):
-    """With q, k, v and output projections, and perhaps gates, a short convolution and rotary positions."""
+    """The configuration of q, k, v and output projections, and perhaps gates, a convolution and rotary positions."""
 
     @property
     def taps(self) -> int:
-        """Of the short convolution."""
+        """The taps of the short convolution."""
         return self.short_convolution
 
     @property
     def counts_positions(self) -> bool:
-        """By which queries and keys are turned."""
+        """Return whether queries and keys are turned by the number of tokens."""
         return self.rotary is not None
 
     @property
     def tensors(self) -> int:
-        """Rotary positions make two more."""
+        """The number of tensors of [B, L, D]; rotary positions make two more."""
         return 8 + 2 * self.counts_positions
 
     def weights(self) -> Weights:
-        """q, k, v and output, taps K D, a row and a bias for each gate, the random vectors of all heads."""
+        """The weights of q, k, v and output, taps K D, a row and a bias for each gate, all heads' random vectors."""
         size, values, bias = self.hidden_size, self.values_size, self.projection_bias
         own = Weights(
             others=self.short_convolution * size + self.gates * (size + 1), buffers=self.random_vectors * size
@@ -150,36 +150,36 @@ class RandomFeatureConfig(_ProjectedConfig, FeaturesConfig):
 
     kind: Literal["rfa", "rfa_gate"]
     denominator: DenominatorConfig = DenominatorConfig()
-    # One gate for all heads in place of one each; of rfa_gate.
+    # One gate for all heads in place of one each; an option of rfa_gate.
     shared_gate: bool = False
 
     @property
     def gated(self) -> bool:
-        """Whether the state forgets."""
+        """Return whether the state forgets."""
         return self.kind == "rfa_gate"
 
     @property
     def gates(self) -> int:
-        """One per head, one for all, or none."""
+        """The number of gates: one per head, one for all, or none."""
         return (1 if self.shared_gate else self.num_heads) if self.gated else 0
 
     @property
     def num_features(self) -> int:
-        """A Gaussian feature map has a sine and a cosine for every random vector."""
+        """The number of features; a Gaussian map has a sine and a cosine for every random vector."""
         return self.num_random * (2 if self.feature == "gaussian" else 1)
 
     @property
     def random_vectors(self) -> int:
-        """Of each head."""
+        """The number of random vectors of each head."""
         return self.num_random
 
     @property
     def weighs_keys(self) -> bool:
-        """Where keys have no unit norm."""
+        """Return whether keys have weights, as those without unit norm have."""
         return self.weighting == "norm"
 
     def weights(self) -> Weights:
-        """With sigma, a number for each of a token's."""
+        """The weights with sigma, a number for each of a token's."""
         return super().weights() + Weights(others=self.hidden_size)
 
     @model_validator(mode="after")
@@ -192,7 +192,7 @@ class RandomFeatureConfig(_ProjectedConfig, FeaturesConfig):
 
 
 class _PositiveConfig(_ProjectedConfig):
-    """Kernels whose features are positive, so that a divisor is never small by chance."""
+    """A kernel whose features are positive, so that a divisor is never small by chance."""
 
     # Only keeps 0 / 0 away where all weights have underflowed.
     denominator: DenominatorConfig = DenominatorConfig(kind="floor", eps=1e-12)
@@ -202,12 +202,12 @@ class _PositiveConfig(_ProjectedConfig):
 
     @property
     def gates(self) -> int:
-        """One per head, one for all, or none."""
+        """The number of gates: one per head, one for all, or none."""
         return (1 if self.shared_gate else self.num_heads) if self.gated else 0
 
     @property
     def num_features(self) -> int:
-        """As many as a head has numbers."""
+        """The number of features, which is that of a head's numbers."""
         return self.head_size
 
     @model_validator(mode="after")
@@ -235,17 +235,17 @@ class EfficientConfig(_PositiveConfig):
 
     @property
     def weighs_keys(self) -> bool:
-        """By their largest number."""
+        """Return True: keys are weighed by their largest number."""
         return True
 
     @property
     def mean_numbers(self) -> int:
-        """Of the second walk."""
+        """The numbers of the second walk's state."""
         return self.num_features + 3
 
     @property
     def tensors(self) -> int:
-        """The second walk makes two more."""
+        """The number of tensors of [B, L, D]; the second walk makes two more."""
         return super().tensors + 2
 
 
@@ -257,27 +257,27 @@ class PerformerConfig(_PositiveConfig, MatricesConfig):
 
     @property
     def num_features(self) -> int:
-        """One for every random vector."""
+        """The number of features: one for every random vector."""
         return self.num_random
 
     @property
     def random_vectors(self) -> int:
-        """Of each head."""
+        """The number of random vectors of each head."""
         return self.num_random
 
     @property
     def weighs_keys(self) -> bool:
-        """By their largest feature."""
+        """Return True: keys are weighed by their largest feature."""
         return True
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The weights of keys are found first, by the random vectors once more."""
+        """The operations; the weights of keys are found first, by the random vectors once more."""
         parts = super().prefill_flops(tokens, ranks)
         return replace(parts, features=parts.features + 2.0 * self.hidden_size * self.num_random)
 
 
 class StaticKernelConfig(MatricesConfig, KernelCosts):
-    """phi(X) phi(X)^T X over the tokens so far or, `bidirectional`, over all; random features are of unit vectors."""
+    """The mixer phi(X) phi(X)^T X over the tokens so far or, `bidirectional`, all; random features: of unit vectors."""
 
     forms = {"": {}, "over all keys": {"bidirectional": True}}  # noqa: RUF012
 
@@ -285,42 +285,42 @@ class StaticKernelConfig(MatricesConfig, KernelCosts):
     num_heads: int = Field(default=1, ge=1)
     feature: Literal["elu", "gaussian", "arc_cosine"] = "elu"
     sigma: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # of random vectors
-    # The sum of the weights, the number of tokens, or nothing, as the formula is printed.
+    # The divisor: the sum of the weights, the number of tokens, or nothing, as the formula is printed.
     divisor: Literal["weights", "length", "none"] = "weights"
     bidirectional: bool = False
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return not self.bidirectional
 
     @property
     def num_features(self) -> int:
-        """Numbers in phi of a head."""
+        """The number of features in phi of a head."""
         if self.feature == "elu":
             return self.head_size
         return self.num_random * (2 if self.feature == "gaussian" else 1)
 
     @property
     def random_vectors(self) -> int:
-        """Of each head."""
+        """The number of random vectors of each head."""
         return 0 if self.feature == "elu" else self.num_random
 
     @property
     def tensors(self) -> int:
-        """There are no q, k and v."""
+        """The number of tensors of [B, L, D]; there are no q, k and v."""
         return 5
 
     def weights(self) -> Weights:
-        """Nothing is learned."""
+        """The weights, all of them fixed: nothing is learned."""
         return Weights(buffers=self.random_vectors * self.hidden_size)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """None over all keys: a later token could not go on from it."""
+        """The bytes of the state; none over all keys, as a later token could not go on from it."""
         return 0 if self.bidirectional else super().state_bytes(position, batch)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Over all keys without scores inside a chunk, and no rank walks its keys a second time."""
+        """The operations; over all keys without scores inside a chunk, and no rank walks its keys a second time."""
         if self.bidirectional:
             return replace(super().prefill_flops(tokens), scores=0.0)
         return super().prefill_flops(tokens, ranks)

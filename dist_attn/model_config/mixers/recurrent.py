@@ -27,10 +27,10 @@ def _even_share(known: dict[str, Any]) -> int:
 
 
 class RecurrentConfig(MixerConfig):
-    """A state of K V numbers for each head, whatever the length, and the last tokens that a convolution needs."""
+    """A mixer with a state of K V numbers per head, whatever the length, and the last tokens for a convolution."""
 
     num_heads: int = Field(ge=1)
-    # Of each head's queries and keys, and of its values: hidden_size / num_heads unless they are given.
+    # The numbers of a head's queries and keys, and of its values: hidden_size / num_heads unless they are given.
     key_size: int = Field(default_factory=_even_share, validate_default=True, ge=1)
     value_size: int = Field(default_factory=_even_share, validate_default=True, ge=1)
     norm_eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False)  # of the norm of outputs
@@ -44,70 +44,70 @@ class RecurrentConfig(MixerConfig):
 
     @property
     def keys_size(self) -> int:
-        """H K: numbers in the keys of a token, of all heads."""
+        """The numbers H K in the keys of a token, of all heads."""
         return self.num_heads * self.key_size
 
     @property
     def values_size(self) -> int:
-        """H V: numbers in the values of a token, of all heads."""
+        """The numbers H V in the values of a token, of all heads."""
         return self.num_heads * self.value_size
 
     @property
     def qkv_size(self) -> int:
-        """Numbers of a token's queries, keys and values, as they are projected."""
+        """The numbers of a token's queries, keys and values, as they are projected."""
         return 2 * self.keys_size + self.values_size
 
     @property
     def layers(self) -> Weights:
-        """Linear layers but for gates: q, k, v and the output gate in one, and the output."""
+        """The weights of linear layers but for gates: q, k, v and the output gate in one, and the output."""
         size, values = self.hidden_size, self.values_size
         return linear(size, self.qkv_size + values) + linear(values, size)
 
     @property
     @abstractmethod
     def gate_matrices(self) -> int:
-        """Numbers of the matrices of gates, which stay in float32."""
+        """The numbers of the matrices of gates, which stay in float32."""
 
     @property
     @abstractmethod
     def vectors(self) -> int:
-        """All other parameters: biases, taps, rates, norms."""
+        """The numbers of all other parameters: biases, taps, rates, norms."""
 
     @property
     def taps(self) -> int:
-        """Of the short convolution."""
+        """The taps of the short convolution."""
         return 0
 
     @property
     def convolved_size(self) -> int:
-        """Numbers of a token that go through the short convolution, if there is one."""
+        """The numbers of a token that go through the short convolution, if there is one."""
         return self.qkv_size if self.taps else 0
 
     @property
     def decays(self) -> int:
-        """Of each head: one, or one for each number of its key."""
+        """The decays of each head: one, or one for each number of its key."""
         return 1
 
     @property
     def erasure(self) -> Literal["none", "delta", "any"]:
-        """What tokens take from the state: nothing, what their key reads of it, or anything of rank one."""
+        """The kind of erasure: tokens take nothing from the state, what their key reads, or anything of rank one."""
         return "none"
 
     @property
     def mixed_numbers(self) -> int:
-        """Numbers of a token that are made before projections."""
+        """The numbers of a token that are made before projections."""
         return 0
 
     def weights(self) -> Weights:
-        """Linear layers, gates and the rest."""
+        """The weights of linear layers, gates and the rest."""
         return self.layers + Weights(others=self.gate_matrices + self.vectors)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """The states of all heads, and edge tokens."""
+        """The bytes of the states of all heads, and of edge tokens."""
         return FLOAT_BYTES * batch * self.keys_size * self.value_size + self.traffic(batch).edge_bytes
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The states, with what a rank's tokens do to them where ranks take no turns, and edge tokens."""
+        """The traffic of states, with what a rank's tokens do to them where ranks take no turns, and of edge tokens."""
         size, kept = self.key_size, max(0, self.taps - 1)
         weights = self.decays if self.erasure == "none" else size**2
         return Traffic(
@@ -118,7 +118,7 @@ class RecurrentConfig(MixerConfig):
         )
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The form in chunks, and with ranks that take no turns a walk before it, for what tokens do to a state.
+        """The operations of the form in chunks, and where ranks take no turns of a walk before it over the same tokens.
 
         Scores are squares of which all is computed; pairs of queries and keys come in the half that is needed.
         """
@@ -133,12 +133,12 @@ class RecurrentConfig(MixerConfig):
         )
 
     def decode_flops(self, position: int) -> TokenFlops:
-        """One write and one read of the state, and of an erasure one read, and one write if it is any."""
+        """The operations of a write and a read of the state; an erasure takes one read more, and if any, one write."""
         passes = {"none": 2, "delta": 3, "any": 4}[self.erasure]
         return TokenFlops(projections=self._projection_flops, state=2.0 * passes * self.keys_size * self.value_size)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Tokens, queries, keys, values and gates; beside them the pairs of a block, or later the norm of outputs."""
+        """The bytes of tokens, queries, keys, values and gates; beside them a block's pairs, or later the norm."""
         pairs = {"none": 1, "delta": 2, "any": 3}[self.erasure]
         size, values = self.key_size, self.value_size
         block = self.num_heads * (3 * pairs * (CHUNK_TOKENS + size) + 2 * size * values // CHUNK_TOKENS)
@@ -148,7 +148,7 @@ class RecurrentConfig(MixerConfig):
         return FLOAT_BYTES * batch * max(during, tokens * (around + 5 * self.values_size))
 
     def _walk_flops(self, values: int, *, reads: bool) -> tuple[float, float]:
-        """Of a token and head, in squares and in all else; with queries or without, for `values` per head."""
+        """The operations of a token and head, in squares and in all else; `reads`: with queries, `values` per head."""
         c, k, v = CHUNK_TOKENS, self.key_size, values
         pairs, written = (c - 1) * k, 2 * k * v
         squares, read = (c * v, written) if reads else (0, 0)
@@ -178,17 +178,17 @@ class GlaConfig(RecurrentConfig):
 
     @property
     def gate_matrices(self) -> int:
-        """Down to the rank, and up to all keys."""
+        """The numbers of the gate's matrices: down to the rank, and up to all keys."""
         return self.gate_rank * (self.hidden_size + self.keys_size)
 
     @property
     def vectors(self) -> int:
-        """A bias for each decay; the norm, which all heads share."""
+        """The numbers of a bias for each decay; of the norm, which all heads share."""
         return self.keys_size + self.value_size
 
     @property
     def decays(self) -> int:
-        """One for each number of a key."""
+        """The decays of a head: one for each number of a key."""
         return self.key_size
 
 
@@ -204,12 +204,12 @@ class LightningConfig(RecurrentConfig):
 
     @property
     def gate_matrices(self) -> int:
-        """Decays are constants."""
+        """The numbers of gates: none, as decays are constants."""
         return 0
 
     @property
     def vectors(self) -> int:
-        """The norm."""
+        """The numbers of the norm."""
         return self.values_size
 
 
@@ -235,23 +235,23 @@ class Mamba2Config(RecurrentConfig):
 
     @property
     def gate_matrices(self) -> int:
-        """A step for each head."""
+        """The numbers of the gate of a step for each head."""
         return self.num_heads * self.hidden_size
 
     @property
     def vectors(self) -> int:
-        """Taps and their bias; biases of steps, rates and skips of heads; the norm."""
+        """The numbers of taps and their bias; of biases of steps, rates and skips of heads; of the norm."""
         taps = self.short_convolution + self.convolution_bias
         return taps * self.convolved_size + 3 * self.num_heads + self.values_size
 
     @property
     def taps(self) -> int:
-        """Of the short convolution."""
+        """The taps of the short convolution."""
         return self.short_convolution
 
     @property
     def qkv_size(self) -> int:
-        """C, B and x."""
+        """The numbers of a token's C, B and x."""
         return self.values_size + 2 * self.groups * self.key_size
 
 

@@ -39,16 +39,16 @@ class MambaConfig(MixerConfig):
 
     @property
     def inner_size(self) -> int:
-        """E."""
+        """The inner size E."""
         return self.expand * self.hidden_size
 
     @property
     def step_rank(self) -> int:
-        """R."""
+        """The rank R of the steps."""
         return -(-self.hidden_size // 16) if self.dt_rank is None else self.dt_rank
 
     def weights(self) -> Weights:
-        """The way in and out, and to R + 2 N numbers; taps, steps with their bias, A and D of every channel."""
+        """The weights in and out, and to R + 2 N numbers; taps, steps with their bias, A and D of every channel."""
         size, inner, rank = self.hidden_size, self.inner_size, self.step_rank
         own = self.short_convolution + self.convolution_bias + rank + 1 + self.state_size + 1
         return (
@@ -59,23 +59,23 @@ class MambaConfig(MixerConfig):
         )
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """4 B E N, and K - 1 edge tokens."""
+        """The bytes 4 B E N, and those of K - 1 edge tokens."""
         return FLOAT_BYTES * batch * self.inner_size * self.state_size + self.traffic(batch).edge_bytes
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The states and as many log decays, and K - 1 edge tokens."""
+        """The traffic of the states and as many log decays, and of K - 1 edge tokens."""
         n = self.state_size
         edge = FLOAT_BYTES * batch * (self.short_convolution - 1) * self.inner_size
         return Traffic(scanned=ScanMessage(batch * self.inner_size, n, rows=n, weights=n), edge_bytes=edge)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The read-out of the state; with several ranks each walks its tokens a second time, for what they leave."""
+        """The operations of the state's read-out; of several ranks each walks its tokens twice, for what they leave."""
         projections = 2.0 * self.weights().matrices + 2.0 * self.inner_size * self.step_rank
         walks = 1 if ranks == 1 else 2
         return TokenFlops(projections=projections, state=walks * 2.0 * self.inner_size * self.state_size)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About seven tensors of [B, L, E], and seven of the states of a block."""
+        """The bytes of about seven tensors of [B, L, E], and of seven of the states of a block."""
         each = batch * tokens * self.inner_size
         block = _block_tokens(batch * self.inner_size * self.state_size, tokens)
         states = batch * self.inner_size * self.state_size * block
@@ -99,31 +99,31 @@ class RgLruConfig(MixerConfig):
 
     @property
     def inner_size(self) -> int:
-        """E."""
+        """The inner size E."""
         return self.hidden_size if self.width is None else self.width
 
     def weights(self) -> Weights:
-        """Three linear layers; taps and their bias, two gates with theirs, and a decay of every channel."""
+        """The weights of three linear layers; of taps, two gates with their biases, and a decay of every channel."""
         size, inner = self.hidden_size, self.inner_size
         own = inner * (self.short_convolution + 1 + 2 * (inner // self.num_heads + 1) + 1)
         return linear(size, 2 * inner, bias=True) + linear(inner, size, bias=True) + Weights(others=own)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """4 B E, K - 1 edge tokens, and whether there were any."""
+        """The bytes 4 B E, those of K - 1 edge tokens, and of whether there were any."""
         return FLOAT_BYTES * batch * self.inner_size + self.traffic(batch).edge_bytes + batch
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The states and as many log decays, and K - 1 edge tokens."""
+        """The traffic of the states and as many log decays, and of K - 1 edge tokens."""
         edge = FLOAT_BYTES * batch * (self.short_convolution - 1) * self.inner_size
         return Traffic(scanned=ScanMessage(batch * self.inner_size, 1), edge_bytes=edge)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The linear layers and the gates; what is along the sequence is element by element."""
+        """The operations of the linear layers and the gates; work along the sequence is element by element."""
         gates = 4.0 * self.inner_size * (self.inner_size // self.num_heads)
         return TokenFlops(projections=2.0 * self.weights().matrices + gates)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About fourteen tensors of [B, L, E], most of them of the gates."""
+        """The bytes of about fourteen tensors of [B, L, E], most of them of the gates."""
         return FLOAT_BYTES * 14 * batch * tokens * self.inner_size
 
 
@@ -139,36 +139,36 @@ class MLstmConfig(KernelCosts):
 
     @property
     def num_features(self) -> int:
-        """Numbers in a head's queries and keys."""
+        """The numbers in a head's queries and keys."""
         return max(1, self.head_size // 2) if self.key_size is None else self.key_size
 
     @property
     def keys_size(self) -> int:
-        """Numbers in the keys of a token, of all heads."""
+        """The numbers in the keys of a token, of all heads."""
         return self.num_heads * self.num_features
 
     @property
     def outputs_size(self) -> int:
-        """Numbers in the values of a token, of all heads."""
+        """The numbers in the values of a token, of all heads."""
         return self.num_heads * (self.value_size - 1)
 
     @property
     def value_size(self) -> int:
-        """Those of a head, and one more, which sums up the keys."""
+        """The numbers in a head's values, and one more, which sums up the keys."""
         return 1 + (self.head_size if self.value_rank is None else self.value_rank)
 
     @property
     def gates(self) -> int:
-        """One that forgets and one that weighs, of each head."""
+        """The number of gates: one that forgets and one that weighs, for each head."""
         return 2 * self.num_heads
 
     @property
     def weighs_keys(self) -> bool:
-        """By exp of the input gate."""
+        """Return True: a key's weight is exp of the input gate."""
         return True
 
     def weights(self) -> Weights:
-        """q, k, v, the output gate and the output; a row and a bias for each gate, and the norm."""
+        """The weights of q, k, v, the output gate and the output; a row and a bias for each gate, and the norm."""
         size, values, bias = self.hidden_size, self.outputs_size, self.projection_bias
         own = self.gates * (size + 1) + values * (1 + bias)
         layers = linear(size, 2 * self.keys_size + 2 * values, bias=bias) + linear(values, size, bias=bias)

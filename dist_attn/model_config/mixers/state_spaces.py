@@ -25,20 +25,20 @@ class HippoConfig(MixerConfig):
     state_size: int = Field(default=32, ge=1, le=512)
 
     def weights(self) -> Weights:
-        """A read-out of N numbers and a skip per channel, and the gated output."""
+        """The weights of a read-out of N numbers and a skip per channel, and of the gated output."""
         return _gated_output(self.hidden_size) + Weights(others=self.hidden_size * (self.state_size + 1))
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """8 B D N, and the tokens seen."""
+        """The bytes 8 B D N, and those of the number of tokens seen."""
         return DOUBLE_BYTES * batch * (self.hidden_size * self.state_size + 1)
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """8 B (D + 1) N: a silent channel tells what the rank's tokens make others forget."""
+        """The traffic of 8 B (D + 1) N bytes: a silent channel tells what the rank's tokens make others forget."""
         n = self.state_size
         return Traffic(scanned=ScanMessage(batch, n * self.hidden_size, DOUBLE_BYTES, rows=n, weights=n))
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The chunked form; with several ranks each walks its tokens a second time, for the state it sends.
+        """The operations of the chunked form; of several ranks each walks its tokens twice, for the state it sends.
 
         The matrices of a chunk are the same for all channels and sequences that began together, and are counted once.
         """
@@ -49,12 +49,12 @@ class HippoConfig(MixerConfig):
         return TokenFlops(projections=4.0 * self.hidden_size**2, state=walks * (making + passing) + reading)
 
     def decode_flops(self, position: int) -> TokenFlops:
-        """A product with a full matrix and one read-out: the same at every position."""
+        """The operations of a product with a full matrix and one read-out: equal at every position."""
         n = self.state_size
         return TokenFlops(projections=4.0 * self.hidden_size**2, state=2.0 * self.hidden_size * n * (n + 1))
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About six tensors of [B, L, D]; or four, the matrices of some chunks, and the coefficients of one."""
+        """The bytes of about six tensors of [B, L, D]; or of four, some chunks' matrices, and one's coefficients."""
         size, n, chunk = self.hidden_size, self.state_size, LEGS_CHUNK_TOKENS
         weights, read = chunk * n * (n + chunk), batch * size * n * chunk
         chunks = min(BLOCK_CHUNKS, BLOCK_WEIGHTS // weights, BLOCK_COEFFICIENTS // read, tokens // chunk)
@@ -76,11 +76,11 @@ class _StateSpaceConfig(MixerConfig):
         return self
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """4 B D N."""
+        """The bytes 4 B D N."""
         return FLOAT_BYTES * batch * self.hidden_size * self.state_size
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """4 B D N, and how many tokens it is of, as two numbers."""
+        """The traffic of 4 B D N bytes, and of the number of tokens, as two numbers."""
         rows = self.hidden_size * self.state_size
         return Traffic(scanned=ScanMessage(1, batch * rows, rows=rows, weights=2))
 
@@ -90,7 +90,7 @@ class LsslConfig(_StateSpaceConfig):
 
     kind: Literal["lssl"]
     outputs: int = Field(default=1, ge=1)  # of every channel
-    # Of the generalised bilinear transform: 0 Euler, 1/2 trapezoidal, 1 backward.
+    # The alpha of the generalised bilinear transform: 0 Euler, 1/2 trapezoidal, 1 backward.
     alpha: float = Field(default=0.5, ge=0, le=1)
     transition: Literal["fixed", "learned"] = "fixed"
 
@@ -106,7 +106,7 @@ class LsslConfig(_StateSpaceConfig):
         return self
 
     def weights(self) -> Weights:
-        """A step, M N + M numbers per channel, the output; A and B, learned or fixed."""
+        """The weights of a step, M N + M numbers per channel, and the output; of A and B, learned or fixed."""
         size, each, n = self.hidden_size, self.outputs, self.state_size
         matrix = n**2 + n
         learned = self.transition == "learned"
@@ -114,17 +114,17 @@ class LsslConfig(_StateSpaceConfig):
         return linear(size * each, size, bias=True) + own
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The chunked form of a full matrix."""
+        """The operations of the chunked form of a full matrix."""
         projections = 2.0 * self.weights().matrices
         return _dense_flops(self.hidden_size, self.state_size, self.outputs, ranks, projections)
 
     def decode_flops(self, position: int) -> TokenFlops:
-        """One product with the matrix and one read-out."""
+        """The operations of one product with the matrix and one read-out."""
         state = 2.0 * self.hidden_size * self.state_size * (self.state_size + self.outputs)
         return TokenFlops(projections=2.0 * self.weights().matrices, state=state)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Those of a full matrix."""
+        """The bytes of a full matrix."""
         return _dense_activations(self.hidden_size, self.state_size, self.outputs, tokens, batch)
 
 
@@ -143,25 +143,25 @@ class _EitherFormConfig(_StateSpaceConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return not self.bidirectional
 
     @property
     def streams(self) -> bool:
-        """Whether there is a state to go on from."""
+        """Return whether there is a state to go on from."""
         return self.form == "scan"
 
     @property
     def _systems(self) -> int:
-        """One, and one more for what comes after a token."""
+        """The number of state spaces: one, and one more for the tokens after each."""
         return 2 if self.bidirectional else 1
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """None as a convolution."""
+        """The bytes of the state; none as a convolution."""
         return super().state_bytes(position, batch) if self.streams else 0
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The state, or all tokens of some channels and back."""
+        """The traffic of the state, or of all tokens of some channels and back."""
         return super().traffic(batch) if self.streams else channels_and_back(self.hidden_size, batch)
 
 
@@ -173,13 +173,13 @@ class S4DConfig(_EitherFormConfig):
     rule: Literal["zoh", "bilinear"] = "zoh"
 
     def weights(self) -> Weights:
-        """A skip per channel, a step and four numbers per pair of each, the gated output; an input for each pair."""
+        """The weights: per channel a skip, a step and four numbers per pair, and the output; an input for each pair."""
         size, pairs = self.hidden_size, self.state_size // 2
         own = Weights(others=size + self._systems * size * (1 + 4 * pairs), buffers=self._systems * pairs)
         return _gated_output(size) + own
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The chunked form, where with several ranks each reads its inputs a second time; or the convolution."""
+        """The operations of the chunked form, where each of several ranks reads inputs twice; or of the convolution."""
         size, pairs, projections = self.hidden_size, self.state_size // 2, 2.0 * self.weights().matrices
         if not self.streams:
             kernel = self._systems * size * 8.0 * pairs
@@ -188,7 +188,7 @@ class S4DConfig(_EitherFormConfig):
         return TokenFlops(projections=projections, scores=1.0 * size * CHUNK_TOKENS, state=passes * 4.0 * size * pairs)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About six tensors of [B, L, D]; or four, with powers of every pair for a chunk and states of a block."""
+        """The bytes of six tensors of [B, L, D]; or of four, a chunk's powers of every pair and a block's states."""
         numbers = self.hidden_size * self.state_size
         chunks = min(STATE_BLOCK_CHUNKS, -(-tokens // CHUNK_TOKENS))
         block = numbers * (7 * CHUNK_TOKENS + 3 * batch * chunks) + self.hidden_size * CHUNK_TOKENS**2
@@ -202,12 +202,12 @@ class S4Config(_EitherFormConfig):
     kind: Literal["s4"]
 
     def weights(self) -> Weights:
-        """A skip per channel, a step and eight numbers per pair of each, and the gated output."""
+        """The weights of a skip per channel, a step and eight numbers per pair of each, and the gated output."""
         size = self.hidden_size
         return _gated_output(size) + Weights(others=size + self._systems * size * (1 + 4 * self.state_size))
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The chunked form of a full matrix, or the convolution."""
+        """The operations of the chunked form of a full matrix, or of the convolution."""
         size, projections = self.hidden_size, 2.0 * self.weights().matrices
         if not self.streams:
             kernel = self._systems * size * 16.0 * self.state_size
@@ -215,12 +215,12 @@ class S4Config(_EitherFormConfig):
         return _dense_flops(size, self.state_size, 1, ranks, projections)
 
     def decode_flops(self, position: int) -> TokenFlops:
-        """One product with the matrix and one read-out."""
+        """The operations of one product with the matrix and one read-out."""
         state = 2.0 * self.hidden_size * self.state_size * (self.state_size + 1)
         return TokenFlops(projections=2.0 * self.weights().matrices, state=state)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Those of a full matrix."""
+        """The bytes of a full matrix."""
         return _dense_activations(self.hidden_size, self.state_size, 1, tokens, batch)
 
 
@@ -229,7 +229,7 @@ def _gated_output(size: int) -> Weights:
 
 
 def _dense_flops(size: int, state_size: int, outputs: int, ranks: int, projections: float) -> TokenFlops:
-    """The chunked form; with several ranks each reads its inputs a second time, for the state it sends.
+    """The operations of the chunked form; of several ranks each reads its inputs twice, for the state it sends.
 
     Powers of the matrices, N^3 log T per channel and call, are not counted as operations of a token.
     """
@@ -243,7 +243,7 @@ def _dense_flops(size: int, state_size: int, outputs: int, ranks: int, projectio
 
 
 def _dense_activations(size: int, state_size: int, outputs: int, tokens: int, batch: int) -> int:
-    """Five tensors of [B, L, D] and two of M outputs; or powers of every channel, and a chunk's Toeplitz matrix."""
+    """The bytes of five tensors of [B, L, D], two of M outputs; or of all channels' powers and a Toeplitz matrix."""
     powers = size * (4 * state_size**2 + CHUNK_TOKENS * state_size * (2 + 2 * outputs))
     toeplitz = size * outputs * CHUNK_TOKENS**2
     each = batch * tokens * size

@@ -22,12 +22,12 @@ class _Config(BaseModel):
 
 class _Batches(_Config):
     batch: int = Field(default=8, ge=1)
-    # The rows of a step are worked on in so many parts, one after the other: less memory, the same result.
+    # The parts into which the rows of a step are cut, worked on one after the other: less memory, the same result.
     micro_batches: int = Field(default=1, ge=1)
 
 
 class _Files(_Batches):
-    # Where relative paths begin.
+    # The folder at which relative paths begin.
     folder: Path = Path()
 
     def _found(self, path: Path) -> Path:
@@ -68,11 +68,11 @@ class LabelledTextConfig(_Files):
     train: tuple[Path, ...] = Field(min_length=1)
     validation: tuple[Path, ...] = ()
     text_field: str = "text"
-    # Of the second text of a pair; for a model with texts = 2.
+    # The field of a pair's second text; for a model with texts = 2.
     second_text_field: str | None = None
     label_field: str = "label"
     tokeniser: Path
-    # Longer texts are cut; shorter ones stay as they are.
+    # The most tokens of a text: longer ones are cut, shorter ones stay as they are.
     max_length: int = Field(default=1024, ge=1)
 
     @property
@@ -117,11 +117,11 @@ class NeedlesConfig(_Batches):
     kind: Literal["needles"] = "needles"
     seed: int = Field(default=0, ge=0)
     length: int = Field(default=65_536, ge=2)
-    # How many tokens are noise; the two alphabets of needles come behind them.
+    # The number of noise tokens; the two alphabets of needles come behind them.
     noise: int = Field(default=64, ge=1)
-    # Of either alphabet; there are 2 symbols - 1 classes.
+    # The symbols of either alphabet; there are 2 symbols - 1 classes.
     symbols: int = Field(default=4, ge=2)
-    # Of each of the two needles.
+    # The copies of each of the two needles.
     copies: int = Field(default=4, ge=1)
     examples: int = Field(default=96_000, ge=1)
     validation_examples: int = Field(default=200, ge=0)
@@ -142,12 +142,12 @@ class ParallelTextConfig(_Files):
     validation_source: Path | None = None
     validation_target: Path | None = None
     tokeniser: Path
-    # Of the targets, where they have a vocabulary of their own; `tokeniser` is then that of the sources.
+    # The tokeniser of targets with a vocabulary of their own; `tokeniser` is then that of the sources.
     target_tokeniser: Path | None = None
     batch: int = Field(default=64, ge=1)
     # Pairs with a longer side are left out.
     max_length: int = Field(default=128, ge=1)
-    # So many of the first validation sources are translated at every validation, into translations.txt.
+    # The number of first validation sources that are translated at every validation, into translations.txt.
     translations: int = Field(default=0, ge=0)
     beams: int = Field(default=1, ge=1, le=1024)
     length_penalty: float = Field(default=0.6, ge=0, allow_inf_nan=False)

@@ -12,7 +12,7 @@ from dist_attn.errors import ConfigError
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The numbers 0 to count - 1 in the order of this epoch; a function of its arguments alone.
+    """Order the numbers 0 to count - 1 for this epoch; a function of its arguments alone.
 
     Cost: O(count) once an epoch.
     """
@@ -22,7 +22,7 @@ def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 
 
 def examples_of_step(step: int, batch: int, count: int, seed: int) -> NDArray[np.int64]:
-    """Which `batch` of `count` examples a step reads, [batch].
+    """The numbers of the `batch` examples, of `count`, that a step reads, [batch].
 
     Each comes once an epoch. Epochs follow each other without a gap, so a batch may hold the last ones of an epoch and
     the first ones of the next.
@@ -49,7 +49,7 @@ class LabelNames:
 
     @classmethod
     def of(cls, labels: Iterable[Label]) -> "LabelNames":
-        """Every label that occurs, once."""
+        """Make names of the labels that occur, each once."""
         return cls(tuple(sorted(set(labels), key=lambda label: (isinstance(label, str), label))))
 
     def number(self, label: Label, where: str) -> int:

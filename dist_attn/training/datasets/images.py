@@ -30,19 +30,19 @@ class PixelScale:
 
     @classmethod
     def of(cls, images_NHWC: NDArray[np.generic]) -> "PixelScale":
-        """Those of (the first 10,000) images, in float64; 1 in place of a deviation of 0."""
+        """Measure (the first 10,000) images in float64; a deviation of 0 is taken as 1."""
         pixels_NC = images_NHWC[:_STATISTICS_IMAGES].reshape(-1, images_NHWC.shape[3]).astype(np.float64)
         deviation_C = pixels_NC.std(axis=0)
         return cls(tuple(pixels_NC.mean(axis=0).tolist()), tuple(np.where(deviation_C > 0, deviation_C, 1).tolist()))
 
     def __call__(self, images_BHWC: NDArray[np.generic]) -> torch.Tensor:
-        """What a model takes, [B, C, H, W] float32."""
+        """Scale images for a model: [B, C, H, W] float32."""
         scaled = (images_BHWC.astype(np.float64) - self.mean_C) / self.deviation_C
         return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
 
 
 def read_images(path: Path, key: str, config: ImageConfig) -> NDArray[np.generic]:
-    """The images of a file, [N, H, W, C], which a `.npy` file is mapped to memory for.
+    """Read the images of a file, [N, H, W, C]; a `.npy` file is mapped to memory.
 
     Raises: ConfigError for a file that is none, or that holds images of another size, or none, or no finite numbers.
     """
@@ -67,7 +67,7 @@ def read_images(path: Path, key: str, config: ImageConfig) -> NDArray[np.generic
 
 
 def read_labels(path: Path, key: str, count: int) -> tuple[Label, ...]:
-    """The label of each of `count` images: whole numbers or words.
+    """Read the label of each of `count` images: whole numbers or words.
 
     Raises: ConfigError for a file that is none, or another number of labels.
     """
@@ -119,7 +119,7 @@ class ImageSet:
         return len(self.images_NHWC)
 
     def pixels(self, numbers: NDArray[np.int64]) -> Tensor:
-        """Some of the images as a model takes them, [B, C, H, W]."""
+        """Scale some of the images for a model: [B, C, H, W]."""
         return self.scale(self.images_NHWC[numbers])
 
 
@@ -132,14 +132,14 @@ class ImageSets:
     labels: LabelNames | None
 
     def facts(self) -> dict[str, Any]:
-        """What must be known to give the trained model other images."""
+        """The facts that are needed to give the trained model other images."""
         scale = self.train.scale
         facts: dict[str, Any] = {"pixel_mean": list(scale.mean_C), "pixel_deviation": list(scale.deviation_C)}
         return facts if self.labels is None else {"labels": list(self.labels.names), **facts}
 
 
 def read_image_sets(data: ImageDataConfig, image: ImageConfig, num_classes: int | None) -> ImageSets:
-    """The images that [data] names, with labels where `num_classes` says that there are classes.
+    """Read the images that [data] names, with labels where `num_classes` says that there are classes.
 
     Raises: ConfigError for files that are missing, unusable, or do not fit the model.
     """

@@ -29,7 +29,7 @@ from dist_attn.training.datasets.token_cache import (
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Examples of so many texts `each`, one after the other as tokens; the label of each, and where they stand."""
+    """Examples of `each` texts, one after the other as tokens; each example's label, and the name of their files."""
 
     texts: TokenTable
     labels: tuple[Label, ...]
@@ -62,7 +62,7 @@ def read_labelled_texts(
     max_length: int,
     progress: Progress,
 ) -> LabelledTexts:
-    """The examples of all files in order, a text of each of the fields; of each text the first `max_length` tokens.
+    """Read the examples of all files in order, a text of each of the fields; each text's first `max_length` tokens.
 
     Raises: ConfigError naming file and line of what is missing, empty or of another kind.
     """
@@ -107,7 +107,7 @@ class TextExamples(Protocol):
 
 @dataclass(frozen=True)
 class TextSets:
-    """What a text classifier is trained on: examples, held-out ones, the classes' names, and where tokens come from."""
+    """The data of a text classifier: examples, held-out ones, the classes' names, and the tokeniser of the texts."""
 
     train: TextExamples
     validation: TextExamples | None
@@ -117,7 +117,7 @@ class TextSets:
 
 @dataclass(frozen=True)
 class ReaderSizes:
-    """What of a model its examples must fit: its tokens, its classes, and how many texts are classified together."""
+    """The sizes of a model that its examples must fit: its tokens, its classes, and the texts classified together."""
 
     vocab_size: int
     num_classes: int
@@ -127,7 +127,7 @@ class ReaderSizes:
 def read_text_sets(
     data: LabelledTextConfig | ListOpsConfig | NeedlesConfig, model: ReaderSizes, cache: Path, progress: Progress
 ) -> TextSets:
-    """The examples that [data] names, which fit the model.
+    """Read the examples that [data] names, which fit the model.
 
     Raises: ConfigError for examples that are missing, malformed, or do not fit.
     """
@@ -200,7 +200,7 @@ def _read(data: LabelledTextConfig, model: ReaderSizes, cache: Path, progress: P
 
 
 def _listops(data: ListOpsConfig, model: ReaderSizes) -> TextSets:
-    """Expressions 0, 1, … to train on, and those after them to validate."""
+    """Make expressions 0, 1, … to train on, and those after them to validate."""
     _check_sizes("ListOps", model, (VOCAB_SIZE, NUM_CLASSES))
     expressions = ListOps(data.seed, data.min_length, data.max_length, data.max_depth, data.max_args)
     expressions(0)  # lengths that there are not are refused now

@@ -56,7 +56,7 @@ class ListOps:
         )
 
     def _draw(self, random: Random, depth: int, tokens: list[int]) -> int:
-        """Append an expression; its value. One that is too long already is given up: it is drawn again."""
+        """Append an expression; returns its value. One that is too long already is given up: it is drawn again."""
         operator = random.randrange(_MIN, _CLOSE)
         tokens.append(operator)
         values = []
@@ -112,10 +112,10 @@ class Needles:
 
     @property
     def classes(self) -> int:
-        """Sums that there are."""
+        """The number of sums that there are."""
         return 2 * self.symbols - 1
 
     @property
     def vocab_size(self) -> int:
-        """Noise and both alphabets."""
+        """The number of tokens: noise and both alphabets."""
         return self.noise + 2 * self.symbols

@@ -1,4 +1,4 @@
-"""Parallel text: line n of one file says what line n of the other says in another language."""
+"""Parallel text: line n of one file is the translation of line n of the other."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from dist_attn.training.datasets.token_cache import Progress, TokenTable, cached
 __all__ = ["NO_TOKEN", "PairBatch", "PairBatches", "ParallelTexts", "read_parallel_texts"]
 
 NO_TOKEN = -100
-"""Stands in `next_BL` where a target has ended: no token is to be foretold there (torch's `ignore_index`)."""
+"""The filler of `next_BL` where a target has ended: no token is to be foretold there (torch's `ignore_index`)."""
 
 
 @dataclass(frozen=True)
 class ParallelTexts:
-    """Sources and targets as tokens, without begin or end, pair by pair, and which pairs are used."""
+    """Sources and targets as tokens, without begin or end, pair by pair, and the numbers of the pairs that are used."""
 
     sources: TokenTable
     targets: TokenTable
@@ -31,7 +31,7 @@ class ParallelTexts:
 
     @property
     def left_out(self) -> int:
-        """Pairs that are too long to be used."""
+        """The number of pairs that are too long to be used."""
         return len(self.sources) - len(self.kept)
 
 
@@ -43,7 +43,7 @@ def read_parallel_texts(
     max_length: int,
     progress: Progress,
 ) -> ParallelTexts:
-    """The pairs of two files, plain or gzipped, source first; a pair with a side above `max_length` tokens is left out.
+    """Read the pairs of two files, plain or gzipped, source first, but those with a side above `max_length` tokens.
 
     Raises: ConfigError naming file and line for an empty side, and for files of different numbers of lines.
     """
@@ -74,7 +74,7 @@ def _side(path: Path, tokeniser: Tokeniser, cache_folder: Path, progress: Progre
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Sources of one length, and targets that end where they end.
+    """A batch of sources of one length, and of targets padded to the longest.
 
     source_BS ends with the source's end token. target_BL begins with the target's end token, as if after an earlier
     text; next_BL is what comes after each of its tokens, the end token last, and NO_TOKEN behind that: in a row that
@@ -91,7 +91,7 @@ class PairBatch:
 
     @property
     def num_targets(self) -> int:
-        """Tokens to foretell, end tokens among them."""
+        """The number of tokens to foretell, end tokens among them."""
         return int((self.next_BL != NO_TOKEN).sum())
 
 
@@ -123,17 +123,17 @@ class PairBatches:
         return self._collate(self.pair_numbers(step))
 
     def pair_numbers(self, step: int) -> NDArray[np.int64]:
-        """Which lines of the files a step reads, counted from 0."""
+        """The numbers of the lines that a step reads, counted from 0."""
         epoch, place = divmod(step, self.per_epoch)
         return self._pairs.kept[self._plan(epoch)[place]]
 
     def pairs_before(self, step: int) -> int:
-        """How many pairs the steps before this one read; rows that fill a batch up are none."""
+        """The number of pairs that the steps before this one read; rows that fill a batch up are none."""
         epochs, place = divmod(step, self.per_epoch)
         return epochs * len(self._pairs.kept) + sum(map(len, self._plan(epochs)[:place]))
 
     def _plan_epoch(self, epoch: int) -> list[NDArray[np.int64]]:
-        """The epoch's batches: like lengths together, the rest and the order of the batches by chance."""
+        """Plan the epoch's batches: like lengths together, the rest and the order of the batches by chance."""
         order = permutation(self._seed, 2 * epoch, len(self._source_lengths))
         order = order[np.lexsort((self._target_lengths[order], self._source_lengths[order]))]  # stable
         _, starts = np.unique(self._source_lengths[order], return_index=True)

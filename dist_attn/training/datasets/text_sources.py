@@ -1,4 +1,4 @@
-"""Where text comes from: plain files, folders of them, and `.jsonl`; each also gzipped. What is unusable is named."""
+"""The sources of text: plain files, folders of them, and `.jsonl`; each also gzipped. What is unusable is named."""
 
 import gzip
 import json
@@ -15,11 +15,11 @@ __all__ = ["OnRead", "beginning", "documents", "expand", "field", "is_jsonl", "l
 PIECE_BYTES = 1 << 20
 
 OnRead = Callable[[int], None]
-"""Told how many bytes of a file on disk have been read so far."""
+"""A function that is told how many bytes of a file on disk have been read so far."""
 
 
 def expand(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """The files that these paths name: a folder stands for all *.txt in it and below, sorted by their path.
+    """List the files that these paths name: a folder stands for all *.txt in it and below, sorted by their path.
 
     Raises: ConfigError for a folder without such a file, and for a pipe.
     """
@@ -40,7 +40,7 @@ def expand(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def documents(path: Path, text_field: str, on_read: OnRead = lambda _: None) -> Iterator[Iterator[bytes]]:
-    """The documents of a file, each as pieces of bytes: one of a text, one for each line of `.jsonl` or `.jsonl.gz`.
+    """Read the documents of a file, each as pieces of bytes: one of a text, one for each line of `.jsonl` (also `.gz`).
 
     The pieces of a document are taken before the next document is asked for.
 
@@ -54,12 +54,12 @@ def documents(path: Path, text_field: str, on_read: OnRead = lambda _: None) -> 
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether a file's name says that every line of it is a JSON object."""
+    """Return whether a file's name says that every line of it is a JSON object."""
     return path.name.removesuffix(".gz").endswith(".jsonl")
 
 
 def records(path: Path, on_read: OnRead = lambda _: None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a file and the number of the line that each stands in; blank lines are passed over.
+    """Read the JSON objects of a file, each with the number of its line; blank lines are passed over.
 
     Raises: ConfigError naming file and line.
     """
@@ -76,7 +76,7 @@ def records(path: Path, on_read: OnRead = lambda _: None) -> Iterator[tuple[int,
 
 
 def field(record: dict[str, Any], name: str, kind: type | tuple[type, ...], path: Path, number: int) -> Any:
-    """A field of a record.
+    """Take a field of a record.
 
     Raises: ConfigError where it is missing or of another kind, naming file and line.
     """
@@ -91,7 +91,7 @@ def field(record: dict[str, Any], name: str, kind: type | tuple[type, ...], path
 
 
 def lines(path: Path, on_read: OnRead = lambda _: None) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file without their ends, counted from 1.
+    """Read the lines of a file without their ends, counted from 1.
 
     Raises: ConfigError for a file that cannot be read.
     """
@@ -102,7 +102,7 @@ def lines(path: Path, on_read: OnRead = lambda _: None) -> Iterator[tuple[int, b
 
 
 def beginning(path: Path, count: int, what: str) -> bytes:
-    """The first `count` bytes of a text, or all where it has fewer.
+    """Read the first `count` bytes of a text, or all where it has fewer.
 
     Raises: ConfigError for a file that cannot be read; `what` says what it is.
     """
@@ -119,7 +119,7 @@ def _pieces(path: Path, on_read: OnRead) -> Iterator[bytes]:
 
 @contextmanager
 def _opened(path: Path, what: str = "training text") -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """What a file holds, unpacked where it is gzipped, and the file on disk; trouble is a ConfigError with its name."""
+    """Open a file, unpacked where it is gzipped, and as it is on disk; trouble is a ConfigError with its name."""
     try:
         with path.open("rb") as on_disk:
             unpacked = gzip.GzipFile(fileobj=on_disk) if path.suffix == ".gz" else on_disk

@@ -1,4 +1,4 @@
-"""Tokens on disk, memory-mapped: texts one after the other, made once and kept under a name that says of what."""
+"""Tokens on disk, memory-mapped: texts one after the other, made once and kept under a name that depends on them."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being made ready, how much of it is done, and how much there is."""
+"""A function that is told what is being made ready, how much of it is done, and how much there is."""
 
 _TELL_EVERY_S = 0.2
 # numpy reads a file's head with Python's parser, which in Python 3.11 fails now and then where two threads use it.
@@ -36,7 +36,7 @@ _PARSING = threading.Lock()
 
 
 def nothing_shown(what: str, done: int, total: int) -> None:
-    """A `Progress` that shows nothing."""
+    """Show nothing, as a `Progress`."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class TokenTable:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens in each text."""
+        """The number of tokens in each text."""
         return np.diff(self.offsets)
 
 
 def digest_of(paths: Sequence[Path], *settings: str) -> str:
-    """A name for what is made of these files under these settings: it changes when a byte of either does.
+    """Name what is made of these files under these settings: the name changes when a byte of either does.
 
     Raises: ConfigError for a file that cannot be read.
     """
@@ -78,7 +78,7 @@ def digest_of(paths: Sequence[Path], *settings: str) -> str:
 
 
 def cached_texts(folder: Path, name: str, texts: Callable[[], Iterable[NDArray[np.int32]]]) -> TokenTable:
-    """The texts that `name` stands for, from the cache or else from `texts()`, whose tokens go to disk as they come.
+    """Take the texts that `name` stands for from the cache, else from `texts()`, whose tokens go to disk as they come.
 
     Files appear whole or not at all; processes that make the same ones at once put the same bytes in the same place.
     Files that something else has damaged are made again.
@@ -102,7 +102,7 @@ def cached_texts(folder: Path, name: str, texts: Callable[[], Iterable[NDArray[n
 
 
 def _ends_of_whole(tokens: Path, offsets: Path) -> NDArray[np.int64] | None:
-    """Where the texts end, if both files are there and whole: a crash of the machine may leave half of one."""
+    """Read the ends of the texts, if both files are there and whole: a crash of the machine may leave half of one."""
     try:
         ends_N = _load_ends(offsets)
         whole = ends_N.ndim == 1 and len(ends_N) > 0 and tokens.stat().st_size == 4 * int(ends_N[-1])
@@ -145,7 +145,7 @@ def put_in_place(path: Path, contents: bytes) -> None:
 
 
 def tokens_of(tokeniser: Tokeniser, pieces: Iterable[bytes]) -> Iterator[NDArray[np.int32]]:
-    """The tokens of a document that comes in pieces; where it is cut changes none of them."""
+    """Tokenise a document that comes in pieces; the cuts between them change no token."""
     tail = b""
     for piece in pieces:
         tail += piece
@@ -156,7 +156,7 @@ def tokens_of(tokeniser: Tokeniser, pieces: Iterable[bytes]) -> Iterator[NDArray
 
 
 def reading(paths: Sequence[Path], progress: Progress, what: str = "tokenising") -> Callable[[Path], OnRead]:
-    """For each file the function that is told how far it is read; `progress` hears of all together, at times."""
+    """Make for each file the function that is told how far it is read; `progress` hears of all together, at times."""
     sizes = [path.stat().st_size for path in paths]
     before = {path: sum(sizes[:index]) for index, path in enumerate(paths)}
     total, last = sum(sizes), time.monotonic()
