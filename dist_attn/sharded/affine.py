@@ -63,6 +63,7 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
         assert out is not None  # `work` returns outputs
         return out, AffineState(after_BHX.unflatten(-1, (size, values)))
     dtype, out_dtype = call.sums_dtype(), call.v_BHLV.dtype
+    call = replace(call, products=call.products_dtype())  # which tensors that are widened do not show
     wide = (None if t is None else widened_for_grad_accumulation(t, dtype) for t in call.sequence)
     call = call.with_sequence(tuple(wide))
     element = absorb(call)
