@@ -1,29 +1,37 @@
 """What computes affine recurrences on a GPU by default: what is known of versions and devices, records, and trials."""
 
+import fcntl
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import build_mixer
 from dist_attn.model_config.mixer import mixer_config_class
 from dist_attn.ops import AffineState, LocalSequenceOps, local_sequence_ops
 from dist_attn.ops.affine import AffineCall, recur_by_chunks, trial
-from dist_attn.ops.affine.implementation import choose, recurrences_taken, why_not_by_default
+from dist_attn.ops.affine.implementation import choose, recurrences_taken, try_kernels, why_not_by_default
 from dist_attn.ops.affine.streaming import stream_recurrence
 from dist_attn.ops.affine.trial import Kind, tried
 from dist_attn.ops.fla_known import Asked, Surroundings, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import affine as sharded_affine
 from tests.ops.kernel_table import BEGIN, END, PAGE, section
+from tests.support.affine import AffineInputs
 from tests.support.fla import fla_adapter
 from tests.support.machines import Machine
 from tests.support.native import needs_kernels
 
 __all__ = ["fla_adapter"]
 
+LAYOUT = SequenceLayout.from_lengths([7, 0, 5])
 H100 = Machine((9, 0), "3.7.1", "0.6.0")
 ON = Surroundings("3.7.1", "0.6.0", (9, 0))
 RECORD = GpuRecord(driver="570", torch="2.13", triton="3.7.1", commit="abc")
@@ -117,6 +125,40 @@ def test_a_rank_that_is_ready_tries_nothing_more() -> None:
         other = choose(call_on(H100.device, gradients=True))
     assert other.implementation == "streaming"
     assert "not tried before this rank was ready" in other.reason
+
+
+def test_a_rank_with_few_tokens_tries_too() -> None:
+    """Ranks try kernels before they exchange anything, however few tokens one has: none waits for another's trial."""
+    with H100.entered():
+        try_kernels(call_on(H100.device, tokens=3))
+        assert choose(call_on(H100.device, tokens=3)).implementation == "streaming"
+        assert [kind.operation for kind in trial._outcomes] == ["fla_kda"]
+    tried_by: list[int] = []
+
+    def on_rank(comm: Communicator) -> None:
+        inputs = AffineInputs.random("delta rule", 12, channels=False).leaves(*LAYOUT.range(comm.rank))
+        inputs.run(ShardedSequenceOps(comm, LAYOUT))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_affine, "try_kernels", lambda call: tried_by.append(call.tokens))
+        run_simulated(on_rank, LAYOUT.size)
+    assert sorted(tried_by) == sorted(LAYOUT.lengths)
+
+
+def test_processes_of_a_host_measure_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one measures tiles another waits, and not for ever; without a folder each measures for itself."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(trial, "WAIT_S", 0.3)
+    with trial._in_turn(), (tmp_path / "cache/dist-attn-trials").open("w") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with trial._in_turn():  # of another one that waits in vain
+            pass
+    with (tmp_path / "cache/dist-attn-trials").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache/dist-attn-trials/none"))
+    with trial._in_turn():
+        pass
 
 
 def test_deterministic_chunks_take_no_measured_tiles(monkeypatch) -> None:

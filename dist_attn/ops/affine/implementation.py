@@ -18,7 +18,7 @@ from dist_attn.ops.linear_attention.implementation import (
     why_not_for_c,
 )
 
-__all__ = ["choose", "fla_operation", "recurrences_taken", "why_not_by_default"]
+__all__ = ["choose", "fla_operation", "recurrences_taken", "try_kernels", "why_not_by_default"]
 
 FEWEST = 64  # tokens of a chunk of flash-linear-attention's: of fewer it measures tiles again, and launches take longer
 
@@ -50,14 +50,31 @@ def choose(call: AffineCall) -> Choice:
         return Choice("streaming", "there are no tokens")
     if call.implementation != "auto" or device.type != "cuda":
         return choice
-    reason = why_no_fla(call.v_BHLV, interpreted_is_fine=False) or why_not_by_default(
-        call, surroundings_of(device), torch.cuda.get_device_name(device), record_of(device)
-    )
-    if reason is None:
-        reason = why_not_right_here(call, _kind_of(call))
-    if reason is not None:
+    if call.tokens < FEWEST:
+        return Choice(
+            "streaming", f"there are {call.tokens} tokens: flash-linear-attention is taken for {FEWEST} or more"
+        )
+    if (reason := _why_not_fla(call)) is not None:
         return Choice("streaming", reason)
     return Choice("fla", "flash-linear-attention's came out right on this GPU")
+
+
+def try_kernels(call: AffineCall) -> None:
+    """Run the trial that `choose` would begin, however few tokens there are.
+
+    Ranks call this before they exchange anything of a call, so that none of them waits there for another one's trial.
+    """
+    if call.implementation == "auto" and call.v_BHLV.device.type == "cuda":
+        _why_not_fla(call)
+
+
+def _why_not_fla(call: AffineCall) -> str | None:
+    device = call.v_BHLV.device
+    reason = why_no_fla(call.v_BHLV, interpreted_is_fine=False)
+    if reason is None:
+        name = torch.cuda.get_device_name(device)
+        reason = why_not_by_default(call, surroundings_of(device), name, record_of(device))
+    return why_not_right_here(call, _kind_of(call)) if reason is None else reason
 
 
 def fla_operation(call: AffineCall) -> FlaOperation | None:
@@ -77,8 +94,6 @@ def why_not_by_default(call: AffineCall, on: Surroundings, name: str, record: Gp
 
     What `make gpu` has found counts for the Triton that it found it with. Its cases are right or wrong with gradients.
     """
-    if call.tokens < FEWEST:
-        return f"there are {call.tokens} tokens: flash-linear-attention is taken for {FEWEST} or more"
     if (reason := _unsupported_by_fla(call) or why_known_not(_asked(call, by_name=False), on)) is not None:
         return reason
     if record is None or record.triton != on.triton:

@@ -1,16 +1,21 @@
 """Whether flash-linear-attention's kernels come out right on this GPU: one trial of each kind of call in a process.
 
-A trial first runs the kernels on the call itself, which is when Triton measures tiles for its sizes (it keeps them in
-TRITON_CACHE_DIR, so that this is quick the next time), and then compares outputs, the state after and, where they are
-asked for, all gradients with the streaming form in float32 on a few chunks of random numbers. A rank runs its trials
-before it is ready and ends them: no request waits for one.
+A trial first runs the kernels on the call itself, which is when Triton measures tiles for its sizes. It keeps them in
+TRITON_CACHE_DIR, so that this is quick the next time, and all ranks of a host have the same. Then outputs, the state
+after and, where they are asked for, all gradients are compared with the streaming form in float32, on a few chunks of
+random numbers. A rank runs its trials before it is ready and ends them: no request waits for one.
 
 Shape letters: B batch, H heads, L tokens, K key size, V values.
 """
 
+import fcntl
+import os
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +30,7 @@ from dist_attn.ops.watch import watching
 __all__ = ["Kind", "end_trials", "why_not_right_here"]
 
 TOKENS, STARTS, CLOSED = 170, (30, 100), 90  # two chunks of 64 and a part; where documents start; a closed gate
+WAIT_S = 600.0  # for a trial of another process at most
 ACCEPTED = 0.03  # of `_error`: some roundings of bfloat16; a token that is all wrong comes to a multiple of it
 
 Results = dict[str, torch.Tensor]
@@ -109,9 +115,10 @@ def tried(call: AffineCall, kind: Kind) -> str | None:
 
     whose = f"flash-linear-attention's {kind.words}"
     try:
+        small = kind.call()
         with without_autocast(kind.device), watching(None):
-            _results(call, fla_recurrence, kind)
-            small = kind.call()
+            with _in_turn():
+                _results(call if call.tokens >= TOKENS else small, fla_recurrence, kind)
             got, want = _results(small, fla_recurrence, kind), _results(_widened(small), stream_recurrence, kind)
             errors = {name: _error(got[name], exact) for name, exact in want.items()}
     except Exception as error:  # of a compiler, a driver or too little memory: the streaming form goes on
@@ -119,6 +126,24 @@ def tried(call: AffineCall, kind: Kind) -> str | None:
     # What is no number is not right.
     wrong = [f"{name} {error:.2g}" for name, error in errors.items() if not error <= ACCEPTED]
     return f"{whose} did not come out right on this GPU (relative errors: {', '.join(wrong)})" if wrong else None
+
+
+@contextmanager
+def _in_turn() -> Iterator[None]:
+    """One process of this host after the other: the first measures tiles, and the others read the same ones of it."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    with ExitStack() as held:
+        with suppress(OSError):  # a folder that cannot be written: each measures for itself
+            folder.mkdir(parents=True, exist_ok=True)
+            opened = held.enter_context((folder / "dist-attn-trials").open("w"))
+            ends = time.monotonic() + WAIT_S
+            while time.monotonic() < ends:
+                try:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1)
+        yield
 
 
 def _results(call: AffineCall, form: Form, kind: Kind) -> Results:
