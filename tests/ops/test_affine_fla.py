@@ -110,10 +110,7 @@ def test_documents_do_not_see_each_other(kind: str, channels: bool) -> None:
     ],
 )
 def test_over_ranks(kind: str, channels: bool, documents, exchange: str, monkeypatch) -> None:
-    """Uneven and empty slices and packed documents give one rank's outputs, states and gradients, of states too.
-
-    Ranks take turns, or exchange what their tokens do to a state.
-    """
+    """Uneven and empty slices and packed documents give one rank's outputs, states and gradients, of states too."""
     one_at_a_time(monkeypatch)
     inputs = random(kind, 30, channels=channels, closed=False)
     layout = SequenceLayout.from_lengths([17, 0, 13], documents=documents)
