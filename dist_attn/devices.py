@@ -11,6 +11,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import place_on_host
+from dist_attn.ops.affine.implementation import recurrences_taken
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention import kernels_taken
 from dist_attn.wire.choices import Precision, WeightPrecision, check_device
@@ -41,8 +42,11 @@ class Compute:
         """
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
         ranks = "1 rank" if comm is None or comm.size == 1 else f"{comm.size} ranks over {comm.backend}"
+        kernels = kernels_taken(self.device)
+        if self.device.type == "cuda":
+            kernels += f"; of affine recurrences {recurrences_taken(self.device)}"
         held = "" if weights == "float32" else f", weights in {weights}"
-        return f"device {self.device}{name}, {self.precision}{held}, {ranks}, kernels: {kernels_taken(self.device)}"
+        return f"device {self.device}{name}, {self.precision}{held}, {ranks}, kernels: {kernels}"
 
 
 ON_CPU = Compute(torch.device("cpu"), torch.float32)

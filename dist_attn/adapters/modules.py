@@ -43,7 +43,8 @@ def minimax_lightning_attention(module: nn.Module) -> None:
         qkv_BLHW = own.act_fn(own.qkv_proj(hidden_states)).unflatten(-1, (own.num_attention_heads, -1))
         q, k, v = one.own(qkv_BLHW, 1).transpose(1, 2).float().chunk(3, dim=-1)
         log_decay_BHL1 = -own.slope_rate.float().expand(*q.shape[:3], 1)
-        out_BLHV = one.filled(operations.recur(one, q, k, v, log_decay_BHL1).transpose(1, 2), 1)
+        out_BHLV = operations.recur(one, q, k, v, log_decay_BHL1, dtype=hidden_states.dtype)
+        out_BLHV = one.filled(out_BHLV.transpose(1, 2), 1)
         normed = own.norm(out_BLHV.flatten(2).to(hidden_states.dtype))
         return own.out_proj(torch.sigmoid(own.output_gate(hidden_states)) * normed), None
 
@@ -97,7 +98,8 @@ def xlstm_backend(module: nn.Module) -> None:
         weight_BHL1 = (log_weight.double() - level_BHL).exp().float()[..., None]
         decay_BHL1 = (log_gate_BHL.double() - rise_BHL).float()[..., None]
         with_ones = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-        sums_BHLW = operations.recur(one, q * q.shape[-1] ** -0.5, k * weight_BHL1, with_ones, decay_BHL1)
+        unit_q, weighed_k = q * q.shape[-1] ** -0.5, k * weight_BHL1
+        sums_BHLW = operations.recur(one, unit_q, weighed_k, with_ones, decay_BHL1, dtype=query.dtype)
         least_BHL = (-level_BHL).exp().clamp_max(torch.finfo(torch.float32).max).float()
         divisor_BHL = torch.maximum(sums_BHLW[..., -1].abs(), least_BHL) + eps
         return one.filled(sums_BHLW[..., :-1] / divisor_BHL[..., None], 2).to(query.dtype), None

@@ -15,6 +15,7 @@ from dist_attn.adapters.passes import Pass
 from dist_attn.errors import InputError
 from dist_attn.ops import KeyValueCache, SoftmaxOptions
 from dist_attn.ops.affine import AffineState
+from dist_attn.ops.device import products_in
 from dist_attn.ops.softmax_attention import CacheRows, softmax_attention_of_rows
 
 Tensor = torch.Tensor
@@ -100,7 +101,7 @@ def delta_rule(
     q, k = (_for_heads(t, heads) for t in (q, k))
     decay = decay[..., None] if decay.dim() == 3 else decay
     q, k, v, decay, beta = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v, decay, beta))
-    return one.filled(recur(one, q, k, v, decay, beta).transpose(1, 2), 1).to(dtype), None
+    return one.filled(recur(one, q, k, v, decay, beta, dtype=dtype).transpose(1, 2), 1).to(dtype), None
 
 
 def mamba2_scan(
@@ -121,10 +122,11 @@ def mamba2_scan(
     x, dt, keys, queries = (one.own(t, 1) for t in (hidden_states, dt, B, C))
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
-    x, heads = x.float(), x.shape[2]
+    dtype, x, heads = x.dtype, x.float(), x.shape[2]
     k, q = (_for_heads(t.float(), heads).transpose(1, 2) for t in (keys, queries))
     decay_BHL1 = (A.float() * dt).transpose(1, 2)[..., None]
-    out_BLHV = recur(one, q, k, (x * dt[..., None]).transpose(1, 2), decay_BHL1).transpose(1, 2)
+    written_BHLV = (x * dt[..., None]).transpose(1, 2)
+    out_BLHV = recur(one, q, k, written_BHLV, decay_BHL1, dtype=dtype).transpose(1, 2)
     out_BLHV = out_BLHV if D is None else out_BLHV + D[..., None] * x
     return one.filled(out_BLHV.contiguous(), 1)
 
@@ -154,17 +156,28 @@ def mamba_scan(
 
 
 def recur(
-    one: Pass, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, log_decay: Tensor, beta_BHL: Tensor | None = None
+    one: Pass,
+    q_BHLK: Tensor,
+    k_BHLK: Tensor,
+    v_BHLV: Tensor,
+    log_decay: Tensor,
+    beta_BHL: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """An affine recurrence, [B, H, L, V], or with `beta` the gated delta rule; log decays [B, H, L, 1] or [.., K]."""
+    """An affine recurrence, [B, H, L, V], or with `beta` the gated delta rule; log decays [B, H, L, 1] or [.., K].
+
+    `dtype` is that of the model: a GPU's kernels multiply in it, as those of transformers do.
+    """
     before = one.tensor_before()
     state = None if before is None else AffineState(before)
-    if beta_BHL is None:
-        out_BHLV, after = one.ops.affine_recurrence(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK=log_decay, state=state)
-    else:
-        out_BHLV, after = one.ops.gated_delta_rule(
-            q_BHLK, k_BHLK, v_BHLV, beta_BHL=beta_BHL, log_decay_BHLK=log_decay, state=state
-        )
+    with products_in(dtype, q_BHLK.device):
+        if beta_BHL is None:
+            out_BHLV, after = one.ops.affine_recurrence(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK=log_decay, state=state)
+        else:
+            out_BHLV, after = one.ops.gated_delta_rule(
+                q_BHLK, k_BHLK, v_BHLV, beta_BHL=beta_BHL, log_decay_BHLK=log_decay, state=state
+            )
     one.keep(after.s_BHKV)
     return out_BHLV
 

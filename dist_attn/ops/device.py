@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["send", "without_autocast"]
+__all__ = ["products_in", "send", "without_autocast"]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -15,6 +15,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def products_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    """Kernels that multiply in one type may take this one, of two bytes, inside it, for wider tensors too."""
+    if dtype not in (torch.bfloat16, torch.float16) or not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:

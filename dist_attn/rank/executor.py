@@ -19,9 +19,10 @@ from dist_attn.errors import EngineError, InputError, StateMismatchError, WireEr
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.host_limits import given_threads
 from dist_attn.layout import SequenceLayout
-from dist_attn.model_config.figures import SLOTS
+from dist_attn.model_config.figures import GRAIN, SLOTS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
+from dist_attn.ops.affine.trial import end_trials
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import DecodeSlots
@@ -119,9 +120,12 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         model, chunk_tokens=settings.chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
     )
     manifest = Manifest(identity_of(model, folder), computed)
-    return ModelExecutor(
+    executor = ModelExecutor(
         model, comm, name=folder.name, end_tokens=_end_tokens(folder, model), finite=finite, manifest=manifest
     )
+    for outcome in end_trials() if compute.device.type == "cuda" else ():
+        _tell(settings, outcome)
+    return executor
 
 
 def _tell(settings: RankSettings, sentence: str) -> None:
@@ -427,8 +431,13 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run a few tokens, so that a model which cannot be sharded is refused before the hello."""
-        length = max(8, self._model.grain)
+        """Run a few tokens, so that a model which cannot be sharded is refused before the hello.
+
+        On a GPU as many as a block has: kernels are compiled, measured and tried here, and not in a request.
+        """
+        length = max(8 if self._device.type == "cpu" else GRAIN, self._model.grain)
+        if (positions := self._model.learned_positions) is not None:
+            length = max(1, min(length, positions // self._comm.size))
         lengths = [length] * self._comm.size
         ops: SequenceOps = LocalSequenceOps()
         if self._comm.size > 1:

@@ -11,6 +11,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import ModelState
+from dist_attn.ops import local_sequence_ops
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped.downloaded import SUPPORTED
 from tests.adapters.supported import PAGE, listed
@@ -128,6 +129,20 @@ def test_bfloat16_is_as_near_as_that_of_transformers(kind: str, tmp_path: Path) 
         theirs += (narrow(tokens_BL, use_cache=False).logits - want_BLV).square().mean().item()
         ours += (load_adapted_model(tmp_path, torch.bfloat16).logits(tokens_BL) - want_BLV).square().mean().item()
     assert ours**0.5 <= 1.1 * theirs**0.5
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "bailing_hybrid", "minimax"])
+@torch.inference_mode()
+def test_kernels_may_multiply_in_the_type_of_the_weights(kind: str, tmp_path: Path, monkeypatch) -> None:
+    """Recurrences whose inputs transformers widens name the weights' bfloat16 to kernels that multiply in one type."""
+    asked, recur = [], local_sequence_ops.recur
+    monkeypatch.setattr(local_sequence_ops, "recur", lambda call: asked.append(call.products_dtype()) or recur(call))
+    model, tokens_BL = written(kind)
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        asked.clear()
+        load_adapted_model(tmp_path, dtype).logits(tokens_BL)
+        assert set(asked) == {dtype}
 
 
 def test_every_supported_type_is_compared() -> None:

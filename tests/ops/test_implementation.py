@@ -13,6 +13,7 @@ from dist_attn.ops import LinearState, linear_attention
 from dist_attn.ops.gpu_record import GpuRecord
 from dist_attn.ops.linear_attention import LinearCall, choose, implementation
 from tests.support.closeness import assert_close
+from tests.support.machines import Machine
 from tests.support.native import needs_kernels
 
 X = torch.zeros(1, 2, 3, 4)
@@ -132,6 +133,18 @@ def test_what_flash_linear_attention_cannot_take_is_an_error_that_says_why(given
     monkeypatch.setattr(implementation, "find_spec", lambda name: None if name == "fla" else object())
     with pytest.raises(ConfigError, match=r"is not installed; .*\[fla\]"):
         choose(fine)
+
+
+def test_what_is_known_against_flash_linear_attention_is_said_by_name():
+    """Gradients that a version of Triton gets wrong on a GPU are refused in words; what is right there is computed."""
+    with Machine((9, 0), "3.6.0", "0.6.0").entered():
+        x = torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16, device="cuda")
+        call = LinearCall(x, x, x.requires_grad_(), torch.zeros(1, 2, 3, device="cuda"), implementation="fla")
+        with pytest.raises(ConfigError, match=r"on Hopper GPUs Triton 3\.6\.0 gets gradients"):
+            choose(call)
+        assert choose(replace(call, log_gate_BHS=None)).implementation == "fla"
+        with torch.no_grad():
+            assert choose(call).implementation == "fla"
 
 
 CASES = [

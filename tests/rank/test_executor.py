@@ -334,3 +334,17 @@ def test_work_out_of_order_is_refused():
         prefill(made, 2, TOKENS[:10])
     with pytest.raises(EngineError, match="cannot decode"):
         made.decode(DecodeOp([DecodeEntry(1, 3)]))
+
+
+@pytest.mark.parametrize(("device", "positions", "tokens"), [("cpu", None, 8), ("meta", None, 512), ("meta", 300, 300)])
+def test_it_warms_up_with_a_block_on_a_device(device, positions, tokens, monkeypatch):
+    """Before any request the kernels of a device see as many tokens as a block has, or as the model has positions."""
+
+    def hidden(tokens_BL, *_):
+        raise InterruptedError(f"{tokens_BL.shape[1]} tokens")
+
+    model = small_model(small_config("gated_delta")).to(device)
+    monkeypatch.setattr(type(model), "learned_positions", positions)
+    monkeypatch.setattr(model, "hidden", hidden)
+    with pytest.raises(InterruptedError, match=f"^{tokens} tokens$"):
+        ModelExecutor(model, LocalCommunicator(), name="small")

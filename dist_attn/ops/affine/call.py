@@ -50,7 +50,8 @@ class AffineBuffers(NamedTuple):
 class AffineCall:
     """The arguments of `affine_recurrence`, or with `beta_BHL` of `gated_delta_rule`; these explain them.
 
-    `buffers` is memory that outputs and gradients may be written to, or not; see `ops.parts`.
+    `products` is the type to which kernels that take one type round what they multiply, see `products_dtype`. `buffers`
+    is memory that outputs and gradients may be written to, or not; see `ops.parts`.
     """
 
     q_BHLK: torch.Tensor
@@ -64,6 +65,7 @@ class AffineCall:
     state: AffineState | None = None
     documents: tuple[int, ...] = ()
     implementation: Implementation = "auto"
+    products: torch.dtype | None = None
     buffers: AffineBuffers | None = None
 
     @staticmethod
@@ -118,6 +120,22 @@ class AffineCall:
         states = () if self.state is None else (self.state.s_BHKV,)
         there = (t for t in (*self.sequence, *states) if t is not None)
         return reduce(torch.promote_types, (t.dtype for t in there), torch.float32)
+
+    def products_dtype(self) -> torch.dtype:
+        """The type of autocast where that is on, else that of the values, beside which models make keys in float32."""
+        kind = self.v_BHLV.device.type
+        if self.products is not None:
+            return self.products
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.v_BHLV.dtype
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether autograd is to differentiate it."""
+        state = None if self.state is None else self.state.s_BHKV
+        tensors = (*self.sequence, self.bonus_HK, state)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def first_sums(self, dtype: torch.dtype) -> torch.Tensor:
         """S before the first token, [B, H, K, V]."""

@@ -33,8 +33,11 @@ from dist_attn.ops.linear_attention.fla import run_kernels
 
 def fla_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`affine_recurrence` or `gated_delta_rule` of a call with tokens that `choose` gives to these kernels."""
-    out, after = _FlaKernels(call.read, call.documents)(call.inputs(None if call.state is None else call.state.s_BHKV))
-    return present(out), AffineState(present(after))
+    x, dtype = call.inputs(None if call.state is None else call.state.s_BHKV), call.products_dtype()
+    # Before the operation, so that what is kept for the backward pass is as narrow.
+    q, k, v, a, b = (None if t is None else t.to(dtype) for t in (x.q, x.k, x.v, x.a, x.b))
+    out, after = _FlaKernels(call.read, call.documents)(x._replace(q=q, k=k, v=v, a=a, b=b))
+    return present(out).to(call.v_BHLV.dtype), AffineState(present(after))
 
 
 @dataclass(frozen=True)

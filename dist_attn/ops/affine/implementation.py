@@ -4,28 +4,31 @@ import torch
 
 from dist_attn.ops.affine.call import AffineCall
 from dist_attn.ops.affine.native import kernels
+from dist_attn.ops.affine.trial import Kind, why_not_right_here
 from dist_attn.ops.c_library import NoLibraryError
+from dist_attn.ops.fla_known import Asked, Surroundings, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import FlaOperation, GpuRecord, record_of
 from dist_attn.ops.linear_attention.implementation import (
-    FLA_DTYPES,
     LARGEST,
     NATIVE_DTYPES,
     NATIVE_LARGEST,
     Choice,
     resolve,
-    why_case_not_faster,
     why_no_fla,
     why_not_for_c,
 )
 
-__all__ = ["choose", "fla_operation", "why_not_faster"]
+__all__ = ["choose", "fla_operation", "recurrences_taken", "try_kernels", "why_not_by_default"]
+
+FEWEST = 64  # tokens of a chunk of flash-linear-attention's: of fewer it measures tiles again, and launches take longer
 
 
 def choose(call: AffineCall) -> Choice:
     """What computes a call: the implementation asked for by name; "auto" takes C kernels for tensors of a CPU.
 
-    On a GPU "auto" takes flash-linear-attention's kernels, where the record of such devices has them as right and
-    faster. A call without tokens is one of the streaming form, unless with tokens it would be refused.
+    On a GPU "auto" takes flash-linear-attention's kernels unless something is known against them there or their trial
+    (`trial`), which this begins, did not come out right. A call without tokens is one of the streaming form, unless
+    with tokens it would be refused.
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
@@ -37,18 +40,41 @@ def choose(call: AffineCall) -> Choice:
         device,
         lambda: "there are no Triton kernels of affine recurrences",
         lambda: _unsupported_by_c(call) or why_no_library(),
-        why_not_fla=lambda: why_no_fla(call.v_BHLV, interpreted_is_fine=True) or _unsupported_by_fla(call),
+        why_not_fla=lambda: (
+            why_no_fla(call.v_BHLV, interpreted_is_fine=True)
+            or _unsupported_by_fla(call)
+            or why_known_not(_asked(call, by_name=True), surroundings_of(device))
+        ),
     )
     if not call.tokens:
         return Choice("streaming", "there are no tokens")
     if call.implementation != "auto" or device.type != "cuda":
         return choice
-    reason = (
-        why_not_faster(call, torch.cuda.get_device_name(device), record_of(device))
-        or why_no_fla(call.v_BHLV, interpreted_is_fine=False)
-        or _unsupported_by_fla(call)
-    )
-    return choice if reason is not None else Choice("fla", "flash-linear-attention was faster on this GPU")
+    if call.tokens < FEWEST:
+        return Choice(
+            "streaming", f"there are {call.tokens} tokens: flash-linear-attention is taken for {FEWEST} or more"
+        )
+    if (reason := _why_not_fla(call)) is not None:
+        return Choice("streaming", reason)
+    return Choice("fla", "flash-linear-attention's came out right on this GPU")
+
+
+def try_kernels(call: AffineCall) -> None:
+    """Run the trial that `choose` would begin, however few tokens there are.
+
+    Ranks call this before they exchange anything of a call, so that none of them waits there for another one's trial.
+    """
+    if call.implementation == "auto" and call.v_BHLV.device.type == "cuda":
+        _why_not_fla(call)
+
+
+def _why_not_fla(call: AffineCall) -> str | None:
+    device = call.v_BHLV.device
+    reason = why_no_fla(call.v_BHLV, interpreted_is_fine=False)
+    if reason is None:
+        name = torch.cuda.get_device_name(device)
+        reason = why_not_by_default(call, surroundings_of(device), name, record_of(device))
+    return why_not_right_here(call, _kind_of(call)) if reason is None else reason
 
 
 def fla_operation(call: AffineCall) -> FlaOperation | None:
@@ -63,38 +89,68 @@ def fla_operation(call: AffineCall) -> FlaOperation | None:
     return "fla_gla" if vector else "fla_simple_gla"
 
 
-def why_not_faster(call: AffineCall, name: str, record: GpuRecord | None) -> str | None:
-    """Why flash-linear-attention is not the faster one for a call, by the record of devices of this name, or None."""
+def why_not_by_default(call: AffineCall, on: Surroundings, name: str, record: GpuRecord | None) -> str | None:
+    """Why flash-linear-attention does not compute a call by default on devices of this name, before any trial, or None.
+
+    What `make gpu` has found counts for the Triton that it found it with. Its cases are right or wrong with gradients.
+    """
+    if (reason := _unsupported_by_fla(call) or why_known_not(_asked(call, by_name=False), on)) is not None:
+        return reason
+    if record is None or record.triton != on.triton:
+        return None
+    asked, way = _asked(call, by_name=False), "forward and backward" if call.needs_gradients else "forward"
+    for one, found in record.cases_of(asked.operation).items() if call.needs_gradients else ():
+        if isinstance(found, str) and one.startswith(f"{asked.operation} {_name_of(asked.dtype)} "):
+            return f"flash-linear-attention's did not come out right on {name} ({one}: {found})"
+    case = f"{asked.operation} {_name_of(asked.dtype)} {way}"
+    times = record.ratios.get(case, {})
+    if times.get("ours_ms", float("inf")) <= times.get("fla_ms", 0.0):
+        return f"the streaming form was faster on {name} ({case})"
+    return None
+
+
+def recurrences_taken(device: torch.device) -> str:
+    """What "auto" computes affine recurrences with on a GPU, in words for the first line of a command."""
+    reason = why_no_fla(torch.empty(0, device=device), interpreted_is_fine=False)
+    if reason is None:
+        on = surroundings_of(device)
+        every = Asked("fla_kda", torch.bfloat16, gradients=False)
+        reason = why_known_not(every, on)
+    if reason is not None:
+        return f"torch's operations; {reason}"
+    return f"flash-linear-attention's {on.fla} in bfloat16, each where its trial comes out right"
+
+
+def _asked(call: AffineCall, *, by_name: bool) -> Asked:
     operation = fla_operation(call)
-    if operation is None:
-        return _unsupported_by_fla(call)
-    state = None if call.state is None else call.state.s_BHKV
-    tensors = (*call.sequence, call.bonus_HK, state)
-    gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    dtype = str(call.v_BHLV.dtype).removeprefix("torch.")
-    case = f"{operation} {dtype} forward{' and backward' * gradients}"
-    return why_case_not_faster(operation, case, name, record)
+    assert operation is not None  # `_unsupported_by_fla` comes first
+    return Asked(operation, call.products_dtype(), call.needs_gradients, by_name=by_name)
+
+
+def _kind_of(call: AffineCall) -> Kind:
+    asked, (batch, heads, size, values) = _asked(call, by_name=False), call.state_shape
+    sizes = (min(2, batch), heads, size, values)
+    return Kind(call.v_BHLV.device, asked.operation, asked.dtype, sizes, bool(call.documents), asked.gradients)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _unsupported_by_fla(call: AffineCall) -> str | None:
-    """Why flash-linear-attention has no kernels of this call, or None."""
+    """Why flash-linear-attention has no kernels of this call in any version, or None."""
     if fla_operation(call) is None:
         return "the state is read before a token that erases from it: flash-linear-attention has no kernels of that"
     if call.sums_dtype() != torch.float32:
         return f"sums in {call.sums_dtype()} are asked for: the kernels' are float32"
-    v = call.v_BHLV
-    factors = (call.q_BHLK, call.k_BHLK, v, *(call.erase or ()))
-    if any(t.dtype != v.dtype for t in factors) or v.dtype not in FLA_DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLA_DTYPES)
-        found = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in factors))
-        return f"queries, keys, values and what erases are {found}: the kernels take one of {known} for all"
+    v, dtype = call.v_BHLV, call.products_dtype()
     state = None if call.state is None else call.state.s_BHKV
     if any(t is not None and t.device != v.device for t in (*call.sequence, call.bonus_HK, state)):
         return "the tensors are on different devices"
     sizes = call.k_BHLK.shape[3], v.shape[3]
     if not min(sizes) or sizes[0] > LARGEST:
         return f"the key size and values are {sizes}: the kernels take a key size of 1 to {LARGEST}, and some values"
-    if v.dtype != torch.float32 and (sizes[0] % 2 or sizes[1] % 2):
+    if dtype != torch.float32 and (sizes[0] % 2 or sizes[1] % 2):
         return f"the key size and values are {sizes}: in half precision the kernels take even sizes"
     return None if v.shape[0] and v.shape[1] else "there are no sequences or no heads"
 

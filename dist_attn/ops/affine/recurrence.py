@@ -187,9 +187,12 @@ def _one_token(call: AffineCall, state: AffineState) -> tuple[torch.Tensor, Affi
 def recur_by_chunks(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`recur` chunk by chunk, so that bits do not depend on where between chunks a sequence is cut.
 
-    How a matrix product rounds depends on how many there are side by side, and on the strides of its matrices.
+    How a matrix product rounds depends on how many there are side by side, and on the strides of its matrices. On a GPU
+    it is the streaming form unless another is named: tiles are measured, so that ranks may differ in them.
     """
     call.check()
+    if call.implementation == "auto" and call.v_BHLV.device.type == "cuda":
+        call = replace(call, implementation="streaming")
     ranges = chunk_ranges(call.tokens)
     if not ranges:
         return recur(call)

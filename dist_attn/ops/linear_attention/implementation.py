@@ -14,6 +14,7 @@ import torch
 from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import HasFusedForm
+from dist_attn.ops.fla_known import Asked, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord, Operation, record_of, why_not_proven, why_not_right
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
@@ -70,6 +71,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
             _why_no_fla(call, interpreted_is_fine=True)
             or unsupported(any_lengths=False)
             or _unsupported_types(call, FLA_DTYPES)
+            or _known_of_fla(call, by_name=True)
         ),
     )
 
@@ -89,6 +91,7 @@ def choose_attention(call: LinearCall) -> Choice:
         or _why_no_fla(call, interpreted_is_fine=False)
         or _unsupported_call(call, any_lengths=False)
         or _unsupported_types(call, FLA_DTYPES)
+        or _known_of_fla(call, by_name=False)
     )
     return choice if reason is not None else Choice("fla", "flash-linear-attention was faster on this GPU")
 
@@ -234,6 +237,14 @@ def _why_no_fla(call: LinearCall, *, interpreted_is_fine: bool) -> str | None:
     if reason is None and not call.causal:
         return "attention is not causal: flash-linear-attention's kernels are"
     return reason
+
+
+def _known_of_fla(call: LinearCall, *, by_name: bool) -> str | None:
+    # A step has no matrix products, so float32 is not rounded there.
+    by_name = by_name or call.queries == 1
+    gated = call.log_gate_BHS is not None
+    asked = Asked("fla_simple_gla", call.v_BHSV.dtype, _needs_gradients(call), gated=gated, by_name=by_name)
+    return why_known_not(asked, surroundings_of(call.v_BHSV.device))
 
 
 def _unsupported_call(call: LinearCall, *, any_lengths: bool) -> str | None:

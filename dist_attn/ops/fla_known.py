@@ -1,0 +1,113 @@
+"""What flash-linear-attention refuses or computes wrong, by its version, Triton's, the GPU and the type: one table.
+
+It is read before anything is tried: a small trial does not meet what goes wrong only in large grids, or now and then.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from dist_attn.ops.gpu_record import FlaOperation
+
+__all__ = ["KNOWN", "Asked", "Surroundings", "surroundings_of", "why_known_not"]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where kernels run: the versions, and the GPU's compute capability, None in Triton's interpreter."""
+
+    triton: str
+    fla: str
+    capability: tuple[int, int] | None
+
+    @property
+    def hopper(self) -> bool:
+        """Whether the GPU is an H100 or its like."""
+        return self.capability is not None and self.capability[0] == 9
+
+    @property
+    def blackwell(self) -> bool:
+        """Whether the GPU is a B200, a GeForce 50 or their like."""
+        return self.capability is not None and self.capability[0] in (10, 11, 12)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of one of flash-linear-attention's operations; `dtype` is that of its products."""
+
+    operation: FlaOperation
+    dtype: torch.dtype
+    gradients: bool
+    gated: bool = True
+    by_name: bool = False
+
+
+# In each line what is said, with the versions in braces, and when it holds.
+KNOWN: tuple[tuple[str, Callable[[Asked, Surroundings], bool]], ...] = (
+    (
+        "flash-linear-attention {fla} is older than 0.5, the first that is accepted here",
+        lambda asked, on: _older(on.fla, 0, 5),
+    ),
+    ("Triton {triton} is older than 3.4, the first that is accepted here", lambda asked, on: _older(on.triton, 3, 4)),
+    (
+        "flash-linear-attention keeps states between chunks in the inputs' type, and float16's range is too small",
+        lambda asked, on: asked.dtype == torch.float16,
+    ),
+    (
+        "flash-linear-attention multiplies float32 as TF32, with three digits, so that it computes it by name alone",
+        lambda asked, on: asked.dtype == torch.float32 and not asked.by_name,
+    ),
+    (
+        "GPUs older than Ampere have no bfloat16",
+        lambda asked, on: on.capability is not None and on.capability < (8, 0) and asked.dtype == torch.bfloat16,
+    ),
+    (
+        "on Hopper GPUs Triton {triton} gets gradients of calls with one decay for a head wrong: 3.7.1 does not",
+        lambda asked, on: (
+            on.hopper
+            and asked.gradients
+            and asked.gated
+            and asked.operation in ("fla_simple_gla", "fla_gated_delta")
+            and _older(on.triton, 3, 7, 1)
+        ),
+    ),
+    (
+        "on Blackwell GPUs loops of products race with Triton {triton}: those of 3.8 do not",
+        lambda asked, on: on.blackwell and _older(on.triton, 3, 8),
+    ),
+)
+
+
+def why_known_not(asked: Asked, on: Surroundings) -> str | None:
+    """Why flash-linear-attention is known not to compute this, or not rightly, in words; None where nothing is known.
+
+    References: flash-linear-attention's own refusals, and its issues 640 (Hopper), 913, 945 and 1228 (Blackwell).
+    """
+    words = next((words for words, holds in KNOWN if holds(asked, on)), None)
+    return None if words is None else words.format(fla=on.fla, triton=on.triton)
+
+
+@cache
+def surroundings_of(device: torch.device) -> Surroundings:
+    """What this process has of both packages, which are installed, and of the device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return Surroundings(_installed("triton"), _installed("fla-core", "flash-linear-attention"), capability)
+
+
+def _installed(*packages: str) -> str:
+    """The version of the first of these that is there; one from a source tree counts as the newest."""
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "of a source tree"
+
+
+def _older(found: str, *than: int) -> bool:
+    numbers = tuple(map(int, re.findall(r"\d+", found)[: len(than)]))
+    return bool(numbers) and numbers < than

@@ -1,0 +1,285 @@
+"""What computes affine recurrences on a GPU by default: what is known of versions and devices, records, and trials."""
+
+import fcntl
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.layout import SequenceLayout
+from dist_attn.mixers import build_mixer
+from dist_attn.model_config.mixer import mixer_config_class
+from dist_attn.ops import AffineState, LocalSequenceOps, local_sequence_ops
+from dist_attn.ops.affine import AffineCall, recur_by_chunks, trial
+from dist_attn.ops.affine.implementation import choose, recurrences_taken, try_kernels, why_not_by_default
+from dist_attn.ops.affine.streaming import stream_recurrence
+from dist_attn.ops.affine.trial import Kind, tried
+from dist_attn.ops.fla_known import Asked, Surroundings, why_known_not
+from dist_attn.ops.gpu_record import GpuRecord
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import affine as sharded_affine
+from tests.ops.kernel_table import BEGIN, END, PAGE, section
+from tests.support.affine import AffineInputs
+from tests.support.fla import fla_adapter
+from tests.support.machines import Machine
+from tests.support.native import needs_kernels
+
+__all__ = ["fla_adapter"]
+
+LAYOUT = SequenceLayout.from_lengths([7, 0, 5])
+H100 = Machine((9, 0), "3.7.1", "0.6.0")
+ON = Surroundings("3.7.1", "0.6.0", (9, 0))
+RECORD = GpuRecord(driver="570", torch="2.13", triton="3.7.1", commit="abc")
+
+
+def call_on(device: torch.device, tokens: int = 128, gradients: bool = False, **fields: object) -> AffineCall:
+    """A call of the delta rule with a decay for each channel, in bfloat16; `fields` are others."""
+    q, k, v = (
+        torch.zeros(1, 2, tokens, 16, dtype=torch.bfloat16, device=device, requires_grad=gradients) for _ in range(3)
+    )
+    decay, beta = torch.zeros(1, 2, tokens, 16, device=device), torch.zeros(1, 2, tokens, device=device)
+    return replace(AffineCall(q, k, v, decay, beta_BHL=beta), **fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "on", "words"),
+    [
+        ({}, {}, None),
+        ({"gradients": True}, {}, None),
+        ({"gradients": True}, {"triton": "3.6.0"}, "Hopper GPUs Triton 3.6.0 gets gradients"),
+        ({"gradients": True, "operation": "fla_simple_gla"}, {"triton": "3.7.0"}, "Hopper GPUs Triton 3.7.0"),
+        ({"gradients": True, "operation": "fla_simple_gla", "gated": False}, {"triton": "3.7.0"}, None),
+        ({"gradients": True, "operation": "fla_kda"}, {"triton": "3.6.0"}, None),
+        ({"gradients": True}, {"triton": "3.6.0", "capability": (8, 0)}, None),
+        ({}, {"triton": "3.6.0"}, None),
+        ({}, {"triton": "3.3.1"}, "Triton 3.3.1 is older than 3.4"),
+        ({}, {"fla": "0.4.2"}, "flash-linear-attention 0.4.2 is older than 0.5"),
+        ({"dtype": torch.float16}, {}, "float16's range is too small"),
+        ({"dtype": torch.float32}, {}, "float32 as TF32"),
+        ({"dtype": torch.float32, "by_name": True}, {}, None),
+        ({}, {"capability": (7, 5)}, "older than Ampere"),
+        ({}, {"capability": (10, 0)}, "Blackwell GPUs .* Triton 3.7.1"),
+        ({}, {"capability": (12, 0), "triton": "3.7.1+git1"}, "Blackwell"),
+        ({}, {"capability": (10, 3), "triton": "3.8.0"}, None),
+        ({}, {"capability": None, "fla": "of a source tree"}, None),
+    ],
+)
+def test_what_is_known_against_the_kernels(asked, on, words) -> None:
+    """Versions, device, type and gradients decide, in words that name what is at fault."""
+    found = why_known_not(
+        replace(Asked("fla_gated_delta", torch.bfloat16, gradients=False), **asked), replace(ON, **on)
+    )
+    if words is None:
+        assert found is None
+    else:
+        assert re.search(words, found or "")
+
+
+def test_the_kernels_are_the_default_where_they_come_out_right() -> None:
+    """On a GPU "auto" takes them, for training too; what a trial finds wrong is said, and streams."""
+    for gradients in (False, True):
+        with H100.entered():
+            assert choose(call_on(H100.device, gradients=gradients)).implementation == "fla"
+        with (
+            H100.entered(outcome="a state is wrong"),
+            pytest.warns(RuntimeWarning, match="a state is wrong; the stream"),
+        ):
+            choice = choose(call_on(H100.device, gradients=gradients))
+            assert (choice.implementation, choice.reason) == ("streaming", "a state is wrong")
+            assert choose(call_on(H100.device, gradients=gradients)) == choice  # and is not warned of again
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields", "words"),
+    [
+        (Machine((9, 0), "3.7.1"), {}, "not installed"),
+        (H100, {"tokens": 63}, "there are 63 tokens"),
+        (H100, {"read": "before", "beta_BHL": None, "erase": ()}, "before a token that erases"),
+        (H100, {"products": torch.float16}, "float16"),
+        (Machine((10, 0), "3.7.1", "0.6.0"), {}, "Blackwell"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_streams(machine, fields, words) -> None:
+    """The streaming form computes it, and the choice says by name what stands against the kernels; nothing is tried."""
+    with machine.entered(outcome="it was tried"):
+        call = call_on(machine.device, **fields)
+        if call.erase is not None:
+            call = replace(call, erase=(call.q_BHLK, call.k_BHLK))
+        choice = choose(call)
+    assert choice.implementation == "streaming"
+    assert words in choice.reason
+
+
+def test_a_rank_that_is_ready_tries_nothing_more() -> None:
+    """Once trials have ended, calls of another kind stream, and those of a kind that was tried go on as before."""
+    with H100.entered():
+        assert choose(call_on(H100.device)).implementation == "fla"
+        (said,) = trial.end_trials()
+        assert said == "flash-linear-attention's for fla_kda bfloat16 forward, 2 x 16 x 16"
+        assert choose(call_on(H100.device, tokens=900)).implementation == "fla"
+        other = choose(call_on(H100.device, gradients=True))
+    assert other.implementation == "streaming"
+    assert "not tried before this rank was ready" in other.reason
+
+
+def test_a_rank_with_few_tokens_tries_too() -> None:
+    """Ranks try kernels before they exchange anything, however few tokens one has: none waits for another's trial."""
+    with H100.entered():
+        try_kernels(call_on(H100.device, tokens=3))
+        assert choose(call_on(H100.device, tokens=3)).implementation == "streaming"
+        assert [kind.operation for kind in trial._outcomes] == ["fla_kda"]
+    tried_by: list[int] = []
+
+    def on_rank(comm: Communicator) -> None:
+        inputs = AffineInputs.random("delta rule", 12, channels=False).leaves(*LAYOUT.range(comm.rank))
+        inputs.run(ShardedSequenceOps(comm, LAYOUT))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_affine, "try_kernels", lambda call: tried_by.append(call.tokens))
+        run_simulated(on_rank, LAYOUT.size)
+    assert sorted(tried_by) == sorted(LAYOUT.lengths)
+
+
+def test_processes_of_a_host_measure_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one measures tiles another waits, and not for ever; without a folder each measures for itself."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(trial, "WAIT_S", 0.3)
+    with trial._in_turn(), (tmp_path / "cache/dist-attn-trials").open("w") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with trial._in_turn():  # of another one that waits in vain
+            pass
+    with (tmp_path / "cache/dist-attn-trials").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache/dist-attn-trials/none"))
+    with trial._in_turn():
+        pass
+
+
+def test_deterministic_chunks_take_no_measured_tiles(monkeypatch) -> None:
+    """What promises equal bits is the streaming form on a GPU, whose ranks may measure other tiles."""
+    asked = []
+    monkeypatch.setattr("dist_attn.ops.affine.recurrence.recur", lambda call: asked.append(call) or (call.v_BHLV, None))
+    with FakeTensorMode():
+        recur_by_chunks(call_on(torch.device("cuda"), tokens=0))
+    assert [call.implementation for call in asked] == ["streaming"]
+
+
+WRONG = replace(RECORD, kernels={"fla_kda bfloat16 1x16 documents=0": "errors of 2"})
+OTHER = replace(RECORD, kernels={"fla_gla bfloat16 1x16 documents=0": "errors of 2"})
+FAST = replace(RECORD, ratios={"fla_kda bfloat16 forward": {"ours_ms": 1.2, "fla_ms": 1.1}})
+SLOW = replace(RECORD, ratios={"fla_kda bfloat16 forward": {"ours_ms": 1.0, "fla_ms": 1.1}})
+
+
+@pytest.mark.parametrize(
+    ("record", "gradients", "words"),
+    [
+        (None, True, None),
+        (RECORD, True, None),
+        (WRONG, True, "not come out right on X .*errors of 2"),
+        (WRONG, False, None),
+        (OTHER, True, None),
+        (replace(WRONG, triton="3.6.0"), True, None),
+        (FAST, False, None),
+        (SLOW, False, "form was faster on X"),
+        (SLOW, True, None),
+    ],
+)
+def test_what_a_visit_found_counts_before_a_trial(record, gradients, words) -> None:
+    """Kernels that came out wrong or slower on such a GPU, with this Triton and in this case, are not taken."""
+    found = why_not_by_default(call_on(torch.device("cpu"), gradients=gradients), ON, "X", record)
+    if words is None:
+        assert found is None
+    else:
+        assert re.search(words, found or "")
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kda", "rwkv7", "gla", "lightning", "mamba2"])
+def test_the_calls_of_models_are_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixer in bfloat16 hands over what the kernels take, also keys in float32 beside values in bfloat16."""
+    calls = []
+    recur = local_sequence_ops.recur
+    monkeypatch.setattr(local_sequence_ops, "recur", lambda call: calls.append(call) or recur(call))
+    mixer = build_mixer(mixer_config_class(kind)(kind=kind, hidden_size=32, num_heads=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixer(torch.randn(1, 128, 32), LocalSequenceOps())
+        assert why_not_by_default(calls[0], ON, "X", None) is None
+
+
+def test_the_first_line_says_what_recurrences_take() -> None:
+    """Whoever starts a run is told the version and that trials decide, or what is known against the kernels."""
+    with H100.entered():
+        assert recurrences_taken(H100.device) == (
+            "flash-linear-attention's 0.6.0 in bfloat16, each where its trial comes out right"
+        )
+    blackwell = Machine((10, 0), "3.7.1", "0.6.0")
+    with blackwell.entered():
+        assert recurrences_taken(blackwell.device).startswith("torch's operations; on Blackwell")
+
+
+@needs_kernels
+def test_the_table_of_kernels_is_what_operations_choose() -> None:
+    """The page about GPUs says which operation takes what; `python -m tests.ops.kernel_table` writes it."""
+    _, begin, rest = PAGE.read_text().partition(BEGIN)
+    assert begin + rest.partition(END)[0] + END == section()
+
+
+SMALL = Kind(torch.device("cpu"), "fla_gla", torch.float32, (1, 1, 4, 6), packed=False, gradients=True)
+
+
+def with_fault(fault: str):
+    """The streaming form, and what kernels have been seen to do wrong: in a state, in its gradient, in one token."""
+
+    def form(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+        if fault == "error":
+            raise RuntimeError("no kernel image\nis available")
+        if fault == "gradient" and call.state is not None:
+            s = call.state.s_BHKV
+            call = replace(call, state=AffineState(2 * s - s.detach()))
+        out, after = stream_recurrence(call)
+        scale = torch.ones(out.shape[2], 1)
+        scale[-1] = {"token": 0.0, "nan": torch.nan}.get(fault, 1.0)
+        return out * scale, AffineState(after.s_BHKV * (1.1 if fault == "state" else 1.0))
+
+    return form
+
+
+@pytest.mark.usefixtures("fla_adapter")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("", None),
+        ("state", "state 0.1"),
+        ("gradient", "gradient of s 1)"),
+        ("token", "outputs 0."),
+        ("nan", "outputs nan"),
+        ("error", "failed on this GPU (RuntimeError: no kernel image)"),
+    ],
+)
+def test_a_trial_finds_what_is_wrong(fault: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output, a state or a gradient that is wrong is named with its error, as is what the kernels raise."""
+    monkeypatch.setattr("dist_attn.ops.affine.fla.fla_recurrence", with_fault(fault))
+    found = tried(SMALL.call(), SMALL)
+    assert (found is None) == (words is None)
+    if words is not None:
+        assert words in found
+
+
+@pytest.mark.usefixtures("fla_adapter")
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU rounds products of float32 to TF32")
+@pytest.mark.parametrize("operation", ["fla_simple_gla", "fla_gla", "fla_gated_delta", "fla_dplr", "fla_rwkv6"])
+def test_a_trial_finds_the_kernels_right(operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients and packed documents, without disturbing random numbers that others draw."""
+    kind = replace(SMALL, operation=operation, packed=True)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fla's own of float32, and numpy's of numbers that a mask drops
+        assert tried(kind.call(), kind) is None
+    assert torch.equal(torch.get_rng_state(), before)
