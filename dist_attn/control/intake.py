@@ -134,6 +134,7 @@ class Intake:
         """What the ranks have loaded; tokens that came before it was known are checked now."""
         self._requests.model = model
         for request in self._requests:
+            request.end_blocks_at(self._requests.chunk)
             if self._states.expect(request) and self._tokens_fit(request):
                 self._requests.grant(request)
 
