@@ -66,7 +66,8 @@ class StreamEncoder(StreamingModel):
 
     def initial_state(self, batch: int) -> ModelState:
         layers = tuple(block.mixer.initial_state(batch) for block in cast(list[Block], list(self.context)))
-        return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
+        # On the CPU, as the host looks at them before each block.
+        return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def pack_weights(self) -> None:
         """`TextEncoder.pack_weights` for the blocks that are read together in a text of any length."""

@@ -414,7 +414,9 @@ class ModelExecutor:
 
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
-        counts = take_counts(self._watch).plus(take_counts(self._decode_watch))
+        self._watch.add(self._decode_watch)
+        self._decode_watch.clear()
+        counts = take_counts(self._watch)
         return counts if counts.denominators else None
 
     def shut_down(self) -> None:
