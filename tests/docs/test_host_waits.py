@@ -35,6 +35,7 @@ ROWS = {
         "models.causal_model.ModelState.position",
         "rank.state_bytes._bytes",
     },
+    "a session in slots that comes or goes": {"models.causal_model.ModelState.select"},
     "counts of guarded denominators": {"ops.watch.Watch.guarded"},
     "`engine.check_finite`": {"ops.finite._look", "rank.decode_slots.DecodeSlots._draw_batch"},
     "loading a model": {"ops.narrow_weights.round_rows"},

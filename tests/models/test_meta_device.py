@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.generation import pack_state
+from dist_attn.generation import CapturedStep, StepGraphs, pack_state
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
@@ -19,6 +19,7 @@ from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.training.loop import build_task
 from dist_attn.training.mesh import Share
 from dist_attn.training.optim import build_optimisers
+from tests.generation.test_captured_step import Recaptured
 from tests.models.test_stream_encoder import PAIR, small
 from tests.support.model_cases import MODEL_CASES, kinds_of, model_config
 from tests.support.one_device import META, OneDevice
@@ -66,7 +67,7 @@ def test_prefill_decode_and_backward(case: str) -> None:
 
 
 def _states(model: LanguageModel, case: str) -> list[ModelState]:
-    """After two blocks, the first of packed documents where the mixers take them, and after two steps.
+    """After two blocks, the first of packed documents where the mixers take them, and after two steps, captured too.
 
     Behind packed documents exact attention holds the keys of the last one, a state that is not saved.
     """
@@ -75,7 +76,11 @@ def _states(model: LanguageModel, case: str) -> list[ModelState]:
     _, first = model(tokens_BL, LocalSequenceOps((0, 20, 50) if packed else None))
     _, second = model.hidden(tokens_BL, None, first)
     _, third = model.step(torch.zeros(BATCH, dtype=torch.int64), second)  # on the CPU, as drawn tokens are
-    return [first, second, third, model.step(tokens_BL[:, 0], third)[1]]
+    captured = CapturedStep(model, third, graphs=StepGraphs(model.device, Recaptured()))
+    for _ in range(3):
+        captured.step(tokens_BL[:, 0])
+    assert captured.how == "a CUDA graph"
+    return [first, second, third, captured.state, model.step(tokens_BL[:, 0], third)[1]]
 
 
 @torch.inference_mode()
