@@ -414,7 +414,7 @@ def _padding(mask: torch.Tensor | None, seen: int, input_ids: torch.Tensor) -> t
     """
     rows, length = input_ids.shape
     if mask is None:
-        return torch.zeros(rows, dtype=torch.int64, device=input_ids.device)
+        return torch.zeros(rows, dtype=torch.int64, device="cpu")
     if mask.shape != (rows, seen + length):
         raise ShapeError(f"the attention mask has shape {tuple(mask.shape)}; needed is {(rows, seen + length)}")
     shown = mask != 0

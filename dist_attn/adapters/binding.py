@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from dist_attn.adapters import modules, operations
 from dist_attn.adapters.experts import experts, step_experts, takes_step_experts
@@ -100,10 +99,7 @@ def _experts(
     return torch.cat([experts(module, *row) for row in zip(*(part.split(1) for part in parts), strict=True)])
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Operations know by themselves who sees whom."""
-
-
+# No mask is registered: operations know by themselves who sees whom, and before it calls for one transformers looks at
+# the positions of the pass, for which the host would wait.
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
 ExpertsInterface.register(EXPERTS, _experts)

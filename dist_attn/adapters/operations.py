@@ -16,7 +16,7 @@ from dist_attn.errors import InputError
 from dist_attn.ops import KeyValueCache, SoftmaxOptions
 from dist_attn.ops.affine import AffineState
 from dist_attn.ops.device import products_in
-from dist_attn.ops.softmax_attention import CacheRows, softmax_attention_of_rows
+from dist_attn.ops.softmax_attention import CacheRows, CacheSlots, softmax_attention_of_rows, softmax_attention_of_slots
 
 Tensor = torch.Tensor
 
@@ -50,10 +50,12 @@ def attention(
         raise InputError(f"attention of {type(module).__name__} {what}; only plain causal attention is bound")
     q, k, v = (one.own(t, 2) for t in (query, key, value))
     cache = one.cache_before(k, v)
-    after: KeyValueCache | CacheRows
+    after: KeyValueCache | CacheRows | CacheSlots
+    options = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
     if isinstance(cache, tuple):
-        options = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
         out_BHLV, after = softmax_attention_of_rows(q, k, v, cache, options=options)
+    elif isinstance(cache, CacheSlots):
+        out_BHLV, after = softmax_attention_of_slots(q, k, v, cache, options=options)
     else:
         out_BHLV, after = one.ops.softmax_attention_streaming(
             q, k, v, cache, scale=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux

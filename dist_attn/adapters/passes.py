@@ -17,9 +17,9 @@ import torch
 from dist_attn.errors import InputError
 from dist_attn.mixers import MixerState
 from dist_attn.mixers.base import FieldsState
-from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
+from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxSlots, SoftmaxState
 from dist_attn.ops import KeyValueCache, SequenceOps
-from dist_attn.ops.softmax_attention import CacheRows
+from dist_attn.ops.softmax_attention import CacheRows, CacheSlots
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -59,13 +59,15 @@ class Pass:
         assert isinstance(state, OperationState)
         return state.x
 
-    def cache_before(self, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor) -> KeyValueCache | CacheRows:
+    def cache_before(self, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor) -> KeyValueCache | CacheRows | CacheSlots:
         """The keys and values so far of the attention that is called now with these; in decode steps perhaps by row."""
         if self.before is None:
             return KeyValueCache(k_BGLK[:, :, :0], v_BGLV[:, :, :0])
         state = self._state()
         if self.step and isinstance(state, SoftmaxRows):
             return state.caches
+        if self.step and isinstance(state, SoftmaxSlots):
+            return state.slots
         assert isinstance(state, SoftmaxState)
         return state.cache
 
@@ -73,10 +75,13 @@ class Pass:
         """The state that the operation leaves behind; every operation calls this once, or `keep_cache`."""
         self.after.append(OperationState(after))
 
-    def keep_cache(self, after: KeyValueCache | CacheRows, window: int | None) -> None:
+    def keep_cache(self, after: KeyValueCache | CacheRows | CacheSlots, window: int | None) -> None:
         """`keep` of an attention with this window."""
         if isinstance(after, tuple):
             self.after.append(replace(cast(SoftmaxRows, self._state()), caches=after))
+            return
+        if isinstance(after, CacheSlots):
+            self.after.append(replace(cast(SoftmaxSlots, self._state()), slots=after))
             return
         no_tail = after.k_BGSK.new_zeros((after.k_BGSK.shape[0], 0, 0))
         self.after.append(SoftmaxState(after, no_tail, window))

@@ -90,7 +90,16 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     tried = probe(folder, message_bytes, deadline_s + more_s)
     findings = [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
     needed = _needed_by(settings.engine)
+    findings = [_as_asked(finding, settings.engine) for finding in findings]
     return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
+
+
+def _as_asked(found: Finding, engine: EngineSettings) -> Finding:
+    """GPUs do not work for who asks for a precision that one of them does not compute in."""
+    asked = found.name == "cuda" and engine.dtype == "bfloat16" and engine.device != "cpu"
+    if not asked or found.measured.get("devices") == found.measured.get("bfloat16"):
+        return found
+    return broken("cuda", f"{found.detail}: engine.dtype is bfloat16, which not all compute in", "take --dtype float32")
 
 
 def _encoder(settings: Settings) -> tuple[list[Finding], int, int]:

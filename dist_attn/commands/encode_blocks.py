@@ -15,6 +15,7 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import GRAIN
 from dist_attn.models import MillionModel, StreamingModel, TextEncoder
+from dist_attn.ops.device import send
 from dist_attn.rank.row_pieces import reduce_to_pieces
 from dist_attn.rank.sequence_executor import read_sequences
 from dist_attn.rank_link.rows import sequence_length
@@ -199,9 +200,7 @@ def encode_blocks(
         handed_out = time.perf_counter()
         comm.traffic.clear()
         ends = marked_ends(tokens.numpy(), position).tolist()
-        pieces = reader.read(
-            torch.where(tokens < 0, ~tokens, tokens).to(reader.device, non_blocking=True), position, ends
-        )
+        pieces = reader.read(send(torch.where(tokens < 0, ~tokens, tokens), reader.device), position, ends)
         exposed, carry_bytes = comm.traffic.exposed_s, reader.carry_bytes()
         computed = time.perf_counter()
         collected = _collect(comm, pieces, reader.dim)

@@ -212,6 +212,7 @@ def doctor(options: DoctorOptions) -> None:
         "http.port": options.port,
         "data_dir": options.data_dir,
         "engine.device": options.device,
+        "engine.dtype": options.dtype,
     }
     raise typer.Exit(examine(options.config, flags, as_json=options.as_json, exchanges=options.measure))
 

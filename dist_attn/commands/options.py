@@ -186,6 +186,7 @@ class DoctorOptions:
     port: Port = None
     data_dir: DataDir = None
     device: EngineDevice = None
+    dtype: EngineDtype = None
     measure: Annotated[
         bool, typer.Option("--measure", help="Time the exchanges between ranks too, and keep which is fastest.")
     ] = False

@@ -25,13 +25,13 @@ from dist_attn.costs import (
 from dist_attn.costs.estimate import PROCESS_BYTES
 from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
-from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN
+from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN, tokens_at_once
 from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.wire.specs import tokens_with_room
 
 __all__ = ["BLOCK_TOKENS", "plan"]
 
-BLOCK_TOKENS = 4 * GRAIN  # per rank, as `encode` and the controller cut
+BLOCK_TOKENS = 4 * GRAIN  # per rank on a CPU, as `encode` and the controller cut
 
 
 def plan(options: PlanOptions) -> None:
@@ -67,7 +67,8 @@ def plan(options: PlanOptions) -> None:
                 "its states travel is not chosen: leave them out"
             )
         return _plan_downloaded(folder, count, options=options, rates=rates)
-    costs = read_any_costs(folder, options.weights)
+    device = "cuda" if options.device.startswith("cuda") else "cpu"
+    costs = read_any_costs(folder, options.weights, device)
     if options.measure:
         if not isinstance(costs, LanguageModelCosts):
             raise InputError(
@@ -81,15 +82,16 @@ def plan(options: PlanOptions) -> None:
             )
         if gflops is not None:
             raise InputError("--measure and --gflops were given; needed is one of them, or none")
-        if options.device.startswith("cuda"):
+        if options.device != "cpu":
             from dist_attn.devices import choose_device
 
-            choose_device(options.device)
-        rates = measured_rates(folder, costs, BLOCK_TOKENS, options=options)
+            device = choose_device(options.device).type
+        rates = measured_rates(folder, costs, tokens_at_once(device, BLOCK_TOKENS), options=options)
     elif options.device.startswith("cuda") and gflops is None:
         raise InputError(f"--device {options.device} was given, whose rate is not known: add --measure or --gflops")
     exchange = _chosen(costs, ranks, options.backend) if options.exchange == "auto" else options.exchange
-    result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates, exchange=exchange)
+    block = tokens_at_once(device, BLOCK_TOKENS)
+    result = estimate(costs, count, ranks=ranks, block_tokens=block, rates=rates, exchange=exchange)
     name = folder.resolve().name
     if options.as_json:
         print(json.dumps(_as_object(name, result)))

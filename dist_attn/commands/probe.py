@@ -85,6 +85,9 @@ def check_torch(_: ProbeSettings) -> Finding:
     return ok("torch", detail, threads=threads)
 
 
+FIRST_BFLOAT16 = 8  # the major compute capability of GPUs that multiply in it
+
+
 def check_cuda(_: ProbeSettings) -> Finding:
     """List the GPUs that torch can use."""
     import torch
@@ -93,7 +96,8 @@ def check_cuda(_: ProbeSettings) -> Finding:
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU or driver"
         return missing("cuda", f"optional, {why}", "models run on the CPU")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return ok("cuda", ", ".join(f"{d.name} with {byte_size(d.total_memory)}" for d in devices), devices=len(devices))
+    detail = ", ".join(f"{d.name} with {byte_size(d.total_memory)}" for d in devices)
+    return ok("cuda", detail, devices=len(devices), bfloat16=sum(d.major >= FIRST_BFLOAT16 for d in devices))
 
 
 def check_nccl(_: ProbeSettings) -> Finding:

@@ -228,7 +228,7 @@ class Controller:
     def _view(self) -> View:
         model, requests = self._requests.model, self._requests
         cutting = Cutting(
-            chunk=self._settings.ranks * self._settings.chunk_tokens,
+            chunk=requests.chunk,
             hidden_size=model.hidden_size if model else 0,
             text_tokens=model.text_tokens if model else None,
             stay_tokens=self._states.save_tokens if model and model.state_bytes is not None else None,

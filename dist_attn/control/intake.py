@@ -134,6 +134,7 @@ class Intake:
         """Take in the model that the ranks have loaded, and check the tokens that came before it was known."""
         self._requests.model = model
         for request in self._requests:
+            request.end_blocks_at(self._requests.chunk)
             if self._states.expect(request) and self._tokens_fit(request):
                 self._requests.grant(request)
 

@@ -11,6 +11,7 @@ import structlog
 from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.rank_link.rows import RowBatch
 from dist_attn.wire.messages import AnyMessage, Credit, Done, Failed, OpenWork, Rows
 from dist_attn.wire.rank_messages import LoadedModel
@@ -92,6 +93,12 @@ class OpenRequests:
         self.model: LoadedModel | None = None
         """The model that the ranks have loaded, once it is known."""
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of a block, all ranks together; those of a CPU while it is not known what the ranks compute on."""
+        of_device = self.model.chunk_tokens if self.model else None
+        return self._settings.ranks * (self._settings.chunk_tokens or of_device or GRAIN)
+
     def __len__(self) -> int:
         return len(self._requests)
 
@@ -112,8 +119,7 @@ class OpenRequests:
 
     def make(self, peer: bytes, work: OpenWork) -> Request:
         """Make a new request, which is not open yet."""
-        chunk = self._settings.ranks * self._settings.chunk_tokens
-        return Request.opened_by(work, next(self._numbers), peer, self.now, chunk)
+        return Request.opened_by(work, next(self._numbers), peer, self.now, self.chunk)
 
     def add(self, request: Request) -> None:
         """Open a request."""
@@ -161,7 +167,7 @@ class OpenRequests:
         reading = request.reading
         # A sequence is read whole, so there must always be credit for one.
         whole = (self.model and self.model.text_tokens) or 0
-        block = self._settings.ranks * self._settings.block_tokens
+        block = max(self._settings.ranks * self._settings.block_tokens, self.chunk)
         upto = reading.dispatched + max(self._settings.blocks_of_credit * block, whole)
         short = reading.credit - reading.dispatched < whole
         worth_it = short or upto - reading.credit >= min(block, upto)

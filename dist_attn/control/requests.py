@@ -65,21 +65,29 @@ class Request:
 
         The seed is settled here, so that doing the work again elsewhere draws the same tokens.
         """
-        draw, keep = work.draw, msgspec.structs.replace(work.keep, every=-(-work.keep.every // chunk) * chunk)
+        draw = work.draw
         if draw is not None and draw.seed is None:
             draw = msgspec.structs.replace(draw, seed=secrets.randbits(63))
         at = work.begin.position if work.begin else 0
         fed_late = 1 if work.kind == "completion" else 0  # tokens, by the draw after them: decision 0033
-        return Request(
+        made = Request(
             number,
             peer,
             now,
-            msgspec.structs.replace(work, draw=draw, keep=keep),
+            msgspec.structs.replace(work, draw=draw),
             Reading.from_position(at, now, held_back=fed_late),
             Drawing(draw, unfed=fed_late),
-            Keeping(now, keep.at, (at, 0)),
+            Keeping(now, work.keep.at, (at, 0)),
             Losses(best=(at, 0)),
         )
+        made.end_blocks_at(chunk)
+        return made
+
+    def end_blocks_at(self, chunk: int) -> None:
+        """States on the way are kept where blocks end: at multiples of `chunk`, which ranks may tell only later."""
+        keep = self.work.keep
+        keep = msgspec.structs.replace(keep, every=-(-keep.every // chunk) * chunk)
+        self.work = msgspec.structs.replace(self.work, keep=keep)
 
     # ---- what it is ----------------------------------------------------------------------------
 

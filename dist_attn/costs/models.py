@@ -22,7 +22,7 @@ from dist_attn.costs.exchanges import (
 )
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.encoders import ContextConfig, EncoderConfig, StreamEncoderConfig
-from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN, POSITION_BYTES, TokenFlops, Weights, linear
+from dist_attn.model_config.figures import FLOAT_BYTES, POSITION_BYTES, TokenFlops, Weights, linear, tokens_at_once
 from dist_attn.model_config.folder import read_any_config, read_config
 from dist_attn.model_config.language_model import LanguageModelConfig, LearnedPositions, pattern_of
 from dist_attn.model_config.mixer import MixerConfig
@@ -260,10 +260,11 @@ class LanguageModelCosts(ModelCosts):
 
 @dataclass(frozen=True)
 class StreamEncoderCosts(ModelCosts):
-    """The costs of a stream encoder, whose weights are held in float32."""
+    """The costs of a stream encoder on a kind of device, whose weights are held in float32."""
 
     config: StreamEncoderConfig
     weights: WeightPrecision = "float32"
+    device: str = "cpu"
 
     @property
     def hidden_size(self) -> int:
@@ -311,10 +312,10 @@ class StreamEncoderCosts(ModelCosts):
         return TokenFlops(**flops)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """The larger of the sentence encoder's bytes, in `GRAIN` tokens at a time, and the context's; beside it hidden
+        """The larger of the sentence encoder's bytes, in `tokens_at_once`, and the context's; beside it hidden
         states of all tokens, once in parts and once joined, the tokens' positions, and the state after the block.
         """
-        blocks = -(-min(tokens, GRAIN) // self.config.block)
+        blocks = -(-min(tokens, tokens_at_once(self.device)) // self.config.block)
         layer = self._sentence.activation_bytes(self._framed, blocks * batch)
         if self._context is not None:
             layer = max(layer, self._context.activation_bytes(tokens, batch))
@@ -347,8 +348,8 @@ def read_model_costs(folder: Path, weights: WeightPrecision = "float32") -> Lang
         raise ConfigError(str(error)) from None
 
 
-def read_any_costs(folder: Path, weights: WeightPrecision = "float32") -> ModelCosts:
-    """Read the costs of a language model or a stream encoder; as `read_model_costs`.
+def read_any_costs(folder: Path, weights: WeightPrecision = "float32", device: str = "cpu") -> ModelCosts:
+    """Read the costs of a language model or a stream encoder on a kind of device; as `read_model_costs`.
 
     Raises: ConfigError also for weights of a stream encoder that are not float32.
     """
@@ -367,4 +368,4 @@ def read_any_costs(folder: Path, weights: WeightPrecision = "float32") -> ModelC
     except ModelFolderError as error:
         raise ConfigError(str(error)) from None
     assert isinstance(config, StreamEncoderConfig)
-    return StreamEncoderCosts(config)
+    return StreamEncoderCosts(config, device=device)

@@ -2,22 +2,28 @@
 
 A step of few sequences is hundreds of small kernels, and launching them takes longer than they do. A graph launches all
 of them at once; its inputs and outputs must lie where they lay when it was captured, so the state is kept in buffers
-that every step reads and writes. Tokens are looked up and checked before it, because the host looks at them.
+that every step reads and writes: keys and values in slots of a fixed size, of which there are twice as many, with
+another graph, when they are full. Tokens are looked up and checked before it, because the host looks at them.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Literal, Protocol, final
 
 import torch
 
 from dist_attn.errors import ConfigError, ShapeError
+from dist_attn.mixers import MixerState
+from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxSlots, SoftmaxState
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import Watch, current_watch, watching
 from dist_attn.ops.gpu_record import record_of
 from dist_attn.ops.state import steps_in_place
 
-GROWS = "the state grows with every token, and a graph has one size"
+SLOT_BYTES = 2 << 30
+"""Of keys and values in the slots of a batch: longer texts keep their own, and decode operation by operation."""
+GROWS = f"the state grows with every token, and its slots would take more than {SLOT_BYTES >> 30} GiB"
 
 
 class Replayed(Protocol):
@@ -106,7 +112,9 @@ class CapturedStep:
         self, model: CausalModel, state: ModelState, *, rows: int | None = None, graphs: StepGraphs | None = None
     ) -> None:
         self._model = model
-        self._state = state.select(slice(None))
+        self._left = math.inf  # steps until a slot is full
+        self._grows = slot_bytes(state) > SLOT_BYTES
+        self._state = _copied(state) if self._grows else self._in_slots(state)
         self._x_BD: torch.Tensor | None = None
         self._logits_BV: torch.Tensor | None = None
         device = model.device
@@ -114,7 +122,6 @@ class CapturedStep:
         self._graph: Replayed | None = None
         self._counts = Watch()  # of the step last replayed; it lives as long as the graph that writes it
         self._counts.counting_B = torch.ones_like(self._state.position_B, dtype=torch.bool)
-        self._grows = False
         self._rows: int | None = None
         self._count(rows)
 
@@ -130,7 +137,7 @@ class CapturedStep:
 
     @property
     def grows(self) -> bool:
-        """Whether a step has made the state larger, so that nothing stays and there is nothing to load another into.
+        """Whether steps make the state larger, so that nothing stays and there is nothing to load another into.
 
         It remains so: a state that has grown once has no size to come back to.
         """
@@ -141,9 +148,21 @@ class CapturedStep:
         """The state after the last step, in the buffers that the next step writes; take a copy of what is to stay."""
         return self._state
 
+    @property
+    def full(self) -> bool:
+        """Whether the next step needs larger slots."""
+        return self._left < 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """What keys and values take in their slots."""
+        slots = (layer.slots for layer in self._state.layers if isinstance(layer, SoftmaxSlots))
+        return sum(each.k_BGRK.nbytes + each.v_BGRV.nbytes for each in slots)
+
     def fits(self, state: ModelState) -> bool:
         """Whether `load` can take this state."""
-        return not self._grows and _shapes(self._state) == _shapes(state)
+        pairs = zip(self._state.layers, state.layers, strict=True)
+        return not self._grows and state.batch == self._state.batch and all(_takes(own, new) for own, new in pairs)
 
     def load(self, state: ModelState, *, rows: int | None = None) -> None:
         """Go on from another state, of which so many rows count, with the graph that is there.
@@ -156,7 +175,14 @@ class CapturedStep:
                 f"{', which grow' if self._grows else ''}: make another"
             )
         with torch.inference_mode():
-            self._keep(state)
+            for own, new in zip(self._state.layers, state.layers, strict=True):
+                if isinstance(own, SoftmaxSlots):
+                    assert isinstance(new, SoftmaxState | SoftmaxRows)
+                    own.take(new)
+                else:
+                    _copy(own.tensors(), new.tensors())
+            self._state.position_B.copy_(state.position_B)
+        self._left = _steps_left(state)
         self._count(rows)
 
     @torch.inference_mode()
@@ -165,6 +191,9 @@ class CapturedStep:
 
         Raises: as `CausalModel.step`.
         """
+        if self.full:
+            self._enlarge()
+        self._left -= 1
         x_BD = self._model.embed_step(token_B, self._state)
         watch = current_watch()
         looked_at = watch is not None and watch.finite is not None
@@ -213,11 +242,11 @@ class CapturedStep:
 
     def _warm_up(self) -> None:
         """What is captured, once, and the state as it was: a kernel that is loaded during a capture may break it."""
-        kept = self._state.select(slice(None))
+        kept = [tensor.clone() for tensor in self._state.tensors()]
         try:
             self._run_counted()
         finally:
-            self._keep(kept)
+            _copy(self._state.tensors(), kept)
 
     def _run(self) -> None:
         """One step over the buffers: states are written where they lie, and what a mixer makes anew is copied there."""
@@ -228,20 +257,66 @@ class CapturedStep:
             logits_BV, layers = self._model.step_layers(self._x_BD, self._state)
         after = ModelState(layers, self._state.position_B)
         if _shapes(after) != _shapes(self._state):
-            self._grows = True
+            # The first token may bring the precision in which keys and values are kept.
+            sizes = [[tensor.shape for tensor in each.tensors()] for each in (after, self._state)]
+            self._grows = self._logits_BV is not None or sizes[0] != sizes[1]
             self._state, self._logits_BV = after, logits_BV
             return
-        self._keep(after)
+        _copy(self._state.tensors(), after.tensors())
         if self._logits_BV is None:
             self._logits_BV = logits_BV.clone()
         else:
             self._logits_BV.copy_(logits_BV)
 
-    def _keep(self, after: ModelState) -> None:
-        """Write a state into the buffers."""
-        for own, new in zip(self._state.tensors(), after.tensors(), strict=True):
-            if own is not new:
-                own.copy_(new)
+    def _in_slots(self, state: ModelState) -> ModelState:
+        """A copy of a state in memory where steps can be captured."""
+        self._left = _steps_left(state)
+        layers = (SoftmaxSlots.of(s) if isinstance(s, SoftmaxState | SoftmaxRows) else s for s in state.layers)
+        return _copied(ModelState(tuple(layers), state.position_B))
+
+    def _enlarge(self) -> None:
+        """Twice the places, and another graph; or none any more, where these would be too many bytes."""
+        batch = self._state.batch
+        rows = ModelState.beside([self._state.select(row) for row in range(batch)], batch)
+        self._graph, self._grows = None, slot_bytes(rows) > SLOT_BYTES
+        self._state, self._left = rows, math.inf
+        if not self._grows:
+            self._state = self._in_slots(rows)
+
+
+def slot_bytes(state: ModelState) -> int:
+    """What the keys and values of these sequences would take in slots."""
+    return sum(SoftmaxSlots.num_bytes(s) for s in state.layers if isinstance(s, SoftmaxState | SoftmaxRows))
+
+
+def _takes(own: MixerState, new: MixerState) -> bool:
+    """Whether a layer's buffers hold such a state."""
+    if isinstance(own, SoftmaxSlots):
+        return isinstance(new, SoftmaxState | SoftmaxRows) and own.takes(new)
+    kinds = ([(t.shape, t.dtype) for t in layer.tensors()] for layer in (own, new))
+    return type(own) is type(new) and next(kinds) == next(kinds)
+
+
+def _steps_left(state: ModelState) -> float:
+    """Until a slot is full."""
+    growing = (layer for layer in state.layers if isinstance(layer, SoftmaxState | SoftmaxRows))
+    return min(map(SoftmaxSlots.steps_left, growing), default=math.inf)
+
+
+def _copied(state: ModelState) -> ModelState:
+    """In memory of its own; slots are."""
+    layers = (
+        layer if isinstance(layer, SoftmaxSlots) else layer.replace(tuple(t.clone() for t in layer.tensors()))
+        for layer in state.layers
+    )
+    return ModelState(tuple(layers), state.position_B.clone())
+
+
+def _copy(own: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+    """Write into buffers what does not lie there."""
+    for to, tensor in zip(own, new, strict=True):
+        if to is not tensor:
+            to.copy_(tensor)
 
 
 def _shapes(state: ModelState) -> list[tuple[tuple[int, ...], torch.dtype]]:

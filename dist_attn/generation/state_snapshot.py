@@ -19,6 +19,7 @@ from dist_attn.devices import present_compute
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.mixers import GrowingState, MixerState
 from dist_attn.models import ModelState, StreamingModel, weight_precision_of
+from dist_attn.ops.device import send
 from dist_attn.ops.processor import flushes_denormals
 from dist_attn.shipped import sha256
 from dist_attn.text import load_tokeniser
@@ -203,7 +204,7 @@ def restore_state(
         )
     state = _state(snapshot, StateShapes.of(model) if shapes is None else shapes)
     logits = snapshot.arrays.get("logits")
-    logits_V = None if logits is None else _tensor(logits, torch.float32).to(model.device)
+    logits_V = None if logits is None else send(_tensor(logits, torch.float32), model.device)
     report = report_restore(stored.computed, manifest.computed, header.position, wanted=target, storage=header.storage)
     return Restored(state, logits_V, report)
 
@@ -217,7 +218,7 @@ def _state(snapshot: Snapshot, shapes: StateShapes) -> ModelState:
         shapes.check(
             f"array layers.{layer}.{index} of the snapshot", layer, index, array.shape, _type_of(array), position
         )
-        return _tensor(array, like.dtype)[None].to(like.device)
+        return send(_tensor(array, like.dtype)[None], like.device)
 
     state = shapes.state(position, tensor)
     stored = sum(name != "logits" for name in snapshot.arrays)

@@ -1,5 +1,6 @@
 """Exact softmax attention as a token mixer; its state, the key-value cache, grows with every token."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -13,7 +14,13 @@ from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.attention import SoftmaxConfig
 from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, SoftmaxOptions, softmax_attention_streaming
 from dist_attn.ops.device import send
-from dist_attn.ops.softmax_attention import CacheRows, softmax_attention_of_rows
+from dist_attn.ops.softmax_attention import (
+    CacheRows,
+    CacheSlots,
+    places_for,
+    softmax_attention_of_rows,
+    softmax_attention_of_slots,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,79 @@ class SoftmaxRows:
         return replace(self, caches=caches, tail_BKD=next(given))
 
 
+@dataclass(frozen=True)
+class SoftmaxSlots:
+    """`SoftmaxRows` in memory of one size, where decode steps may be captured."""
+
+    slots: CacheSlots
+    tail_BKD: torch.Tensor
+    window: int | None = None
+
+    @staticmethod
+    def of(states: SoftmaxState | SoftmaxRows) -> "SoftmaxSlots":
+        """Copies of these states, with room for a token more.
+
+        Raises: InputError for caches that are spread over ranks.
+        """
+        return SoftmaxSlots(CacheSlots.of(_by_row(states), states.window), states.tail_BKD.clone(), states.window)
+
+    @staticmethod
+    def steps_left(states: SoftmaxState | SoftmaxRows) -> float:
+        """How many steps these states may take as slots."""
+        longest, places = _longest_and_places(states)
+        return math.inf if states.window is not None and states.window <= places else places - longest
+
+    @staticmethod
+    def num_bytes(states: SoftmaxState | SoftmaxRows) -> int:
+        """What the keys and values of these states take as slots."""
+        caches, (_, places) = _by_row(states), _longest_and_places(states)
+        like = next(cache for cache in caches if cache is not None)
+        of_token = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (like.k_BGSK, like.v_BGSV))
+        return len(caches) * places * of_token
+
+    def takes(self, states: SoftmaxState | SoftmaxRows) -> bool:
+        """Whether `take` can be given these, whose own slots would be like those here."""
+        caches, (batch, groups, places, size) = _by_row(states), self.slots.k_BGRK.shape
+        like = next(cache for cache in caches if cache is not None)
+        sizes = (like.k_BGSK.shape[1], like.k_BGSK.shape[3], like.v_BGSV.shape[3])
+        alike = (len(caches), sizes, states.window) == (batch, (groups, size, self.slots.v_BGRV.shape[3]), self.window)
+        return alike and states.tail_BKD.shape == self.tail_BKD.shape and _longest_and_places(states)[1] == places
+
+    def take(self, states: SoftmaxState | SoftmaxRows) -> None:
+        """Write other states over these."""
+        self.slots.take(_by_row(states))
+        self.tail_BKD.copy_(states.tail_BKD)
+
+    def row(self, index: int, tokens: int) -> SoftmaxState:
+        """A copy of the state of one sequence, which has so many tokens."""
+        cache = self.slots.row(index, tokens, self.window)
+        return SoftmaxState(cache, self.tail_BKD[index : index + 1].clone(), self.window)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        return (self.slots.k_BGRK, self.slots.v_BGRV, self.slots.tokens_B, self.tail_BKD)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxSlots":
+        """The same kind of states over other tensors."""
+        *slots, tail_BKD = tensors
+        return replace(self, slots=CacheSlots(*slots), tail_BKD=tail_BKD)
+
+
+def _by_row(states: SoftmaxState | SoftmaxRows) -> CacheRows:
+    """The cache of each sequence."""
+    if isinstance(states, SoftmaxRows):
+        return states.caches
+    cache = states.cache
+    pairs = zip(cache.k_BGSK.split(1), cache.v_BGSV.split(1), strict=True)
+    return tuple(replace(cache, k_BGSK=k_1GSK, v_BGSV=v_1GSV, room=None) for k_1GSK, v_1GSV in pairs)
+
+
+def _longest_and_places(states: SoftmaxState | SoftmaxRows) -> tuple[int, int]:
+    """Tokens of the longest sequence, and the places of its slot."""
+    longest = max(cache.tokens for cache in _by_row(states) if cache is not None)
+    return longest, places_for(longest, states.window)
+
+
 @final
 class SoftmaxAttention(ProjectedAttention):
     """Multi-head causal softmax attention, the exact baseline of every kernel mixer.
@@ -114,9 +194,13 @@ class SoftmaxAttention(ProjectedAttention):
         out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache, relative=self._rows())
         return self.out(merge_heads(out_BHLV)), SoftmaxState(cache, tail_BKD)
 
-    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, SoftmaxState | SoftmaxRows]:
+    def step(
+        self, x_BD: torch.Tensor, state: MixerState
+    ) -> tuple[torch.Tensor, SoftmaxState | SoftmaxRows | SoftmaxSlots]:
         if isinstance(state, SoftmaxRows):
             return self._step_rows(x_BD, state)
+        if isinstance(state, SoftmaxSlots):
+            return self._step_slots(x_BD, state)
         before = self._own(state, x_BD.shape[0])
         before.cache.require_whole()
         position_11 = torch.full((1, 1), before.cache.tokens, device=x_BD.device)
@@ -132,6 +216,12 @@ class SoftmaxAttention(ProjectedAttention):
         options = SoftmaxOptions(relative=self._rows())
         out_BH1V, caches = softmax_attention_of_rows(q, k, v, state.caches, options=options)
         return self.out(out_BH1V.flatten(1)), SoftmaxRows(caches, tail_BKD.contiguous())
+
+    def _step_slots(self, x_BD: torch.Tensor, state: SoftmaxSlots) -> tuple[torch.Tensor, SoftmaxSlots]:
+        q, k, v, tail_BKD = self._step_heads(x_BD, state.tail_BKD, state.slots.tokens_B[:, None])
+        options = SoftmaxOptions(relative=self._rows())
+        out_BH1V, slots = softmax_attention_of_slots(q, k, v, state.slots, options=options)
+        return self.out(out_BH1V.flatten(1)), SoftmaxSlots(slots, tail_BKD.contiguous())
 
     def _step_heads(
         self, x_BD: torch.Tensor, tail_BKD: torch.Tensor, position_B1: torch.Tensor

@@ -6,10 +6,19 @@ Letters: B batch, L tokens, P ranks.
 from dataclasses import dataclass
 
 GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
+GPU_TOKENS = 8192  # in a pass: of two blocks of 256 a GPU would launch kernels for longer than it computes
 SLOTS = 8  # sequences in a batch of decoding steps, empty ones included: products of fewer rows have other bits
 FLOAT_BYTES = 4
 POSITION_BYTES = 8
 LOG_DECAY = 1  # numbers that every piece of a scanned message carries beside its sums
+
+
+def tokens_at_once(device: str, on_cpu: int = GRAIN) -> int:
+    """Tokens of a rank that a pass of a model takes at once on this kind of device: on a CPU as stay in its caches.
+
+    On CPUs they decide the last bits of a text, which are the same on any number of ranks.
+    """
+    return on_cpu if device == "cpu" else max(on_cpu, GPU_TOKENS)
 
 
 @dataclass(frozen=True)

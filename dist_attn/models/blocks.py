@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_attn.mixers import MixerConfig, MixerState, build_mixer
-from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
+from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxSlots, SoftmaxState
 from dist_attn.model_config.language_model import BlockConfig, NormConfig
 from dist_attn.models.dropout import Dropout
 from dist_attn.ops import SequenceOps, current_watch, watching
@@ -172,6 +172,7 @@ def contiguous_state(state: MixerState) -> MixerState:
     How a product is summed up may depend on how its factors lie, and a restored state must go on with the same bits.
     Keys and values with room behind them lie as their number says, wherever they come from.
     """
-    if isinstance(state, SoftmaxRows) or (isinstance(state, SoftmaxState) and state.cache.room is not None):
+    has_room = isinstance(state, SoftmaxState) and state.cache.room is not None
+    if has_room or isinstance(state, SoftmaxRows | SoftmaxSlots):
         return state
     return state.replace(tuple(t.contiguous() for t in state.tensors()))

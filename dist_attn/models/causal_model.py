@@ -11,7 +11,7 @@ from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState
-from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
+from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxSlots, SoftmaxState
 from dist_attn.models.encoder import check_tokens
 from dist_attn.ops import SequenceOps
 
@@ -40,7 +40,10 @@ class ModelState:
 
     def select(self, index: int | slice | list[int]) -> "ModelState":
         """The state of some of the sequences, in memory of its own; with caches by row (`beside`), of one of them."""
-        return ModelState(tuple(_selected(s, index) for s in self.layers), self.position_B[_rows(index)].clone())
+        at_B, tokens = self.position_B[_rows(index)].clone(), None
+        if isinstance(index, int) and any(isinstance(layer, SoftmaxSlots) for layer in self.layers):
+            tokens = int(at_B)
+        return ModelState(tuple(_selected(s, index, tokens) for s in self.layers), at_B)
 
     def tensors(self) -> list[torch.Tensor]:
         """Those of all layers in order, and the positions."""
@@ -83,13 +86,16 @@ def _rows(index: int | slice | list[int]) -> slice | list[int]:
     return slice(index, index + 1) if isinstance(index, int) else index
 
 
-def _selected(layer: MixerState, index: int | slice | list[int]) -> MixerState:
-    if not isinstance(layer, SoftmaxRows):
+def _selected(layer: MixerState, index: int | slice | list[int], tokens: int | None) -> MixerState:
+    if not isinstance(layer, SoftmaxRows | SoftmaxSlots):
         # A copy: a view would keep the states of the whole batch alive for as long as this one lives.
         return layer.replace(tuple(t[_rows(index)].clone() for t in layer.tensors()))
     if not isinstance(index, int):
         raise InputError(f"rows {index} were selected of states with a cache for each row; select one by its number")
-    return layer.row(index)
+    if isinstance(layer, SoftmaxRows):
+        return layer.row(index)
+    assert tokens is not None
+    return layer.row(index, tokens)
 
 
 def _stacked(states: tuple[MixerState, ...]) -> MixerState:

@@ -12,7 +12,7 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.model_config.encoders import StreamEncoderConfig
-from dist_attn.model_config.figures import GRAIN
+from dist_attn.model_config.figures import GRAIN, tokens_at_once
 from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models.blocks import Block, stream_through
 from dist_attn.models.causal_model import ModelState, StreamingModel
@@ -66,7 +66,8 @@ class StreamEncoder(StreamingModel):
 
     def initial_state(self, batch: int) -> ModelState:
         layers = tuple(block.mixer.initial_state(batch) for block in cast(list[Block], list(self.context)))
-        return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
+        # On the CPU, as the host looks at them before each block.
+        return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def pack_weights(self) -> None:
         """`TextEncoder.pack_weights` for the blocks that are read together in a text of any length."""
@@ -93,15 +94,15 @@ class StreamEncoder(StreamingModel):
     def blocks_hidden(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """What the sentence encoder makes of every block alone, [B, L] -> [B, L, D]; `L` begins with a pair of blocks.
 
-        As many blocks as fill `GRAIN` tokens are read together, those of an unfinished pair one by one. Ranks are cut
-        on that grid, so that the same blocks meet in one product on any number of them.
+        As many blocks are read together as the device wants, those of an unfinished pair one by one. Of CPUs it is the
+        grid on which ranks are cut, so that the same blocks meet in one product on any number of them.
         """
         (batch, length), size = tokens_BL.shape, self.config.block
         if not length:
             return self._read(tokens_BL)
-        read = []
-        for start in range(0, length, GRAIN):
-            stop = min(start + GRAIN, length)
+        read, together = [], tokens_at_once(tokens_BL.device.type)
+        for start in range(0, length, together):
+            stop = min(start + together, length)
             whole = stop - stop % self.grain
             if whole > start:
                 h_NCD = self._read(tokens_BL[:, start:whole].reshape(-1, size), start)

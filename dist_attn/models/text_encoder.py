@@ -39,11 +39,11 @@ class TextEncoder(nn.Module):
     def frame(self, text_BT: torch.Tensor) -> torch.Tensor:
         """Whole texts as sequences: prefix, text, suffix."""
         batch = text_BT.shape[0]
-        before_BN, after_BN = (
-            text_BT.new_tensor(part, dtype=text_BT.dtype).expand(batch, -1)
-            for part in (self.config.prefix, self.config.suffix)
+        # Filled in where the text is: a copy of the host's numbers would wait for all that is queued there.
+        before, after = (
+            [text_BT.new_full((batch, 1), token) for token in part] for part in (self.config.prefix, self.config.suffix)
         )
-        return torch.cat([before_BN, text_BT, after_BN], dim=1)
+        return torch.cat([*before, text_BT, *after], dim=1)
 
     def pack_weights(self, rows: int) -> None:
         """Have products of linear layers with so many rows be oneDNN's, for inference in float32 on a CPU.

@@ -174,7 +174,7 @@ class _Respond:
         # Row s, column t: K_{t-s}, 0 where t < s.
         toeplitz_DCC = F.pad(kernel_DC[:, :size], (size - 1, 0)).unfold(1, size, 1).flip(1)
         # 2 Re(r x) = [Re x, Im x] . [2 Re r, -2 Im r].
-        read_DNC2 = read_DNC2[:, :, :size] * read_DNC2.new_tensor((2.0, -2.0))
+        read_DNC2 = read_DNC2[:, :, :size] * torch.arange(2, -3, -4, dtype=read_DNC2.dtype, device=read_DNC2.device)
         y_DGC = u_DBGC.flatten(1, 2) @ toeplitz_DCC
         y_DGC = y_DGC + before_DBGN2.flatten(1, 2).flatten(2) @ read_DNC2.transpose(2, 3).flatten(1, 2)
         return y_DGC.reshape(u_DBGC.shape).flatten(2).transpose(0, 1), (after_BDN2,)

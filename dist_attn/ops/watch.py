@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from typing import final
 
 import torch
@@ -78,8 +79,10 @@ class Watch:
     @property
     def guarded(self) -> tuple[tuple[int, ...], ...]:
         """Guarded denominators per layer and head; a layer without denominators has no heads."""
-        layers = range(max(self._guarded, default=-1) + 1)
-        return tuple(tuple(self._guarded[n].tolist()) if n in self._guarded else () for n in layers)
+        # All at once: on a GPU the host waits whenever it asks.
+        numbers = iter(torch.cat(list(self._guarded.values())).tolist() if self._guarded else ())
+        told = {n: tuple(islice(numbers, len(guarded_H))) for n, guarded_H in self._guarded.items()}
+        return tuple(told.get(n, ()) for n in range(max(told, default=-1) + 1))
 
     @property
     def guarded_share(self) -> float | None:

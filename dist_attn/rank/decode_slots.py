@@ -1,13 +1,15 @@
 """Decoding many requests side by side, in batches of one fixed shape, so that a request's bits do not depend on others.
 
 The states of a batch stay side by side from token to token; they are taken apart only when requests come or go. A
-key-value cache is not copied for that: each request keeps its own, of whatever length.
+key-value cache is not copied for that: each request keeps its own, of whatever length. Where steps are captured it is:
+into a slot whose size the request's length alone decides, so that what lies beside it changes no bit.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -22,11 +24,12 @@ from dist_attn.generation import (
     takes_captured_steps,
     token_logprobs,
 )
-from dist_attn.generation.captured_step import GROWS
-from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
+from dist_attn.generation.captured_step import GROWS, SLOT_BYTES, slot_bytes
+from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import current_watch
+from dist_attn.ops.softmax_attention import places_for
 from dist_attn.ops.state import steps_in_place
 from dist_attn.ops.whole_vectors import WholeVectors
 from dist_attn.rank.layers_apart import FAULT, LayersApart
@@ -234,24 +237,24 @@ class DecodeSlots:
     def _arrange(self, fed: list[int]) -> None:
         """Put exactly these requests into batches, and leave full batches as they are."""
         for batch in list(self._batches):
-            if not set(batch.requests) <= set(fed):
+            if not set(batch.requests) <= set(fed) or (batch.captured is not None and batch.captured.full):
                 self._dissolve(batch)
         batched = {request for batch in self._batches for request in batch.requests}
         if set(fed) == batched:
             return
         for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
-        alike: dict[tuple[torch.Size, ...], list[int]] = {}
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for request in fed:
             if request in self._unbatched:
-                alike.setdefault(_shapes(self._unbatched[request]), []).append(request)
+                alike.setdefault(_shapes(self._unbatched[request], self._captures), []).append(request)
         for requests in alike.values():
             for at in range(0, len(requests), SLOTS):
                 self._batches.append(self._stack(tuple(requests[at : at + SLOTS])))
 
     def _stack(self, requests: tuple[int, ...]) -> _Batch:
         state = ModelState.beside([self._unbatched.pop(request) for request in requests], SLOTS)
-        if not self._captures or any(isinstance(layer, SoftmaxRows) for layer in state.layers):
+        if not self._captures or slot_bytes(state) > SLOT_BYTES:
             return _Batch(requests, state)
         captured = next((step for step in self._free if step.fits(state)), None)
         if captured is None:
@@ -267,7 +270,9 @@ class DecodeSlots:
             if request in self._drawings:
                 self._unbatched[request] = batch.state.select(slot)
         if batch.captured is not None and not batch.captured.grows:
-            self._free = [batch.captured, *self._free[: KEPT_STEPS - 1]]
+            held = [*accumulate(step.slot_bytes for step in (batch.captured, *self._free))]
+            kept = zip([batch.captured, *self._free[: KEPT_STEPS - 1]], held, strict=False)
+            self._free = [step for step, num_bytes in kept if num_bytes <= SLOT_BYTES]
 
 
 def _draw(request: int, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | RequestFault:
@@ -282,7 +287,13 @@ def _draw(request: int, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | Re
     return Drawn(request, token, token_logprobs(logits_V, token, drawing.spec.logprobs))
 
 
-def _shapes(state: ModelState) -> tuple[torch.Size, ...]:
-    """The shapes that states must have in common to go side by side: each row has keys and values of its own."""
-    layers = [(s.tail_BKD,) if isinstance(s, SoftmaxState) else s.tensors() for s in state.layers]
-    return tuple(tensor.shape for tensors in layers for tensor in tensors)
+def _shapes(state: ModelState, in_slots: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes that states must have in common to go side by side: without slots keys are of any number."""
+    shapes: list[tuple[int, ...]] = []
+    for layer in state.layers:
+        if isinstance(layer, SoftmaxState):
+            places = (places_for(layer.cache.tokens, layer.window),) if in_slots else ()
+            shapes.append((*places, *layer.tail_BKD.shape))
+        else:
+            shapes += (tuple(tensor.shape) for tensor in layer.tensors())
+    return tuple(shapes)

@@ -19,7 +19,7 @@ from dist_attn.errors import EngineError, InputError, StateMismatchError, WireEr
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.host_limits import given_threads
 from dist_attn.layout import SequenceLayout
-from dist_attn.model_config.figures import GRAIN, SLOTS
+from dist_attn.model_config.figures import SLOTS, tokens_at_once
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.affine.trial import end_trials
@@ -88,13 +88,13 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         compute.autocast().__enter__()  # as long; weights are rounded once
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
-    kind = kind_of_model(folder)
+    kind, chunk_tokens = kind_of_model(folder), settings.chunk_tokens or tokens_at_once(compute.device.type)
     if kind == "text_encoder":
         encoder = load_text_encoder(folder).to(compute.device)
         for block in encoder.encoder.blocks:
             block.register_forward_hook(lambda *_: pulse.advance())
         _tell(settings, compute.sentence(weights=settings.weights))
-        return SequenceExecutor(encoder, settings.rank, name=folder.name, finite=finite)
+        return SequenceExecutor(encoder, settings.rank, name=folder.name, finite=finite, chunk_tokens=chunk_tokens)
     backend = settings.backend if settings.ranks > 1 else "local"
     place = settings.rendezvous
     rendezvous = Rendezvous(place, settings.start_deadline_s, settings.listener) if place else None
@@ -117,7 +117,7 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     for part in model.parts:
         part.register_forward_hook(lambda *_: pulse.advance())
     computed = computation_of(
-        model, chunk_tokens=settings.chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
+        model, chunk_tokens=chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
     )
     manifest = Manifest(identity_of(model, folder), computed)
     executor = ModelExecutor(
@@ -194,6 +194,7 @@ class ModelExecutor:
             device=device,
             writes=isinstance(model, CausalModel),
             positions=model.learned_positions,
+            chunk_tokens=None if manifest is None else manifest.computed.chunk_tokens // comm.size,
         )
 
     @property
@@ -417,7 +418,9 @@ class ModelExecutor:
 
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
-        counts = take_counts(self._watch).plus(take_counts(self._decode_watch))
+        self._watch.add(self._decode_watch)
+        self._decode_watch.clear()
+        counts = take_counts(self._watch)
         return counts if counts.denominators else None
 
     def shut_down(self) -> None:

@@ -46,7 +46,15 @@ class _Reading:
 class SequenceExecutor:
     """The requests of this rank. A sequence is read whole, by one rank, so nothing is kept between blocks."""
 
-    def __init__(self, model: TextEncoder, rank: int, *, name: str, finite: FiniteCheck | None = None) -> None:
+    def __init__(
+        self,
+        model: TextEncoder,
+        rank: int,
+        *,
+        name: str,
+        finite: FiniteCheck | None = None,
+        chunk_tokens: int | None = None,
+    ) -> None:
         self._encoder = model
         self._device = model.embedding.weight.device
         self.loaded = LoadedModel(
@@ -58,6 +66,7 @@ class SequenceExecutor:
             backend="local",
             device=f"{self._device}, {present_compute(self._device).precision}",
             writes=False,
+            chunk_tokens=chunk_tokens,
         )
         self._rank = rank
         self._requests: dict[int, _Reading] = {}

@@ -23,6 +23,7 @@ from dist_attn.errors import EngineError, InputError, StateMismatchError, WireEr
 from dist_attn.generation import StateShapes, pack_state, restore_state
 from dist_attn.mixers import GrowingState
 from dist_attn.models import ModelState, StreamingModel
+from dist_attn.ops.device import send
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.snapshot import read_snapshot
 from dist_attn.wire.specs import Count
@@ -73,7 +74,7 @@ def read_state(data: bytes, shapes: StateShapes) -> ModelState:
             like, shape = shapes.like(layer, index), header.layers[layer][index]
             start = starts[layer, index]
             part = whole[start : start + math.prod(shape) * like.element_size()].clone()
-            return part.view(like.dtype).reshape(1, *shape).to(like.device)
+            return send(part.view(like.dtype).reshape(1, *shape), like.device)
 
         return shapes.state(header.position, tensor)
     except StateMismatchError as error:

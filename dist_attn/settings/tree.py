@@ -209,7 +209,11 @@ class RankTerms(Section):
         default=8 * GIB,
         description="of states in a rank at once, where they grow with the text (softmax); what takes more is refused",
     )
-    chunk_tokens: Number = Field(default=512, description="every text is cut into blocks of so many, always the same")
+    chunk_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="every text is cut into blocks of so many, always the same; 0: 512 on CPUs, 8192 on GPUs",
+    )
     start_deadline_s: Seconds = Field(
         default=180.0,
         description="for all ranks to start and load the model; one that is silent for a quarter of it is lost",

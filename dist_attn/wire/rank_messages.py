@@ -177,6 +177,7 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `positions` is how many tokens a text may have with what is drawn after it, where it learned a vector for each.
     `writes`: more than vectors.
     `pauses` is how often work on a block can be interrupted for a round of decoding; 0: not at all.
+    `chunk_tokens` of each rank make a block, unless the settings say otherwise; None: those of a CPU.
     """
 
     name: str
@@ -195,6 +196,7 @@ class LoadedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = ""
     writes: bool = True
     positions: Annotated[int, Meta(ge=1)] | None = None
+    chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
 
     def state_bytes_at(self, position: int) -> int:
         """The most bytes of a state after `position` tokens."""

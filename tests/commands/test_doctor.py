@@ -1,5 +1,6 @@
 """doctor as a whole: real processes that meet over gloo, and processes that break or never answer."""
 
+import dataclasses
 import json
 import socket
 import sys
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 
 from dist_attn.commands import doctor as doctor_module
-from dist_attn.commands import machine
+from dist_attn.commands import machine, options
 from dist_attn.commands.doctor import doctor, examine, probe, probe_mpi
 from dist_attn.commands.machine import Finding
 from dist_attn.commands.probe import ProbeSettings, findings_in
@@ -216,6 +217,33 @@ def test_a_second_model_is_looked_at_too(folder: Path, tmp_path: Path) -> None:
         assert (found["encoder"].status, found["encoder"].blocks) == (status, status == "broken")
         assert name in found["encoder"].detail
         assert ("those of the encoder need" in found["memory"].detail) == (status == "ok")
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"engine.dtype": "bfloat16"}, {"engine.dtype": "bfloat16", "engine.device": "cpu"}]
+)
+@pytest.mark.usefixtures("without_processes")
+def test_a_gpu_without_the_precision_that_is_asked_for(
+    flags: dict[str, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 by name is refused before `serve` is started where a GPU does not compute in it; auto never is."""
+    old = machine.ok("cuda", "an old GPU", devices=1, bfloat16=0)
+    monkeypatch.setattr(doctor_module, "probe", lambda *_: [old])
+    flags = {"model": str(folder), "data_dir": str(tmp_path), "http.port": str(_free_port()), **flags}
+    found = _by_name(examine(read_settings(environment={}, flags=flags).settings))["cuda"]
+    assert found.status == ("broken" if found.blocks else "ok")
+    assert found.blocks == (flags.get("engine.dtype") == "bfloat16" and "engine.device" not in flags)
+
+
+def test_what_takes_a_device_takes_a_precision() -> None:
+    """Every command with --device has --dtype, which is auto unless it is given."""
+    kinds = [kind for kind in vars(options).values() if dataclasses.is_dataclass(kind)]
+    with_device = [kind for kind in kinds if "device" in {field.name for field in dataclasses.fields(kind)}]
+    assert len(with_device) > 4
+    for kind in with_device:
+        (dtype,) = (field for field in dataclasses.fields(kind) if field.name == "dtype")
+        assert dtype.default in ("auto", None), kind  # None: as the settings have it
+    assert Settings().engine.dtype == "auto"
 
 
 @pytest.mark.usefixtures("without_processes")

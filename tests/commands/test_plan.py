@@ -14,6 +14,7 @@ from dist_attn.commands.tables import byte_size, duration
 from dist_attn.control.settings import ControlSettings
 from dist_attn.costs import Calibration, ScanTime, calibration_file, default_exchange, estimate, read_model_costs
 from dist_attn.errors import ConfigError, InputError, ModelFolderError
+from dist_attn.model_config.figures import GPU_TOKENS
 from tests.support.model_cases import write_config
 from tests.support.tokenisers import foreign_contents
 
@@ -149,8 +150,19 @@ def test_refuses_a_model_without_formulas(tmp_path: Path) -> None:
 
 def test_blocks_are_those_of_the_engine() -> None:
     """The block that is planned with is the one that `encode` and the controller cut."""
-    assert encode_file.BLOCK_TOKENS_PER_RANK == BLOCK_TOKENS
+    assert encode_file.CPU_BLOCK_TOKENS == BLOCK_TOKENS
     assert ControlSettings(api_address="ipc:///tmp/x", model="m").block_tokens == BLOCK_TOKENS
+
+
+def test_blocks_of_a_gpu_are_planned_with(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the device is a GPU the plan has the larger blocks that are read there, and the memory that they take."""
+    found = []
+    for device in ("cpu", "cuda"):
+        plan(PlanOptions(tokens="1M", model=folder, device=device, gflops=100.0, as_json=True))
+        found.append(json.loads(capsys.readouterr().out))
+    assert [each["block_tokens"] for each in found] == [BLOCK_TOKENS, GPU_TOKENS]
+    cpu, gpu = (each["memory_bytes_per_rank"]["activations"] for each in found)
+    assert gpu > 2 * cpu
 
 
 def test_planning_never_loads_torch(folder: str) -> None:

@@ -15,6 +15,7 @@ from dist_attn.wire.agent_messages import (
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    Credit,
     Failed,
     Generated,
     RowSpec,
@@ -55,14 +56,16 @@ API = b"api"
 class Table:
     """A controller with two ranks that are ready, and everything it has sent."""
 
-    def __init__(self, state_bytes=None, token_bytes=0, settings=SETTINGS, described=None):
+    def __init__(self, state_bytes=None, token_bytes=0, settings=SETTINGS, described=None, chunk_tokens=None):
         self.to_peers, self.steps, self.others = [], {0: [], 1: []}, []
         self.gone = set()
         self.controller = Controller(settings, self.to_api, self.to_engine, MemoryStates())
         self.now = 1.0
         self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
         self.controller.tick(self.now)
-        model = LoadedModel("m", 2, 9000, (9,), None, state_bytes, described, token_bytes, pauses=12)
+        model = LoadedModel(
+            "m", 2, 9000, (9,), None, state_bytes, described, token_bytes, pauses=12, chunk_tokens=chunk_tokens
+        )
         for rank in (0, 1):
             self.engine(
                 rank_identity(1, rank),
@@ -93,6 +96,10 @@ class Table:
         """Let a little time pass."""
         self.now += seconds
         self.controller.tick(self.now)
+
+    def last_credit(self):
+        """Up to where the API may send the tokens of its last request."""
+        return [message.upto for message in self.to_peers if isinstance(message, Credit)][-1]
 
     def done(self, rank, k, epoch=1, **results):
         """A rank finishes a step."""
@@ -233,6 +240,18 @@ def test_no_more_steps_are_under_way_than_allowed(table):
     table.done(1, 1)
     table.turn()
     assert len(table.steps[0]) == SETTINGS.steps_in_flight + 1
+
+
+@pytest.mark.parametrize(("of_device", "set_to", "want"), [(4096, 0, 4096), (4096, 1024, 1024), (None, 0, 512)])
+def test_blocks_are_as_long_as_the_ranks_want(of_device, set_to, want):
+    """Ranks tell what a block of their device is, unless it is set; credit is enough for a block of any length."""
+    table = Table(settings=SETTINGS.replace(chunk_tokens=set_to), chunk_tokens=of_device)
+    table.api(open_encoding("a", RowSpec("document")))
+    credit = table.last_credit()
+    assert credit >= 2 * want
+    table.api(Tokens("a", 0, bytes(4 * credit), final=False))
+    table.turn()
+    assert table.ops(0)[-1].lengths == table.ops(1)[-1].lengths == [want, want]
 
 
 def test_one_rank_keeps_a_session_that_decodes(table):

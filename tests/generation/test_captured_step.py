@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dist_attn.errors import ConfigError, ShapeError
-from dist_attn.generation import CapturedStep, StepGraphs, generate, takes_captured_steps
-from dist_attn.generation.captured_step import Replayed
+from dist_attn.generation import CapturedStep, StepGraphs, captured_step, generate, takes_captured_steps
+from dist_attn.generation.captured_step import GROWS, Replayed
 from dist_attn.generation.decode import prefill
 from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.model_config.mixers.attention import ScaleformerConfig, SoftmaxConfig
@@ -16,6 +16,7 @@ from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.ops import Watch, watching
+from dist_attn.ops.softmax_attention import slots as attention_slots
 from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn
@@ -29,7 +30,7 @@ MIXERS: dict[str, MixerConfig] = {
 }
 
 HOW = {"rfa_gate": "a CUDA graph" if torch.cuda.is_available() else "on cpu"}
-HOW |= {"gated_delta": HOW["rfa_gate"], "scaleformer": HOW["rfa_gate"], "softmax": "the state grows"}
+HOW |= dict.fromkeys(("gated_delta", "scaleformer", "softmax"), HOW["rfa_gate"])
 
 
 def model_of(kind: str) -> LanguageModel:
@@ -44,6 +45,14 @@ def model_of(kind: str) -> LanguageModel:
 def tensors_of(state: ModelState) -> list[torch.Tensor]:
     """All tensors of a state."""
     return [state.position_B, *(t for layer in state.layers for t in layer.tensors())]
+
+
+def assert_same(got: ModelState, want: ModelState) -> None:
+    """Each sequence has the same state, whatever holds it."""
+    for row in range(want.batch):
+        pairs = zip(tensors_of(got.select(row)), tensors_of(want.select(row)), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other)
 
 
 class Recaptured:
@@ -87,22 +96,60 @@ def test_steps_over_buffers_equal_plain_steps(kind: str) -> None:
         for token_B in tokens_of(model, 5):
             want_BV, state = model.step(token_B, state)
             torch.testing.assert_close(captured.step(token_B), want_BV)
-    for got, want in zip(tensors_of(captured.state), tensors_of(state), strict=True):
-        torch.testing.assert_close(got, want)
-    assert captured.grows == (kind == "softmax")
-    if kind != "softmax":
-        assert [t.data_ptr() for t in tensors_of(captured.state)] == places
+    assert_same(captured.state, state)
+    assert [t.data_ptr() for t in tensors_of(captured.state)] == places
 
 
-def test_how_steps_are_taken_is_said() -> None:
-    """Without a GPU, and for a state that grows, the reason why there is no graph is said in words."""
+def test_how_steps_are_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, and for keys that take too much, the reason why there is no graph is said in words."""
+    monkeypatch.setattr(captured_step, "SLOT_BYTES", 2 * 2 * 2 * 256 * 8 * 4 - 1)  # layers, keys and values, rows
     growing = CapturedStep(model_of("softmax"), model_of("softmax").initial_state(2))
     constant = CapturedStep(model_of("rfa_gate"), model_of("rfa_gate").initial_state(2))
     for step in (growing, constant):
         for token_B in tokens_of(model_of("softmax"), 2):
             step.step(token_B)
-    assert "grows" in growing.how
+    assert "grows" in growing.how and growing.grows
     assert constant.how == "a CUDA graph" if torch.cuda.is_available() else "on cpu" in constant.how
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_full_slots_are_doubled(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that fills its slots goes on in larger ones with another graph, or without one; nothing else changes."""
+    monkeypatch.setattr(attention_slots, "LEAST_PLACES", 4)
+    monkeypatch.setattr(captured_step, "SLOT_BYTES", (64 if enough else 8) * 2 * 2 * 2 * 8 * 4)
+    model, capture = model_of("softmax"), Recaptured()
+    state = ModelState.stack([prefill(model, torch.arange(3))] * 2)
+    captured = CapturedStep(model, state, graphs=StepGraphs(torch.device("cpu"), capture))
+    with torch.inference_mode():
+        for token_B in tokens_of(model, 17):
+            want_BV, state = model.step(token_B, state)
+            torch.testing.assert_close(captured.step(token_B), want_BV)
+    assert_same(captured.state, state)
+    assert (capture.count, captured.how) == ((3, "a CUDA graph") if enough else (1, f"operation by operation: {GROWS}"))
+
+
+def test_requests_in_slots_change_no_bit_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of any lengths draw the same logits alone and beside others, however these fill their slots."""
+    monkeypatch.setattr(attention_slots, "LEAST_PLACES", 4)
+    model = model_of("softmax")
+    spec = SamplingSpec(max_tokens=40, temperature=0.0, logprobs=3)
+
+    def drawn(lengths: dict[int, int]) -> dict[int, list[Drawn]]:
+        made = DecodeSlots(model, steps="captured", graphs=StepGraphs(torch.device("cpu"), Recaptured()))
+        found: dict[int, list[Drawn]] = {request: [] for request in lengths}
+        with torch.inference_mode():
+            for request, length in lengths.items():
+                made.take_in(request, prefill(model, torch.arange(length) % VOCAB), spec)
+            for turn in range(9):
+                for one in made.draw([DecodeEntry(request, token=5 if turn == 0 else None) for request in lengths]):
+                    assert isinstance(one, Drawn)
+                    found[one.request].append(one)
+        assert made.how == {"a CUDA graph"}
+        return found
+
+    together = drawn({1: 2, 2: 5, 3: 14, 4: 3})
+    for request, length in {1: 2, 3: 14}.items():
+        assert drawn({request: length})[request] == together[request]
 
 
 def test_another_state_is_loaded_into_the_same_buffers() -> None:

@@ -1,7 +1,7 @@
 """On `meta`, the device without numbers that every torch has: models mix no devices, and the host waits for nothing.
 
 There `.item()`, `.tolist()`, `.cpu()` and all that looks at a number fail. What would pass is a tensor of the CPU among
-others, and the copy of one for which a GPU finishes all its work first: `_OneDevice` refuses both.
+others, and the copy of one for which a GPU finishes all its work first: `OneDevice` refuses both.
 """
 
 from pathlib import Path
@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.generation import pack_state
+from dist_attn.generation import CapturedStep, StepGraphs, pack_state
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
@@ -21,34 +19,15 @@ from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.training.loop import build_task
 from dist_attn.training.mesh import Share
 from dist_attn.training.optim import build_optimisers
+from tests.generation.test_captured_step import Recaptured
+from tests.models.test_stream_encoder import PAIR, small
 from tests.support.model_cases import MODEL_CASES, kinds_of, model_config
+from tests.support.one_device import META, OneDevice
 from tests.support.snapshots import manifest
 from tests.support.tasks import RUNS, small_task
 from tests.support.training import small_run
 
-META = torch.device("meta")
 BATCH, LENGTH = 2, 70
-
-
-class _OneDevice(TorchDispatchMode):
-    """Every operation inside has its tensors on one device; those of the CPU come to another without a wait.
-
-    Numbers without dimensions are arguments of a kernel, wherever they lie.
-    """
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if any(t.device.type == "cpu" for t in given):
-            name = str(function)
-            copies = "_to_copy" in name or "aten.to." in name or "copy_" in name
-            of_host = [t for t in given if t.device.type == "cpu" and (copies or t.dim())]
-            both = [*given, *(t for t in tree_leaves(result) if isinstance(t, torch.Tensor))]
-            if of_host and any(t.device == META for t in both):
-                waits_not = copies and (kwargs.get("non_blocking") or any(arg is True for arg in args))
-                assert waits_not, f"{name} has a tensor of the CPU, {tuple(of_host[0].shape)}, among those of {META}"
-        return result
 
 
 def _tokens(length: int = LENGTH, device: torch.device = META) -> torch.Tensor:
@@ -75,7 +54,7 @@ def test_prefill_decode_and_backward(case: str) -> None:
         of_numbers = _states(model, case)
     stored = pack_state(of_numbers[-1].select(0), manifest()).header.arrays
     model.to(META)
-    with _OneDevice():
+    with OneDevice():
         with torch.inference_mode():
             without = _states(model, case)
         logits_BLV, _ = model(_tokens())
@@ -88,7 +67,7 @@ def test_prefill_decode_and_backward(case: str) -> None:
 
 
 def _states(model: LanguageModel, case: str) -> list[ModelState]:
-    """After two blocks, the first of packed documents where the mixers take them, and after two steps.
+    """After two blocks, the first of packed documents where the mixers take them, and after two steps, captured too.
 
     Behind packed documents exact attention holds the keys of the last one, a state that is not saved.
     """
@@ -97,7 +76,25 @@ def _states(model: LanguageModel, case: str) -> list[ModelState]:
     _, first = model(tokens_BL, LocalSequenceOps((0, 20, 50) if packed else None))
     _, second = model.hidden(tokens_BL, None, first)
     _, third = model.step(torch.zeros(BATCH, dtype=torch.int64), second)  # on the CPU, as drawn tokens are
-    return [first, second, third, model.step(tokens_BL[:, 0], third)[1]]
+    captured = CapturedStep(model, third, graphs=StepGraphs(model.device, Recaptured()))
+    for _ in range(3):
+        captured.step(tokens_BL[:, 0])
+    assert captured.how == "a CUDA graph"
+    return [first, second, third, captured.state, model.step(tokens_BL[:, 0], third)[1]]
+
+
+@torch.inference_mode()
+def test_a_stream_encoder_reads_blocks() -> None:
+    """Blocks of a text that goes on, and short texts together; the state lies on the device but for its position."""
+    model, tokens_BL = small().float().to(META), torch.zeros(1, 1200, dtype=torch.int64)
+    with OneDevice():
+        _, first = model.hidden(tokens_BL[:, :PAIR])
+        h_BLD, second = model.hidden(tokens_BL[:, PAIR:], None, first)
+        short = model.short_hidden([tokens_BL[0, :5], tokens_BL[0, :9]])
+        vectors_BD = model.sentence.encode(tokens_BL[:, :8])
+    assert {h.device for h in (h_BLD, *short, vectors_BD)} == {META}
+    assert {t.device for layer in second.layers for t in layer.tensors()} == {META}
+    assert second.position == 1200
 
 
 @pytest.mark.parametrize("case", {tuple(sorted(kinds_of(case))): case for case in reversed(MODEL_CASES)}.values())
@@ -112,7 +109,7 @@ def test_ranks_exchange_carries(case: str) -> None:
     def rank(comm: Communicator) -> ModelState:
         ops: SequenceOps = ShardedSequenceOps(comm, layout, cache="whole")
         tokens = _tokens(layout.lengths[comm.rank])
-        with _OneDevice():
+        with OneDevice():
             with torch.no_grad():
                 _, first = model.hidden(tokens, ops)
             h_BLD, _ = model.hidden(tokens, ops, first)
@@ -130,7 +127,7 @@ def test_training_steps(kind: str, tmp_path: Path) -> None:
     config = small_run(tmp_path, dtype="float32") if kind == "language" else small_task(kind, tmp_path)
     task = build_task(config, Share(META))
     optimisers = build_optimisers(task.model, config.optimiser)
-    with _OneDevice():
+    with OneDevice():
         for step in range(2):
             task.prepare(step)
             task.loss(step, slice(0, task.batch)).backward()

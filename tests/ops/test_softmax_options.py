@@ -16,7 +16,14 @@ from dist_attn.ops import (
     SoftmaxOptions,
     softmax_attention_streaming,
 )
-from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, softmax_attention_naive, tiled
+from dist_attn.ops.softmax_attention import (
+    CacheSlots,
+    Placement,
+    SoftmaxCall,
+    softmax_attention_naive,
+    softmax_attention_of_slots,
+    tiled,
+)
 from dist_attn.ops.softmax_attention.attention import attend_exactly
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
@@ -147,6 +154,38 @@ def test_decode_steps_write_into_room(window):
     assert cache.tokens == total and cache.k_BGSK.shape[2] == (total if window is None else window - 1)
     assert cache.room.k_BGRK.shape[2] <= (total + 64 if window is None else window + 64)
     assert copies <= 9
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 70, 300])
+def test_decode_steps_over_slots(window, shared):
+    """Rows of different lengths in memory of one size equal the oracle, and are taken out as they would be alone."""
+    total, begun = 560, [0, 3, 250]
+    near = RelativePositions(*(random_tensor(1 if shared else HEADS, 7, x, seed=5) for x in (SIZE, VALUES)))
+    for options in (SoftmaxOptions(None, window), SoftmaxOptions(0.6, window, 2.0, random_tensor(HEADS, seed=3), near)):
+        given = {name: getattr(options, name) for name in ("scale", "window", "softcap", "sinks_H", "relative")}
+        q, k, v = (torch.cat([x[:1], x[1:], -x[:1]]) for x in _inputs(total, total))
+        want = softmax_attention_naive(q, k, v, causal=True, **given)
+        alone = [KeyValueCache(k[row : row + 1, :, :n], v[row : row + 1, :, :n]) for row, n in enumerate(begun)]
+        slots = CacheSlots.of([None, *(cache.within(window) for cache in alone)], window)
+        for step in range(300):
+            at = torch.tensor(begun) + step
+            here = [torch.cat([x[:1, :, :1], x[torch.arange(3), :, at][:, :, None]]) for x in (q, k, v)]
+            if (window or total) > slots.k_BGRK.shape[2] <= at.max():
+                slots = CacheSlots.of(
+                    [None, *(slots.row(row + 1, n, window) for row, n in enumerate(at.tolist()))], window
+                )
+            kept, (out, slots) = slots, softmax_attention_of_slots(*here, slots, options=options)
+            assert kept.k_BGRK is slots.k_BGRK
+            assert_close(out[1:, :, 0], want[torch.arange(3), :, at])
+        assert slots.k_BGRK.shape[2] == (1024 if window is None else 512 if window == 300 else 256)
+        assert slots.tokens_B[1:].tolist() == [n + 300 for n in begun]
+        for row, tokens in enumerate(slots.tokens_B[1:].tolist()):
+            cache = slots.row(row + 1, tokens, window)
+            first = 0 if window is None else tokens - window + 1
+            assert (cache.dropped, cache.tokens) == (first, tokens)
+            assert torch.equal(cache.k_BGSK, k[row : row + 1, :, first:tokens])
+            assert torch.equal(cache.v_BGSV, v[row : row + 1, :, first:tokens])
 
 
 def test_a_cache_of_more_than_the_window_is_cut():

@@ -7,6 +7,7 @@ from dist_attn.rank.worker import Decoding, ReceivedStates, perform
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import (
+    CloseOp,
     DecodeEntry,
     DecodeOp,
     Drawn,
@@ -111,3 +112,18 @@ def test_bits_of_rows_and_tokens_do_not_depend_on_what_goes_between_layers():
     assert [pieces.vectors for pieces in done.pieces] == rows
     assert [drawn.token for message in sent for drawn in message.drawn] == tokens
     assert done.guards == apart.take_guards()
+
+
+def test_counts_of_a_text_that_is_drawn_are_told_when_it_ends():
+    """A step that only draws does not ask a device for its counts; none is lost by the step that closes the request."""
+    made, taken = executor(), []
+    made.open(OpenOp(2, None, SamplingSpec(20, temperature=0.0)))
+    steps = [[DecodeOp([DecodeEntry(2, 5)])], [DecodeOp([DecodeEntry(2)])], [CloseOp(2)]]
+    for k, ops in enumerate(steps, start=1):
+        taken.append(perform(Step(1, k, ops), 0, made, Pulse(), ReceivedStates(0), [].append).guards)
+    assert taken[:2] == [None, None]
+    once = executor()
+    once.open(OpenOp(2, None, SamplingSpec(20, temperature=0.0)))
+    once.decode(DecodeOp([DecodeEntry(2, 5)]))
+    of_a_draw = once.take_guards()
+    assert taken[2].denominators == 2 * of_a_draw.denominators > 0

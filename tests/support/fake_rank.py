@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.rank.worker import run_rank
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -87,7 +88,7 @@ class FakeExecutor:
         self.kept: dict[int, bool] = {}  # requests that draw from kept logits, and whether this rank has them
         self.ended: set[int] = set()
         self.refused: set[int] = set()
-        manifest = fake_manifest(settings.chunk_tokens * settings.ranks, settings.ranks)
+        manifest = fake_manifest((settings.chunk_tokens or GRAIN) * settings.ranks, settings.ranks)
         self.loaded = LoadedModel("fake", DIM, VOCAB, (END,), None, 24, manifest, pauses=4, device="cpu")
 
     def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dist_attn.control.controller import Controller
 from dist_attn.control.settings import ControlSettings
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.rank.worker import ReceivedStates, perform
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -49,7 +50,7 @@ SETTINGS = ControlSettings(
     heartbeat_deadline_s=1e6,
 )
 API = b"api"
-GRID = RANKS * SETTINGS.chunk_tokens
+GRID = RANKS * (SETTINGS.chunk_tokens or GRAIN)
 MANIFEST = fake_manifest(GRID, RANKS)
 
 

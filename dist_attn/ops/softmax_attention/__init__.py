@@ -14,10 +14,12 @@ from dist_attn.ops.softmax_attention.cache import (
     softmax_attention_streaming,
 )
 from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention.slots import CacheSlots, places_for, softmax_attention_of_slots
 from dist_attn.ops.softmax_attention.tiled import attend_partially, merge_partials
 
 __all__ = [
     "CacheRows",
+    "CacheSlots",
     "KeyValueCache",
     "Placement",
     "RelativePositions",
@@ -28,8 +30,10 @@ __all__ = [
     "attend_onward",
     "attend_partially",
     "merge_partials",
+    "places_for",
     "softmax_attention",
     "softmax_attention_naive",
     "softmax_attention_of_rows",
+    "softmax_attention_of_slots",
     "softmax_attention_streaming",
 ]
