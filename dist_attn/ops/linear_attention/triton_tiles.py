@@ -9,6 +9,7 @@ import torch
 
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.gpu_record import record_of
+from dist_attn.ops.kernel_target import kernel_target
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dt
 
 def generation_of(device: torch.device) -> int:
     """The first number of the compute capability; that of Hopper for what is no GPU."""
+    if (target := kernel_target()) is not None:
+        return target.capability // 10
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
