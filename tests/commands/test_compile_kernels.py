@@ -31,7 +31,7 @@ def _compiled(model: Path, cache: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 def test_kernels_are_compiled_once(tmp_path: Path) -> None:
-    """The first call compiles those of reading, drawing, ranks and training for Hopper, the second finds all of them."""
+    """The first call compiles those of reading, drawing, ranks and training, and the second finds them all."""
     pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
     model, cache = tmp_path / "model", tmp_path / "cache"
     model.mkdir()
