@@ -202,7 +202,11 @@ def doctor(options: DoctorOptions) -> None:
 
     Code 1 when it would not, or when what it needs did not answer in time.
 
+    With --compile nothing is tried: a node whose cache has the kernels compiles none at its first request.
+
     Example: dist-attn doctor --port 8000
+
+    Example: TRITON_CACHE_DIR=/shared/kernels dist-attn doctor --compile sm_90
     """
     from dist_attn.commands.doctor import doctor as examine
 
@@ -214,6 +218,11 @@ def doctor(options: DoctorOptions) -> None:
         "engine.device": options.device,
         "engine.dtype": options.dtype,
     }
+    if options.compile_for is not None:
+        from dist_attn.commands.compile_kernels import compile_kernels
+
+        compile_kernels(options.compile_for, options.config, flags, as_json=options.as_json)
+        return
     raise typer.Exit(examine(options.config, flags, as_json=options.as_json, exchanges=options.measure))
 
 

@@ -190,6 +190,14 @@ class DoctorOptions:
     measure: Annotated[
         bool, typer.Option("--measure", help="Time the exchanges between ranks too, and keep which is fastest.")
     ] = False
+    compile_for: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            metavar="ARCHITECTURE",
+            help="Only compile the models' kernels, for such GPUs (sm_90: H100, H200), into Triton's cache.",
+        ),
+    ] = None
     as_json: AsJson = False
 
 

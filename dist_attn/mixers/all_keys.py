@@ -39,6 +39,7 @@ from dist_attn.ops import (
     linear_attention_read,
 )
 from dist_attn.ops.device import without_autocast
+from dist_attn.ops.relative_rows import sum_by_row, take_by_row
 from dist_attn.ops.running_maximum import NO_TOKENS
 
 # Where a configuration says none. The weights of all but rfa are positive: those of elu are divided as they are, the
@@ -252,15 +253,15 @@ class CrossAttention(nn.Module):
     ) -> torch.Tensor:
         """Softmax with relative positions by definition: the host need not know where the queries stand."""
         wide = torch.promote_types(q_BHLK.dtype, torch.float32)
-        rows_BHLS = self._rows(positions_BL, k_BHSK, relative.reach).expand(-1, q_BHLK.shape[1], -1, -1)
+        rows_B1LS = self._rows(positions_BL, k_BHSK, relative.reach)
         with without_autocast(q_BHLK.device):
             q = q_BHLK.to(wide) / math.sqrt(q_BHLK.shape[3])
             near_BHLR = q @ relative.keys_HRK.to(wide).transpose(-1, -2)
-            scores_BHLS = q @ k_BHSK.to(wide).transpose(-1, -2) + near_BHLR.gather(-1, rows_BHLS)
+            scores_BHLS = q @ k_BHSK.to(wide).transpose(-1, -2) + take_by_row(near_BHLR, rows_B1LS)
             weights_BHLS = scores_BHLS.softmax(dim=-1)
             out_BHLV = weights_BHLS @ v_BHSV.to(wide)
             if relative.values_HRV is not None:
-                by_row_BHLR = torch.zeros_like(near_BHLR).scatter_add(-1, rows_BHLS, weights_BHLS)
+                by_row_BHLR = sum_by_row(weights_BHLS, rows_B1LS, near_BHLR.shape[-1])
                 out_BHLV = out_BHLV + by_row_BHLR @ relative.values_HRV.to(wide)
         return out_BHLV.to(v_BHSV.dtype)
 
@@ -278,5 +279,5 @@ class CrossAttention(nn.Module):
         phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.attend.positions_HRK))
         near_BHLR = phi_q @ phi_rp.transpose(-1, -2)
         scores_BHLS = phi_q @ phi_k.transpose(-1, -2)
-        scores_BHLS = scores_BHLS + near_BHLR.gather(-1, self._rows(positions_BL, k_BHSK, reach).expand_as(scores_BHLS))
+        scores_BHLS = scores_BHLS + take_by_row(near_BHLR, self._rows(positions_BL, k_BHSK, reach))
         return scores_BHLS @ v_BHSV / scores_BHLS.sum(-1, keepdim=True)

@@ -1,10 +1,12 @@
-"""Working on a device other than the CPU: precision that is kept there, and numbers sent to it without waiting."""
+"""Working on a device other than the CPU: precision kept, numbers sent without waiting, sums in a fixed order."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 
-__all__ = ["products_in", "send", "without_autocast"]
+__all__ = ["products_in", "running_sums", "send", "sum_rows", "take_rows", "without_autocast"]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -33,3 +35,22 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if x.device.type != "cpu" or device.type == "cpu":
         return x.to(device)
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def running_sums(x: torch.Tensor) -> torch.Tensor:
+    """`cumsum` over the last dimension."""
+    # Blocks of threads of a GPU share a lone row and add in the order in which they come; of two, each is one block's.
+    return torch.stack([x, x]).cumsum(-1)[0] if x.numel() == x.shape[-1] else x.cumsum(-1)
+
+
+def take_rows(x_NC: torch.Tensor, number_R: torch.Tensor) -> torch.Tensor:
+    """The rows of these numbers, [N, C] -> [R, C]; gradients are added up in the order of the rows."""
+    # Not index_select: its gradients are added atomically on GPUs, in an order that differs from run to run.
+    return F.embedding(number_R, x_NC)
+
+
+def sum_rows(x_RC: torch.Tensor, number_R: torch.Tensor, count: int) -> torch.Tensor:
+    """The sums of the rows of each number, in their order: [R, C] -> [count, C]; the transpose of `take_rows`."""
+    # The gradient of a table that is looked up: GPUs sort by number and add pieces in order, index_add is atomic there.
+    sums = torch.ops.aten.embedding_dense_backward(x_RC, number_R, count, -1, False)
+    return cast(torch.Tensor, sums)

@@ -13,7 +13,7 @@ from operator import index
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.device import send
+from dist_attn.ops.device import send, sum_rows
 
 __all__ = [
     "DocumentPlaces",
@@ -65,8 +65,10 @@ def sums_of_documents(x_BLD: torch.Tensor, places: DocumentPlaces) -> torch.Tens
     Half precision is added up in float32 and comes out as float32.
     """
     wide_BLD = x_BLD.to(torch.promote_types(x_BLD.dtype, torch.float32))
-    sums_BND = wide_BLD.new_zeros((x_BLD.shape[0], len(places.lengths_N), x_BLD.shape[2]))
-    return sums_BND.index_add(1, send(places.number_L, x_BLD.device), wide_BLD)
+    batch, documents = x_BLD.shape[0], len(places.lengths_N)
+    number_BL = torch.arange(batch, device="cpu")[:, None] * documents + places.number_L
+    sums_ND = sum_rows(wide_BLD.flatten(0, 1), send(number_BL.flatten(), x_BLD.device), batch * documents)
+    return sums_ND.view(batch, documents, x_BLD.shape[2])
 
 
 def document_starts(starts: Iterable[int]) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from typing import Literal
 import msgspec
 import torch
 
+from dist_attn.ops.kernel_target import kernel_target
+
 FILE = Path(__file__).with_name("gpu_record.json")
 
 # Kernels of relative attention may be wrong on a device where those of linear attention are right; "fla" is linear
@@ -69,7 +71,14 @@ class GpuRecord:
 
 def record_of(device: torch.device) -> GpuRecord | None:
     """The record of devices of this one's name; None for a GPU that has none, and for what is no GPU."""
+    if (target := kernel_target()) is not None:
+        return _records(FILE).get(target.name)
     return _records(FILE).get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def recorded_names() -> tuple[str, ...]:
+    """The names of devices that there are records of."""
+    return tuple(_records(FILE))
 
 
 def why_not_proven(operation: Operation, device: torch.device) -> str | None:

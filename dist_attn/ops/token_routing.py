@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.device import take_rows
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def route_tokens(x_NC: torch.Tensor, expert_NK: torch.Tensor, *, num_experts: in
     # Stable: inside an expert assignments stay in the order in which they came, which is that of slots.
     source_R = taken_R[torch.sort(expert_A[taken_R], stable=True).indices]
     counts_E = torch.bincount(expert_A[taken_R], minlength=num_experts)
-    rows_RC = x_NC.index_select(0, source_R % max(1, tokens))
+    rows_RC = take_rows(x_NC, source_R % max(1, tokens))
     dropped = len(expert_A) - len(taken_R)
     return Routes(rows_RC, tuple(counts_E.tolist()), dropped, source_R, tokens, choices)
 

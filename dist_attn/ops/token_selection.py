@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.device import send
+from dist_attn.ops.device import send, take_rows
 
 
 def select_tokens(
@@ -26,7 +26,7 @@ def select_tokens(
     """
     check_selection(x_LC, score_L, at_most)
     position_N = _chosen(score_L, threshold=threshold, at_most=at_most)
-    return x_LC.index_select(0, position_N), position_N
+    return take_rows(x_LC, position_N), position_N
 
 
 def check_selection(x_LC: torch.Tensor, score_L: torch.Tensor, at_most: int | None) -> None:
@@ -134,9 +134,9 @@ def upsample(
         raise InputError("there is no token to take values from; keep at least one")
     index_TK, weight_TK = (_line if how.kind == "linear" else _nearest)(position_N, wanted_T, how.reach)
     weight_TK = weight_TK.to(z_ND.dtype)
-    out_TD = weight_TK[:, :1] * z_ND.index_select(0, index_TK[:, 0])
+    out_TD = weight_TK[:, :1] * take_rows(z_ND, index_TK[:, 0])
     for k in range(1, index_TK.shape[1]):
-        out_TD = out_TD + weight_TK[:, k : k + 1] * z_ND.index_select(0, index_TK[:, k])
+        out_TD = out_TD + weight_TK[:, k : k + 1] * take_rows(z_ND, index_TK[:, k])
     return out_TD
 
 

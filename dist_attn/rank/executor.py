@@ -438,7 +438,7 @@ class ModelExecutor:
 
         On a GPU as many as a block has: kernels are compiled, measured and tried here, and not in a request.
         """
-        length = max(8 if self._device.type == "cpu" else GRAIN, self._model.grain)
+        length = max(tokens_at_once(self._device.type, on_cpu=8), self._model.grain)
         if (positions := self._model.learned_positions) is not None:
             length = max(1, min(length, positions // self._comm.size))
         lengths = [length] * self._comm.size

@@ -11,6 +11,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
+from dist_attn.ops.device import take_rows
 from dist_attn.ops.token_routing import check_routing, slots_of_experts
 from dist_attn.sharded.columns import column_cuts
 
@@ -84,13 +85,13 @@ def sharded_route_tokens(
     to_P = [int(room_PKE[comm.rank, :, start:stop].sum()) for start, stop in pairwise(cuts)]
     own_PKE = room_PKE[:, :, cuts[comm.rank] : cuts[comm.rank + 1]]
     from_P = own_PKE.sum(dim=(1, 2)).tolist()
-    sent_SC = x_NC.index_select(0, source_S % max(1, tokens))
+    sent_SC = take_rows(x_NC, source_S % max(1, tokens))
     arrived_RC = collectives.all_to_all(comm, sent_SC, to_P, from_P, label="to experts")
     order_R = _by_slot(own_PKE)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
     counts_E[cuts[comm.rank] : cuts[comm.rank + 1]] = own_PKE.sum(dim=(0, 1)).cpu()
     return ShardedRoutes(
-        arrived_RC.index_select(0, order_R),
+        take_rows(arrived_RC, order_R),
         tuple(counts_E.tolist()),
         int(counts_PKE.sum() - room_PKE.sum()),
         comm,

@@ -11,7 +11,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.device import send
+from dist_attn.ops.device import send, take_rows
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.token_selection import (
     Interpolation,
@@ -94,7 +94,7 @@ def sharded_select_tokens(
     def spread(rows_NC: torch.Tensor, label: str) -> torch.Tensor:
         return realign_tokens(comm, found, even, rows_NC[None, None], label=label)[0, 0]
 
-    rows_NC = spread(x_LC.index_select(0, own_N), "kept tokens")
+    rows_NC = spread(take_rows(x_LC, own_N), "kept tokens")
     positions_N = spread(position_N[:, None], "kept positions")[:, 0]
     return ShardedSelection(rows_NC, positions_N, along(even), comm, layout, found, even)
 

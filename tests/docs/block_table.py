@@ -103,6 +103,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Not("it needs four GPUs"),
         Not(f"it needs GPUs; {SEVERAL_HOSTS}"),
         Not("it needs a GPU; `make gpu` has both, in its pieces ranks and killed"),
+        Elsewhere("tests/commands/test_compile_kernels.py"),
         Run("python", instead={"4096, (1, 4096)": "4096, (1, 512)", "even(4096": "even(512"}),
         Not("it needs four GPUs, and a rank that hangs"),
         Elsewhere("tests/benchmarks/test_gpu_check.py"),

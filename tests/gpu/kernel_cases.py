@@ -23,7 +23,7 @@ from dist_attn.ops import (
 from dist_attn.ops.linear_attention import Implementation, LinearCall, absorb, complete_sums, local_sums
 from tests.gpu.judging import judged, name_of
 
-__all__ = ["kernel_cases"]
+__all__ = ["kernel_cases", "linear_case", "relative_case"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,17 +68,17 @@ def _linear_cases(shapes: list[Shape], tiny: bool) -> Cases:
         )
         for way, kind, dtype, shape, gated, ends in found
     }
-    cases: Cases = {f"linear {name}": partial(_linear, "triton", *case, length) for name, case in ours.items()}
+    cases: Cases = {f"linear {name}": partial(linear_case, "triton", *case, length) for name, case in ours.items()}
     if DEVICE == "cuda" and find_spec("fla") is not None:  # its tests have it in the interpreter
         # What `auto` may take: sequences in bfloat16, and steps; float16 is refused. Of one size: for each more it
         # compiles and measures a hundred tiles.
         ways = ("causal gaussian bf", "step gaussian bf", "step gaussian float32")
         taken = {n: case for n, case in ours.items() if n.startswith(ways) and (n[0] == "s" or "x128x128x128" in n)}
-        cases |= {f"fla {name}": partial(_linear, "fla", *case, length) for name, case in taken.items()}
+        cases |= {f"fla {name}": partial(linear_case, "fla", *case, length) for name, case in taken.items()}
     return cases
 
 
-def _linear(
+def linear_case(
     kernels: Implementation,
     way: str,
     kind: str,
@@ -88,6 +88,7 @@ def _linear(
     documents: tuple[int, ...],
     length: int,
 ) -> Row:
+    """The errors of one way of linear attention: outputs, the state after, gradients."""
     torch.manual_seed(0)
     given, feature_map = shape.inputs(length, dtype, gated=gated), shape.map(kind)
     if way == "step":
@@ -168,7 +169,7 @@ def _relative_cases(tiny: bool) -> Cases:
     ]
     return {
         f"relative {kind} {name_of(dtype)} {shape.words} {queries}x{keys} k={reach}": partial(
-            _relative, kind, dtype, shape, queries, keys, reach
+            relative_case, kind, dtype, shape, queries, keys, reach
         )
         for kind, dtype, shape, queries, keys, reach in found
     }
@@ -186,7 +187,8 @@ def _relative_inputs(shape: Shape, queries: int, keys: int, reach: int, dtype: t
     return found | {"v_BHSV": values}
 
 
-def _relative(kind: str, dtype: torch.dtype, shape: Shape, queries: int, keys: int, reach: int) -> Row:
+def relative_case(kind: str, dtype: torch.dtype, shape: Shape, queries: int, keys: int, reach: int) -> Row:
+    """The errors of one kind of relative attention: outputs and gradients."""
     torch.manual_seed(0)
     given = _relative_inputs(shape, queries, keys, reach, dtype)
     weight = torch.randn(shape.batch, shape.heads, queries, shape.values, device=DEVICE)

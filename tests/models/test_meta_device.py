@@ -1,7 +1,8 @@
 """On `meta`, the device without numbers that every torch has: models mix no devices, and the host waits for nothing.
 
 There `.item()`, `.tolist()`, `.cpu()` and all that looks at a number fail. What would pass is a tensor of the CPU among
-others, and the copy of one for which a GPU finishes all its work first: `OneDevice` refuses both.
+others, and the copy of one for which a GPU finishes all its work first: `OneDevice` refuses both. What a GPU adds up
+in another order each time is refused by `FixedOrder`.
 """
 
 from pathlib import Path
@@ -21,6 +22,7 @@ from dist_attn.training.mesh import Share
 from dist_attn.training.optim import build_optimisers
 from tests.generation.test_captured_step import Recaptured
 from tests.models.test_stream_encoder import PAIR, small
+from tests.support.fixed_order import FixedOrder
 from tests.support.model_cases import MODEL_CASES, kinds_of, model_config
 from tests.support.one_device import META, OneDevice
 from tests.support.snapshots import manifest
@@ -54,7 +56,7 @@ def test_prefill_decode_and_backward(case: str) -> None:
         of_numbers = _states(model, case)
     stored = pack_state(of_numbers[-1].select(0), manifest()).header.arrays
     model.to(META)
-    with OneDevice():
+    with OneDevice(), FixedOrder():
         with torch.inference_mode():
             without = _states(model, case)
         logits_BLV, _ = model(_tokens())
@@ -109,7 +111,7 @@ def test_ranks_exchange_carries(case: str) -> None:
     def rank(comm: Communicator) -> ModelState:
         ops: SequenceOps = ShardedSequenceOps(comm, layout, cache="whole")
         tokens = _tokens(layout.lengths[comm.rank])
-        with OneDevice():
+        with OneDevice(), FixedOrder():
             with torch.no_grad():
                 _, first = model.hidden(tokens, ops)
             h_BLD, _ = model.hidden(tokens, ops, first)
@@ -127,7 +129,7 @@ def test_training_steps(kind: str, tmp_path: Path) -> None:
     config = small_run(tmp_path, dtype="float32") if kind == "language" else small_task(kind, tmp_path)
     task = build_task(config, Share(META))
     optimisers = build_optimisers(task.model, config.optimiser)
-    with OneDevice():
+    with OneDevice(), FixedOrder():
         for step in range(2):
             task.prepare(step)
             task.loss(step, slice(0, task.batch)).backward()

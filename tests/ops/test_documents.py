@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops import LinearState, LocalSequenceOps, absorb_keys
-from dist_attn.ops.documents import document_groups, document_ranges, document_runs
+from dist_attn.ops.documents import document_groups, document_ranges, document_runs, sums_of_documents
 from dist_attn.ops.linear_attention import linear_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
@@ -68,6 +68,21 @@ def test_absorbed_keys_are_the_state_of_the_last_document(documents):
     got = absorb_keys(*args[1:], **kwargs, documents=documents)
     for field, wanted in zip(got.tensors(), want.tensors(), strict=True):
         assert_close(field, wanted, kind="state")
+
+
+@pytest.mark.parametrize("documents", [(), *TABLES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_are_added_in_the_order_of_the_tokens(documents, dtype):
+    """Each sum has the bits of its tokens added up one after the other, half precision in float32."""
+    x_BLD = _random(2, LENGTH, 3, seed=0).to(dtype).requires_grad_()
+    places = LocalSequenceOps(documents).document_places(LENGTH)
+    want_BND = torch.zeros(2, len(places.lengths_N), 3, dtype=torch.promote_types(dtype, torch.float32))
+    for token, number in enumerate(places.number_L.tolist()):
+        want_BND[:, number] += x_BLD.detach()[:, token]
+    got_BND = sums_of_documents(x_BLD, places)
+    assert torch.equal(got_BND, want_BND)
+    (got_BND * want_BND).sum().backward()
+    assert torch.equal(x_BLD.grad, want_BND[:, places.number_L].to(dtype))
 
 
 def test_a_state_with_the_flag_drops_what_came_before():

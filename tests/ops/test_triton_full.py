@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dist_attn.ops import Denominator, LocalSequenceOps, absorb_keys, linear_att
 from dist_attn.ops.linear_attention import LinearCall, absorb, complete_sums, local_sums
 from dist_attn.sharded import ShardedSequenceOps
 from tests.ops.test_triton import DEVICE, SMALL, few, moved
+from tests.support import fixed_order
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.interpreter import one_at_a_time
@@ -95,6 +97,24 @@ def test_the_parts_of_a_sharded_pass(gate):
         return sums, out, *after.tensors()[:4], *absorbed.tensors()[:4]
 
     assert_like_torch(few(20, gate=gate, scale=False, state=True), parts)
+
+
+def test_no_order_of_sums_is_left_open(monkeypatch):
+    """What torch does around the kernels adds in one order on a GPU, of one head too, and so do the kernels."""
+    monkeypatch.setattr(fixed_order, "ONE_BLOCK", 1)
+    inputs = few(20, gate=True, scale=True, state=True)
+    one = {name: t[:1] if name == "w" else t[:, :1] for name, t in inputs.replicated.items()}
+    (q, k, v), kwargs = Inputs({n: t[:, :1] for n, t in inputs.sequence.items()}, one).leaves().arguments()
+    kwargs = {name: moved(x) for name, x in kwargs.items()} | {"implementation": "triton"}
+    with fixed_order.FixedOrder():
+        for causal, documents in ((True, ()), (True, (5, 6)), (False, ())):
+            out, _ = linear_attention(moved(q), moved(k), moved(v), causal=causal, documents=documents, **kwargs)
+            out.sum().backward()
+        call = LinearCall(moved(q), moved(k), moved(v), **kwargs)
+        (complete_sums(call, local_sums(replace(call, state=None))[0]).sum() + absorb(call).s_BHMV.sum()).backward()
+    sources = list(Path(triton_full.__file__).parents[1].rglob("triton*.py"))
+    assert len(sources) > 10
+    assert not any("atomic" in path.read_text() for path in sources)
 
 
 def test_a_closed_gate_leaves_nothing():

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
-from dist_attn.ops.device import send, without_autocast
+from dist_attn.ops.device import running_sums, send, without_autocast
 from dist_attn.ops.documents import document_ranges, start_flags
 from dist_attn.ops.kernel_operation import Tensors, gradients_again, present
 from dist_attn.ops.linear_attention.block import CLOSED, bounded
@@ -123,7 +123,7 @@ def _masses(call: LinearCall, state: LinearState) -> torch.Tensor:
     shape, device = call.v_BHSV.shape[:3], call.v_BHSV.device
     weight_BHL = torch.ones(shape, device=device) if scale is None else scale.float()
     if log_gate is None and not call.documents:
-        return before_BH1 + weight_BHL.cumsum(-1)
+        return before_BH1 + running_sums(weight_BHL)
     gate_BHL = torch.zeros(shape, device=device) if log_gate is None else bounded(log_gate, torch.float32)
     if call.documents:
         gate_BHL = gate_BHL.masked_fill(start_flags(call.documents, shape[2], device), CLOSED[torch.float32])

@@ -16,6 +16,7 @@ from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import HasFusedForm
 from dist_attn.ops.fla_known import Asked, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord, Operation, record_of, why_not_proven, why_not_right
+from dist_attn.ops.kernel_target import kernel_target
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 
@@ -164,12 +165,13 @@ def resolve(
                 f"implementation={implementation!r} was asked for, but {reason}; use 'auto' or 'streaming'"
             )
         return Choice(implementation, "asked for by name")
-    if why_not_native is not None:
+    target = kernel_target()
+    if why_not_native is not None and target is None:
         if (reason := why_not_native()) is None:
             return Choice("native", "the tensors are on a CPU")
         if not reason.startswith(ELSEWHERE):
             return Choice("streaming", reason)
-    reason = why_not_triton() or why_not_proven(operation, device)
+    reason = why_not_triton() or (why_not_proven(operation, device) if target is None else None)
     return Choice("triton", "the tensors are on a GPU") if reason is None else Choice("streaming", reason)
 
 
@@ -212,7 +214,8 @@ def _needs_gradients(call: LinearCall) -> bool:
 def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
     """Why no kernel at all can take these values, or None; by name also the interpreter will do."""
     interpreted = environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
-    if v_BHSV.device.type != "cuda" and not (interpreted_is_fine and interpreted):
+    elsewhere = v_BHSV.device.type != "cuda" and kernel_target() is None
+    if elsewhere and not (interpreted_is_fine and interpreted):
         return f"the tensors are on {v_BHSV.device.type}: kernels need a GPU, or TRITON_INTERPRET=1 for tests"
     if find_spec("triton") is None:
         return f"triton is not installed; {extra_hint('gpu')}"

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from dist_attn.ops.device import running_sums
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.call import LinearCall, OutputBuffers
 from dist_attn.ops.linear_attention.implementation import choose
@@ -80,7 +81,7 @@ def _complete_by_triton(call: LinearCall, before: LinearState, sums_BHLX: torch.
     assert den is not None  # given where nothing was divided
     mass = before.mass_BH[..., None].expand_as(den)
     if call.log_gate_BHS is not None:
-        kept = bounded(call.log_gate_BHS, sums_BHLX.dtype).cumsum(-1).exp()
+        kept = running_sums(bounded(call.log_gate_BHS, sums_BHLX.dtype)).exp()
         num, den, mass = num * kept[..., None], den * kept, mass * kept
     out = call.denominator.divide(num + sums_BHLX[..., :-2], den + sums_BHLX[..., -2], mass + sums_BHLX[..., -1])
     return out.to(call.v_BHSV.dtype)

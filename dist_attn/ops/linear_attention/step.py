@@ -13,6 +13,7 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
+from dist_attn.ops.kernel_target import kernel_target
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall, state_dtype
 from dist_attn.ops.linear_attention.implementation import choose_step
 from dist_attn.ops.state import LinearState, writes_in_place
@@ -94,7 +95,8 @@ def linear_attention_step(
     """
     policy = Denominator() if denominator is None else denominator
     # One token leaves nothing to win by C kernels, and every step on a CPU would pay for the choice.
-    if v_BHV.device.type == "cuda" or implementation not in ("auto", "native"):
+    on_gpu = v_BHV.device.type == "cuda" or kernel_target() is not None
+    if on_gpu or implementation not in ("auto", "native"):
         step = LinearCall(
             q_BHK[:, :, None],
             k_BHK[:, :, None],

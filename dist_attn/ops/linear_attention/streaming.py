@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 
+from dist_attn.ops.device import running_sums
 from dist_attn.ops.documents import start_flags
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, Tokens, bounded
 from dist_attn.ops.linear_attention.call import LinearCall
@@ -193,7 +194,7 @@ class _Complete:
         if log_gate is not None:
             if _vanished(carry[0]):
                 return self.block.divide(sums), carry
-            decay_BHT = carry[0][..., None] + bounded(log_gate, sums.dtype).cumsum(-1)
+            decay_BHT = carry[0][..., None] + running_sums(bounded(log_gate, sums.dtype))
             after = (decay_BHT[..., -1],)
         earlier = Carry(sz_BHMW, mass_BH, mass_BH)
         return self.block.complete(sums, q, decay_BHT, earlier, parameters[: self.num_map_tensors]), after
@@ -202,7 +203,7 @@ class _Complete:
         _, _, log_gate = sequence
         if log_gate is None or _vanished(carry[0]):
             return carry
-        return (carry[0] + bounded(log_gate, carry[0].dtype).cumsum(-1)[..., -1],)
+        return (carry[0] + running_sums(bounded(log_gate, carry[0].dtype))[..., -1],)
 
 
 def _vanished(log_decay_BH: torch.Tensor) -> bool:

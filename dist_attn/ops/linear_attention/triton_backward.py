@@ -152,7 +152,7 @@ def features_gradient(
     inputs_gradient_kernel[(stretch.chunks * stretch.groups,)](
         projected, own, stretch.w, grad, *strides(own, grad), stretch.tokens, stretch.chunks, heads, size,
         plan.projections, UNIT=plan.unit_norm, PRECISION=precision(own.dtype), T=tiles.chunk, BLOCK_D=tiles.block_d,
-        BLOCK_X=power_tile(size), num_warps=tiles.warps, num_stages=tiles.stages,
+        BLOCK_X=power_tile(size), num_warps=tiles.warps, num_stages=stretch.plan.tiles.stages,
     )  # fmt: skip
     grad_w = map_gradient(projected.flatten(0, 1), own, plan.tiles.chunk, own.dtype) if with_map else None
     return FeaturesGradient(grad, grad_w, sums, state_sums)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.device import running_sums
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, present
 from dist_attn.ops.linear_attention.block import bounded
@@ -85,7 +86,7 @@ def triton_absorb_keys(call: LinearCall) -> LinearState:
     s, z, mass, log_decay = state.s_BHMV, state.z_BHM, state.mass_BH, state.log_decay_BH
     if log_gate is not None:
         # Sums from the end, not differences of sums from the start: near the last key they keep their digits.
-        remaining = bounded(log_gate, torch.float32).flip(2).cumsum(2).flip(2)
+        remaining = running_sums(bounded(log_gate, torch.float32).flip(2)).flip(2)
         left = F.pad(remaining[:, :, 1:], (0, 1)).exp()
         weight = left if weight is None else left * weight
         gain = remaining[:, :, 0].exp()

@@ -9,6 +9,7 @@ import torch
 
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.gpu_record import record_of
+from dist_attn.ops.kernel_target import kernel_target
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Tiles:
     block_v         values of a tile of outputs or states; features are made once for each such block.
     warps, stages   of 32 threads; of the pipeline of loads. Four warps of a Hopper GPU share products of 64 rows, so
                     more of them than one for 16 tokens of a chunk would cut its columns into narrow products.
+    gradient_stages of the gradients of features, which hold whole rows of q, k, v and dO: with one there, two programs
+                    of a Hopper GPU lie beside each other at sizes of 128 (72 of 228 KiB, with two 120).
     """
 
     chunk: int = 64
@@ -27,6 +30,7 @@ class Tiles:
     block_v: int = 128
     warps: int = 4
     stages: int = 2
+    gradient_stages: int = 1
 
     def fitted(self, projections: int, values: int) -> "Tiles":
         """No tile larger than what it covers."""
@@ -36,7 +40,7 @@ class Tiles:
 
     def of_features_gradient(self, values: int) -> "Tiles":
         """All values of a chunk at once: its gradients of projections need the whole of dO v^T."""
-        return replace(self, block_v=power_tile(values))
+        return replace(self, block_v=power_tile(values), stages=self.gradient_stages)
 
     def of_windows(self) -> "Tiles":
         """For relative attention, which holds position scores besides: what a thread has of these, more warps halve."""
@@ -49,18 +53,23 @@ def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dt
     `dist-attn bench kernel-registers` has the table of them.
     """
     if dtype != torch.bfloat16:  # float32 tiles take two registers for one, and their products three times as many
-        tiles = Tiles(chunk=32, block_d=16, block_v=32, stages=1 if dtype == torch.float32 and generation > 9 else 2)
+        stages = 1 if dtype == torch.float32 and generation > 9 else 2
+        tiles = Tiles(chunk=32, block_d=16, block_v=32, stages=stages, gradient_stages=stages)
     elif generation < 9:  # matrix units read their operands out of registers
-        tiles = Tiles(block_d=16, block_v=64)
+        tiles = Tiles(block_d=16, block_v=64, gradient_stages=2)
+    elif generation == 9:
+        tiles = Tiles()
     else:  # on Blackwell results of products lie outside the registers and come into them whole
-        tiles = Tiles(block_d=32 if generation == 9 else 16)
+        tiles = Tiles(block_d=16, gradient_stages=2)
     if max(head_size, values) > 128:  # whole rows of q, k, v and dO lie in shared memory
-        tiles = replace(tiles, block_d=16, block_v=min(64, tiles.block_v), stages=1)
+        tiles = replace(tiles, block_d=16, block_v=min(64, tiles.block_v), stages=1, gradient_stages=1)
     return tiles.fitted(projections, values)
 
 
 def generation_of(device: torch.device) -> int:
     """The first number of the compute capability; that of Hopper for what is no GPU."""
+    if (target := kernel_target()) is not None:
+        return target.capability // 10
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
@@ -89,11 +98,11 @@ def _projections(q_BHLK: torch.Tensor, feature_map: FeatureMap | None) -> int:
 def candidates(projections: int, values: int) -> list[Tiles]:
     """What a measurement may choose from, without doubles."""
     tried = [
-        Tiles(chunk, block_d, block_v, warps, stages)
+        Tiles(chunk, block_d, block_v, warps, stages, gradient_stages)
         for chunk, warps in ((64, 4), (128, 8))
         for block_d in (32, 64)
         for block_v in (64, 128)
-        for stages in (1, 2)
+        for stages, gradient_stages in ((1, 1), (2, 1), (2, 2))
     ]
     return list(dict.fromkeys(tiles.fitted(projections, values) for tiles in tried))
 

@@ -24,6 +24,7 @@ from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_relative
 from dist_attn.ops.relative_attention.numerators import Carry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
+from dist_attn.ops.relative_rows import take_by_row
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 
 # So many tokens of whole documents share one masked score matrix.
@@ -220,7 +221,7 @@ def _together(causal: bool, sequence: MaybeTensors, parameters: Tensors) -> torc
     row_TT = (at_T[None, :] - at_T[:, None]).clamp(-reach, reach) + reach
     scores_BHTT = q_BHTK @ k_BHTK.transpose(-1, -2)
     positions_BHTR = q_BHTK @ rp_HRK.transpose(-1, -2)
-    scores_BHTT = scores_BHTT + positions_BHTR.gather(-1, row_TT.expand_as(scores_BHTT))
+    scores_BHTT = scores_BHTT + take_by_row(positions_BHTR, row_TT)
     seen_TT = same_document(starts[0, 0])
     scores_BHTT = scores_BHTT.masked_fill(~(seen_TT.tril() if causal else seen_TT), 0.0)
     return normalised(scores_BHTT @ F.pad(v_BHTV, (0, 1), value=1.0), dtype)

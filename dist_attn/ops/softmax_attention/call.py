@@ -18,8 +18,8 @@ class Placement:
     """Positions of queries [L] and keys [S] in the sequence and, with packed documents, the document of each.
 
     A query sees the keys of its own document; when causal, those at its own position or before it. Positions are
-    int64 and lie on the CPU, since they decide which tiles are computed at all; documents are numbered in order. Masks
-    are made where the scores are, from a copy there (`on`).
+    int64, no two of keys equal, and lie on the CPU, since they decide which tiles are computed at all; documents are
+    numbered in order. Masks are made where the scores are, from a copy there (`on`).
 
     Raises: ShapeError for documents of the queries without those of the keys, or the other way round.
     """

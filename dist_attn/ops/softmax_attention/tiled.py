@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dist_attn.ops.device import without_autocast
+from dist_attn.ops.relative_rows import sum_by_row
 from dist_attn.ops.softmax_attention.call import Placement, SoftmaxCall
 
 TILE_QUERIES = 256
@@ -370,7 +371,7 @@ def _sum_by_row(total_NRLW: torch.Tensor | None, x_NRLS: torch.Tensor, rows: tor
     if isinstance(rows, int):
         total_NRLW[..., rows] += x_NRLS.sum(dim=-1)
     else:
-        total_NRLW.scatter_add_(-1, rows.expand_as(x_NRLS), x_NRLS)
+        total_NRLW.add_(sum_by_row(x_NRLS, rows, total_NRLW.shape[-1]))
 
 
 def _over_batch(rows_NRWK: torch.Tensor | None, batch: int) -> torch.Tensor | None:

@@ -1,14 +1,17 @@
-"""What every GPU kernel is compiled to on three generations of GPUs; needs triton and no GPU.
+"""What every GPU kernel is compiled to on three generations of GPUs, and what it computes; needs triton and no GPU.
 
     dist-attn bench kernel-registers [--size N] [--dtype T ...] [--capability N ...] [--only WORD ...] [--tiles JSON]
+                                     [--file]
 
 A spilled register goes through memory each time it is used: tiles are chosen so that none is (`triton_tiles`). Matrix
-products are counted by their instruction as it stands in the PTX, loops once. All kernels at the default tiles are
-filed; part of them, or others, are only printed.
+products are counted by their instruction as it stands in the PTX, loops once. Values are those of Triton's interpreter
+against torch's forms in float64, at sizes of 8. All kernels at the default tiles are filed, under another Triton than
+that of constraints.txt by a name of their own; part of them, or others, are only printed without --file.
 """
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +26,7 @@ import torch
 
 from benchmarks.measured import Measured, Table
 from benchmarks.report import file_finding
-from benchmarks.setting import look_around
+from benchmarks.setting import ROOT, look_around
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, default_tiles, power_tile
 
 __all__ = ["Compiled", "Kernel", "compiled", "kernels_of", "main", "relative_kernels"]
@@ -34,6 +37,30 @@ QUESTION = (
     "without a GPU for sizes of 128, a Gaussian map and gates, at the default tiles."
 )
 SIZE = 128
+# Which result of which case of tests/gpu/kernel_cases.py a kernel has a part in, by the first words of its name.
+VALUES = {
+    "sums": ("causal", "state"),
+    "scan": ("causal", "state"),
+    "scan back": ("causal", "grad v"),
+    "outputs": ("causal", "out"),
+    "gradient of values": ("causal", "grad v"),
+    "gradient of queries' features": ("causal", "grad q"),
+    "gradient of keys' features": ("causal", "grad k"),
+    "gradient of queries, of keys": ("causal", "grad k"),
+    "gradient of w": ("causal", "grad map 0"),
+    "full read": ("full", "out"),
+    "full gradient of queries' features": ("full", "grad q"),
+    "full gradient of keys' features": ("full", "grad k"),
+    "step": ("step", "out"),
+    "relative positions": ("relative", "out"),
+    "relative sums": ("relative", "out"),
+    "relative outputs": ("relative", "out"),
+    "relative gradient of positions": ("relative", "grad phi_rp_HRK"),
+    "relative gradient of queries": ("relative", "grad phi_q_BHLK"),
+    "relative gradient of keys": ("relative", "grad phi_k_BHSK"),
+    "relative gradient of values": ("relative", "grad v_BHSV"),
+}
+INTERPRETED_TOKENS = 130  # several chunks
 # Compute capabilities of A100, H100 and H200, B200.
 CAPABILITIES = (80, 90, 100)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -174,6 +201,30 @@ def _assembled(ptx: str, capability: int) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
 
 
+def values_of(dtype: str) -> dict[str, float]:
+    """By kernel, the largest error of its result over the largest number of the exact one, in Triton's interpreter."""
+    command = [sys.executable, "-c", f"from {__spec__.name} import print_values; print_values({dtype!r})"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
+    errors: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return {kernel: errors[case][result] for kernel, (case, result) in VALUES.items()}
+
+
+def print_values(dtype: str) -> None:
+    """The errors of each case as JSON, in a process that has TRITON_INTERPRET set before Triton is loaded."""
+    from benchmarks.gpu.cases import Shape
+    from tests.gpu import kernel_cases
+
+    shape, kind = Shape(1, 1, 8, 8, 8), getattr(torch, dtype)
+    tokens, reach = INTERPRETED_TOKENS, 20
+    rows = {
+        way: kernel_cases.linear_case("triton", way, "gaussian", kind, shape, gated, (), tokens)
+        for way, gated in (("causal", True), ("full", False), ("step", True))
+    }
+    rows["relative"] = kernel_cases.relative_case("causal", kind, shape, tokens, tokens, reach)
+    print(json.dumps({way: row["errors"] for way, row in rows.items()}))
+
+
 def _products(ptx: str) -> dict[str, int]:
     """ "wgmma m64n128k16 bf16" and the like, and how often each stands there."""
     found: Counter[str] = Counter()
@@ -196,15 +247,20 @@ def _type(name: str, dtype: torch.dtype) -> str:
 
 
 def _finding(
-    rows: Mapping[tuple[str, int], Mapping[str, Compiled]], tiles: Mapping[tuple[str, int], Tiles]
+    rows: Mapping[tuple[str, int], Mapping[str, Compiled]],
+    tiles: Mapping[tuple[str, int], Tiles],
+    values: Mapping[str, Mapping[str, float]],
 ) -> Measured:
+    import triton
+
     tables = [
         Table(
             f"{dtype}, compute capability {capability / 10:.1f}: {_words(tiles[dtype, capability])}",
-            ("kernel", "registers", "bytes spilled", "shared memory, KiB", "matrix instructions"),
+            ("kernel", "largest error", "registers", "bytes spilled", "shared memory, KiB", "matrix instructions"),
             tuple(
                 (
                     name,
+                    f"{values[dtype][name]:.1e}",
                     str(row.registers),
                     str(row.spilled),
                     f"{row.shared / 1024:g}",
@@ -221,7 +277,12 @@ def _finding(
         for name, row in found.items()
         for what in ("registers", "spilled", "shared")
     }
-    return Measured(tuple(tables), {}, numbers, (), _NOTES, case=NAME, question=QUESTION, setting=look_around())
+    numbers |= {f"{dtype}, {name}, error": error for dtype, of in values.items() for name, error in of.items()}
+    pinned = f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text()
+    case = NAME if pinned else f"{NAME}-triton-{triton.__version__}"
+    setting = look_around()
+    setting = replace(setting, versions={**setting.versions, "triton": triton.__version__})
+    return Measured(tuple(tables), {}, numbers, (), _NOTES, case=case, question=QUESTION, setting=setting)
 
 
 def _words(tiles: Tiles) -> str:
@@ -231,6 +292,7 @@ def _words(tiles: Tiles) -> str:
 _NOTES = (
     "Registers are those of one thread, 255 at most; instructions are counted as they stand in the PTX, loops once.",
     "The step has no matrix products: one token of one sequence is a vector.",
+    "Errors are those of a result that the kernel has a part in, in Triton's interpreter, over its largest number.",
 )
 
 
@@ -243,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capability", type=int, nargs="*", choices=CAPABILITIES, default=list(CAPABILITIES))
     parser.add_argument("--tiles", default="{}", help='JSON, as {"chunk": 128, "warps": 8}')
     parser.add_argument("--only", nargs="*", default=[""], help="kernels whose name contains one of these")
+    parser.add_argument("--file", action="store_true", help="file what is asked for, though it is a part")
     given = parser.parse_args(arguments)
+    values = {name: values_of(name) for name in given.dtype}
     rows: dict[tuple[str, int], dict[str, Compiled]] = {}
     tiles: dict[tuple[str, int], Tiles] = {}
     for name in given.dtype:
@@ -255,9 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for kernel in (k for k in kernels if any(part in k for part in given.only)):
                 found[kernel] = compiled(kernels[kernel], dtype, capability)
                 print(f"{name} {capability} {kernel}: {found[kernel]._asdict()}", file=sys.stderr, flush=True)
-    finding = _finding(rows, tiles)
+    finding = _finding(rows, tiles, values)
     print(finding.as_markdown())
-    if all(getattr(given, option) == parser.get_default(option) for option in vars(given)):
+    if given.file or all(getattr(given, option) == parser.get_default(option) for option in vars(given)):
         print(f"filed as {file_finding(finding)}", file=sys.stderr)
     return int(any(row.spilled for found in rows.values() for row in found.values()))
 
