@@ -23,7 +23,7 @@ from tests.sharded.operation_cases import CASES, inputs_of
 
 __all__ = ["rank_cases"]
 
-TIMEOUT_S = 30.0  # also for the kernels that a first call compiles
+TIMEOUT_S = 120.0  # also for the kernels that a first call compiles, and on a busy machine
 GROUPS = {1: (5,), 2: (3, 2), 3: (3, 0, 2), 4: (1, 2, 0, 2)}  # tokens of the ranks
 
 
