@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.setting import ROOT, Setting
-from benchmarks.targets import TARGETS, Target, Verdict
+from benchmarks.targets import TARGETS, Target, Verdict, benchmark_of
 
 __all__ = ["PAGE", "RESULTS", "filed_results", "filled_in", "latest", "ratios_of", "target_table", "write_page"]
 
@@ -17,7 +17,7 @@ RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/measurements/performance.md")
 BEGIN, END = "<!-- targets: begin -->\n", "<!-- targets: end -->\n"
 # What no case of `dist-attn bench` measures.
-WITHOUT_COMMAND = {"h200": "needs a GPU: `make gpu`"}
+WITHOUT_COMMAND = {"gpu": "needs a GPU: `make gpu`"}
 
 
 def filed_results(folder: Path) -> list[dict[str, Any]]:
@@ -48,19 +48,25 @@ def latest(filed: Sequence[Mapping[str, Any]], case: str, setting: Setting | Non
 
 
 def target_table(filed: Sequence[Mapping[str, Any]]) -> str:
-    """Every target with what the newest filed result reached, where and when."""
+    """Every target with what the newest filed result reached, where and when; rows for each device that has results."""
     head = ("| what | target | measured | met | filed | command |", "|---|---|---|---|---|---|")
-    return "\n".join([*head, *(_row(target, filed) for target in TARGETS)]) + "\n"
+    named = sorted({one["case"] for one in filed})
+    rows = (
+        _row(target, latest(filed, case))
+        for target in TARGETS
+        for case in [case for case in named if benchmark_of(case) == target.benchmark] or [target.benchmark]
+    )
+    return "\n".join([*head, *rows]) + "\n"
 
 
-def _row(target: Target, filed: Sequence[Mapping[str, Any]]) -> str:
-    source = latest(filed, target.benchmark)
+def _row(target: Target, source: Mapping[str, Any] | None) -> str:
     reached = None if source is None else ratios_of(source).get(target.ratio)
     said, met = Verdict(target, reached).said
     where = ""
     if source is not None and reached is not None:
         setting = source["setting"]
-        where = f"[{setting['date'][:10]}](../../benchmarks/results/{source['file']}), threads: {setting['threads']}"
+        device = source["case"].partition(" on ")[2] or f"threads: {setting['threads']}"
+        where = f"[{setting['date'][:10]}](../../benchmarks/results/{source['file']}), {device}"
     command = WITHOUT_COMMAND.get(target.benchmark, f"`dist-attn bench {target.benchmark}`")
     cells = (target.words, target.needed, said if reached is not None else "not measured yet", met, where, command)
     return f"| {' | '.join(cells)} |"

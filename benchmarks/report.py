@@ -1,5 +1,6 @@
 """Cases, measured: the works of every size in turns, as one finding; and findings, filed as JSON."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def file_finding(finding: Finding, folder: Path | None = None) -> Path:
     """
     into = ROOT / RESULTS if folder is None else folder
     into.mkdir(parents=True, exist_ok=True)
-    path = into / f"{finding.case}.json"
+    path = into / f"{re.sub(r'[^A-Za-z0-9.]+', '-', finding.case)}.json"
     path.write_text(finding.as_json())
     if folder is None:
         write_page(ROOT)

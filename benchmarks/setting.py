@@ -96,7 +96,10 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def _commit() -> str:
-    """The commit, with "-changed" when tracked files differ from it."""
+    """The commit, with "-changed" when tracked files differ from it; without a repository what was packed with it."""
+    packed = ROOT / ".gpu/commit"
+    if not (ROOT / ".git").exists() and packed.is_file():
+        return packed.read_text().strip()
     commit = _git("rev-parse", "--short=9", "HEAD")
     if not commit:
         return "unknown"

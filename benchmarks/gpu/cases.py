@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from dist_attn import feature_maps
 from dist_attn.ops import FeatureMap
 
-__all__ = ["DEVICE", "Cases", "Row", "Shape", "seconds"]
+__all__ = ["DEVICE", "Cases", "Row", "Shape", "have_interpreter_count", "seconds"]
 
 Row = dict[str, Any]
 """What a case found, as JSON; `right` where something was compared."""
@@ -54,10 +54,15 @@ class Shape(NamedTuple):
         return found
 
 
-def seconds(work: Callable[[], object], rounds: int) -> float:
-    """The median of `rounds`, after one that is not counted (it compiles) unless it is all there is."""
-    taken = []
+def seconds(work: Callable[[], object], rounds: int, budget_s: float = 4.0) -> float:
+    """The median of `rounds`, after one that is not counted (it compiles) unless it is all there is.
+
+    Of what is slow there are fewer, at least one: none begins once all together have taken `budget_s`.
+    """
+    taken: list[float] = []
     for _ in range(rounds + 1):
+        if sum(taken[1:]) > budget_s:
+            break
         if DEVICE == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -70,3 +75,19 @@ def seconds(work: Callable[[], object], rounds: int) -> float:
             work()
             taken.append(time.perf_counter() - began)
     return statistics.median(taken[1:] or taken)
+
+
+def have_interpreter_count() -> None:
+    """Triton 3.6's interpreter reads the bounds of a kernel's loops in a way that numpy 2.5 no longer allows."""
+    from triton import __version__
+    from triton.runtime import interpreter
+
+    if not __version__.startswith("3.6."):
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched

@@ -1,14 +1,17 @@
 """How fast the kernels are: the ratios of docs/measurements/performance.md, and which tiles suit this GPU.
 
-Beside them torch's exact attention and, where it is installed, flash-linear-attention, as `implementation="fla"` and on
-features that are there already ("gla"), all in one run.
+Beside them torch's exact attention and, in pieces of its own, flash-linear-attention: as `implementation="fla"`, and on
+features that are there already ("gla"). A case is one time, so that none waits for another: its name is the operation,
+its size, who computes it, and which way.
 """
 
 import fcntl
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,50 +23,209 @@ from dist_attn.ops import LinearState, affine_recurrence, gated_delta_rule, line
 from dist_attn.ops.linear_attention import Implementation, LinearCall
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, candidates, tiles_key
 
-__all__ = ["ratio_cases", "tile_cases"]
+__all__ = ["fla_time_cases", "peer_cases", "ratio_cases", "ratios_from", "record_from_times", "tile_cases"]
 
 REFERENCE = Shape(batch=1, heads=16, head_size=128, projections=128, values=128)
 SHIPPED = Shape(batch=8, heads=4, head_size=64, projections=64, values=64)
 TINY = Shape(batch=1, heads=1, head_size=8, projections=8, values=8)
 COPIED = 1 << 30  # numbers that a copy moves once in and once out
 AFFINE, WAYS = ("gated_delta", "kda", "gla", "dplr"), ("forward", "forward and backward")
-LENGTHS, BATCHES = (131_072, 8_192), (64, 1, 256)  # the first of each is the one with targets
+LENGTHS, BATCHES = (131_072, 8_192, 32_768), (64, 1, 256)  # the first of each is the one with targets
+LONG_DELTA = (32_768, 64, 128)  # tokens, heads and their size of the milliseconds that others publish
+Work = Callable[[], torch.Tensor]
 
 
 def ratio_cases(*, tiny: bool) -> Cases:
-    """The rows that have targets first."""
-    shape = TINY if tiny else REFERENCE
-    lengths, batches, rounds = ((32,), (2,), 0) if tiny else (LENGTHS, BATCHES, 10)
+    """Ours and what torch has, with what has targets first."""
+    shape, lengths, batches, rounds = _sizes(tiny)
+    first, *others = lengths
     return {
-        **{f"linear, {one} tokens": partial(_attention, shape, one, rounds, one == lengths[0]) for one in lengths},
-        **{f"step, batch {n}": partial(_step, shape._replace(batch=n), rounds, n == batches[0]) for n in batches},
-        **{f"affine, {one}": partial(_affine, one, 32 if tiny else 8_192, shape, rounds) for one in AFFINE},
-        "affine, long gated delta": partial(_long_delta, *((32, 1, 8) if tiny else (32_768, 64, 128)), rounds),
+        **_linear_cases(shape, [first], ("ours", "sdpa", "ours gated"), rounds),
+        **{f"step {n}": partial(_step, shape._replace(batch=n), rounds) for n in batches[:1]},
+        **_linear_cases(shape, others, ("ours", "sdpa", "ours gated", "streaming gated"), rounds),
+        **{f"step {n}": partial(_step, shape._replace(batch=n), rounds) for n in batches[1:]},
+        **_linear_cases(shape, [first], ("streaming gated",), rounds),
+        **_delta_cases("streaming", tiny, rounds),
+        **_affine_cases("ours", tiny, rounds),
     }
 
 
-def _affine(name: str, length: int, shape: Shape, rounds: int) -> Row:
-    """Our streaming form against flash-linear-attention's kernels, forward, and forward and backward, in bfloat16."""
-    row: Row = {"shape": shape.words, "length": length}
-    for which, implementation in _kernels("streaming").items():
-        row |= _both_ways(which, _affine_work(name, length, shape.heads, shape.head_size, implementation), rounds)
-    pairs = (_pair(f"fla_{name} bfloat16 {way}", row, f"ours {way}", f"fla {way}") for way in WAYS)
-    return {**row, "record": {case: times for pair in pairs for case, times in pair.items()}}
+def peer_cases(*, tiny: bool) -> Cases:
+    """What others' kernels take by themselves; none where flash-linear-attention is not installed."""
+    shape, lengths, _, rounds = _sizes(tiny)
+    return _of_fla({**_delta_cases("fla", tiny, rounds), **_linear_cases(shape, lengths, ("gla",), rounds)})
 
 
-def _long_delta(length: int, heads: int, size: int, rounds: int) -> Row:
-    """The milliseconds that others publish: 1 x 32,768 tokens, 64 heads of 128, the gated delta rule forward."""
-    row: Row = {"shape": f"1x{heads}x{size}", "length": length, "ratios": {}}
-    with torch.no_grad():
-        for which, implementation in _kernels("auto").items():
-            work = _affine_work("gated_delta", length, heads, size, implementation)
-            row["ratios"][f"gated delta forward ms, {which}"] = 1e3 * seconds(work, rounds)
-    return row
+def fla_time_cases(*, tiny: bool) -> Cases:
+    """flash-linear-attention's kernels behind our operations, and what `auto` then takes of the long delta rule."""
+    shape, lengths, batches, rounds = _sizes(tiny)
+    cases: Cases = {
+        **_delta_cases("auto", tiny, rounds),
+        **_affine_cases("fla", tiny, rounds),
+        **_linear_cases(shape, lengths[:1], ("fla", "fla gated"), rounds),
+        **{f"step {n} fla": partial(_step_time, shape._replace(batch=n), "fla", rounds) for n in batches[:1]},
+    }
+    return _of_fla(cases)
 
 
-def _affine_work(
-    name: str, length: int, heads: int, size: int, implementation: Implementation
-) -> Callable[[], torch.Tensor]:
+def fla_is_there() -> bool:
+    """Whether it is installed for a GPU: its tests have it in the interpreter."""
+    return DEVICE == "cuda" and find_spec("fla") is not None
+
+
+def _of_fla(cases: Cases) -> Cases:
+    """Those, where it is there; what it refuses is no error."""
+
+    def time_or_reason(work: Callable[[], Row]) -> Row:
+        try:
+            return work()
+        except Exception as error:
+            return {"why not": f"{type(error).__name__}: {error}"[:500]}
+
+    return {case: partial(time_or_reason, work) for case, work in cases.items()} if fla_is_there() else {}
+
+
+def ratios_from(rows: Mapping[str, Row]) -> dict[str, float]:
+    """By the names that targets have, of the cases that are there."""
+    linear = f"linear {LENGTHS[0]}"
+    found = {
+        f"{peer} / ours {way}": _quotient(rows, f"{linear} {peer} {way}", f"{linear} ours {way}")
+        for way in WAYS
+        for peer in ("gla", "sdpa")
+    }
+    for which, name in (("ours", "auto"), ("fla", "fla"), ("streaming", "streaming")):
+        taken = rows.get(_delta_name(name, LONG_DELTA), {}).get("seconds")
+        found[f"gated delta forward ms, {which}"] = None if taken is None else 1e3 * taken
+    found["decode share of bandwidth"] = rows.get(f"step {BATCHES[0]}", {}).get("share of bandwidth")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def record_from_times(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
+    """Milliseconds of ours and of flash-linear-attention's, where both are there, as the record has them."""
+    linear, affine = f"linear {LENGTHS[0]}", "affine {} {} {}"
+    pairs = {
+        f"bfloat16 {way}{kind}": (f"{linear} ours{kind} {way}", f"{linear} fla{kind} {way}")
+        for way in WAYS
+        for kind in ("", " gated")
+    }
+    pairs |= {
+        f"fla_{one} bfloat16 {way}": (affine.format(one, "ours", way), affine.format(one, "fla", way))
+        for one in AFFINE
+        for way in WAYS
+    }
+    pairs["bfloat16 step gated"] = (f"step {BATCHES[0]}", f"step {BATCHES[0]} fla")
+    times = {case: 1e3 * row["seconds"] for case, row in rows.items() if "seconds" in row}
+    return {
+        name: {"ours_ms": times[ours], "fla_ms": times[fla]}
+        for name, (ours, fla) in pairs.items()
+        if {ours, fla} <= times.keys()
+    }
+
+
+def _quotient(rows: Mapping[str, Row], above: str, below: str) -> float | None:
+    times = [row["seconds"] for row in (rows.get(above, {}), rows.get(below, {})) if "seconds" in row]
+    return float(times[0] / times[1]) if len(times) == 2 else None
+
+
+def _sizes(tiny: bool) -> tuple[Shape, tuple[int, ...], tuple[int, ...], int]:
+    """Sizes of everything else, lengths, batches and rounds."""
+    return (TINY, (32,), (2,), 0) if tiny else (REFERENCE, LENGTHS, BATCHES, 10)
+
+
+def _linear_cases(shape: Shape, lengths: Sequence[int], names: Sequence[str], rounds: int) -> Cases:
+    return {
+        f"linear {length} {name} {way}": partial(_linear, shape, length, name, way, rounds)
+        for length in lengths
+        for name in names
+        for way in WAYS
+    }
+
+
+def _linear(shape: Shape, length: int, name: str, way: str, rounds: int) -> Row:
+    """Linear attention in bfloat16 by its implementation, SDPA, or flash-linear-attention's kernel by itself."""
+    given, feature_map = shape.inputs(length, torch.bfloat16, gated=True), shape.map()
+    q, k, v, gate, scale = (t.requires_grad_() for t in given.values())
+    if name == "sdpa":
+        return _timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), way, rounds)
+    if name == "gla":
+        return _features_given(feature_map(q.detach()), feature_map(k.detach()), v, gate, way, rounds)
+    which, _, gated = name.partition(" ")
+    implementations: dict[str, Implementation] = {"ours": "triton", "streaming": "streaming", "fla": "fla"}
+    attend = partial(linear_attention, q, k, v, feature_map=feature_map, implementation=implementations[which])
+    if gated:
+        attend = partial(attend, log_gate_BHS=gate, key_scale_BHS=scale)
+    return _timed(lambda: attend()[0], (q, k, v, gate, scale) if gated else (q, k, v), way, rounds)
+
+
+def _features_given(
+    phi_q_BHLM: torch.Tensor,
+    phi_k_BHLM: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    log_gate_BHL: torch.Tensor,
+    way: str,
+    rounds: int,
+) -> Row:
+    """flash-linear-attention's kernel by itself, gated, without a denominator."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v = (
+        t.detach().to(torch.bfloat16).transpose(1, 2).contiguous().requires_grad_()
+        for t in (phi_q_BHLM, phi_k_BHLM, v_BHLV)
+    )
+    gate = log_gate_BHL.detach().transpose(1, 2).contiguous().requires_grad_()
+    with _times_alone():
+        return _timed(lambda: chunk_simple_gla(q, k, v, g=gate)[0], (q, k, v, gate), way, rounds)
+
+
+@contextmanager
+def _times_alone() -> Iterator[None]:
+    """Gated gradients that flash-linear-attention refuses, as Triton compiles them wrong, still take their time."""
+    kernels = import_module("fla.ops.common.chunk_o")
+    refuses = getattr(kernels, "IS_NVIDIA_HOPPER", False)
+    kernels.IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        kernels.IS_NVIDIA_HOPPER = refuses  # type: ignore[attr-defined]
+
+
+def _timed(forward: Work, leaves: Sequence[torch.Tensor], way: str, rounds: int) -> Row:
+    """Seconds of one way; gradients are handed out and not added up, which would be a pass of its own."""
+
+    def both() -> object:
+        out = forward()
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    backward = way != "forward"
+    with torch.set_grad_enabled(backward):
+        return {"seconds": seconds(both if backward else forward, rounds)}
+
+
+def _affine_cases(who: str, tiny: bool, rounds: int) -> Cases:
+    """Our streaming form or flash-linear-attention's kernels, in bfloat16."""
+    length, heads, size = (32, 1, 8) if tiny else (8_192, REFERENCE.heads, REFERENCE.head_size)
+    implementation: Implementation = "fla" if who == "fla" else "streaming"
+    return {
+        f"affine {name} {who} {way}": partial(_affine, name, length, heads, size, implementation, way, rounds)
+        for name in AFFINE
+        for way in WAYS
+    }
+
+
+def _delta_cases(implementation: Implementation, tiny: bool, rounds: int) -> Cases:
+    """The gated delta rule forward at the size of published milliseconds."""
+    sizes = (32, 1, 8) if tiny else LONG_DELTA
+    work = partial(_affine, "gated_delta", *sizes, implementation, "forward", rounds)
+    return {_delta_name(implementation, sizes): work}
+
+
+def _delta_name(who: str, sizes: tuple[int, int, int]) -> str:
+    return f"delta {'x'.join(map(str, sizes))} {who} forward"
+
+
+def _affine(
+    name: str, length: int, heads: int, size: int, implementation: Implementation, way: str, rounds: int
+) -> Row:
     half, shape = torch.bfloat16, (1, heads, length, size)
     q, k, v, a, b = (F.normalize(torch.randn(shape, device=DEVICE), dim=-1).to(half).requires_grad_() for _ in range(5))
     decays = 1 if name == "gated_delta" else size
@@ -71,105 +233,38 @@ def _affine_work(
     if name in ("gla", "dplr"):
         erase = (a, b) if name == "dplr" else None
         recur = partial(affine_recurrence, q, k, v, log_decay_BHLK=decay, erase=erase, implementation=implementation)
-        return lambda: recur()[0]
+        return _timed(lambda: recur()[0], (q, k, v, decay, *(erase or ())), way, rounds)
     beta = torch.rand(1, heads, length, device=DEVICE).requires_grad_()
     rule = partial(gated_delta_rule, q, k, v, beta_BHL=beta, log_decay_BHLK=decay, implementation=implementation)
-    return lambda: rule()[0]
+    return _timed(lambda: rule()[0], (q, k, v, beta, decay), way, rounds)
 
 
-def _attention(shape: Shape, length: int, rounds: int, has_targets: bool) -> Row:
-    """Seconds forward, and forward and backward, in bfloat16; ratios by the names that targets have."""
-    given, feature_map = shape.inputs(length, torch.bfloat16, gated=True), shape.map()
-    q, k, v, gate, scale = (t.requires_grad_() for t in given.values())
-    works: dict[str, Callable[[], torch.Tensor]] = {
-        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        **_features_given(feature_map(q.detach()), feature_map(k.detach()), v, gate),
-    }
-    for name, implementation in _kernels().items():
-        attend = partial(linear_attention, q, k, v, feature_map=feature_map, implementation=implementation)
-        works[name] = lambda attend=attend: attend()[0]  # type: ignore[misc]
-        gated = partial(attend, log_gate_BHS=gate, key_scale_BHS=scale)
-        works[f"{name} gated"] = lambda gated=gated: gated()[0]  # type: ignore[misc]
-    row: Row = {"shape": shape.words, "length": length, "ratios": {}, "record": {}}
-    for name, work in works.items():
-        row |= _both_ways(name, work, rounds)
-    for way in WAYS if has_targets else ():
-        for peer in ("gla", "sdpa"):
-            row["ratios"] |= _ratio(f"{peer} / ours {way}", row, f"{peer} {way}", f"ours {way}")
-        for kind in ("", " gated"):
-            row["record"] |= _pair(f"bfloat16 {way}{kind}", row, f"ours{kind} {way}", f"fla{kind} {way}")
-    return row
-
-
-def _kernels(ours: Implementation = "triton") -> dict[str, Implementation]:
-    """By name, so that an obstacle is an error."""
-    return {"ours": ours, **({"fla": "fla"} if find_spec("fla") is not None and DEVICE == "cuda" else {})}
-
-
-def _ratio(name: str, row: Row, above: str, below: str) -> dict[str, float]:
-    """Where both are there."""
-    return {name: row[above] / row[below]} if {above, below} <= row.keys() else {}
-
-
-def _pair(name: str, row: Row, ours: str, fla: str) -> dict[str, dict[str, float]]:
-    """Milliseconds of both, where they are there, as the record has them."""
-    return {name: {"ours_ms": 1e3 * row[ours], "fla_ms": 1e3 * row[fla]}} if {ours, fla} <= row.keys() else {}
-
-
-def _both_ways(name: str, forward: Callable[[], torch.Tensor], rounds: int) -> Row:
-    """The seconds of each, or why there are none: no memory for one, or a peer that does not fit this torch."""
-
-    def both() -> None:
-        out = forward()
-        out.backward(torch.ones_like(out))
-
-    row: Row = {}
-    works: dict[str, Callable[[], object]] = {"forward": forward, "forward and backward": both}
-    for way, work in works.items():
-        try:
-            with torch.set_grad_enabled(work is both):
-                row[f"{name} {way}"] = seconds(work, rounds)
-        except Exception as error:
-            row[f"{name} {way}, why not"] = f"{type(error).__name__}: {error}"[:300]
-    return row
-
-
-def _features_given(
-    phi_q_BHLM: torch.Tensor, phi_k_BHLM: torch.Tensor, v_BHLV: torch.Tensor, log_gate_BHL: torch.Tensor
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """flash-linear-attention's kernel by itself, without a denominator; nothing where it is not installed."""
-    try:
-        from fla.ops.simple_gla import chunk_simple_gla
-    except Exception:  # not there, or not for this triton
-        return {}
-    q, k, v = (
-        t.detach().to(torch.bfloat16).transpose(1, 2).contiguous().requires_grad_()
-        for t in (phi_q_BHLM, phi_k_BHLM, v_BHLV)
-    )
-    gate = log_gate_BHL.detach().transpose(1, 2).contiguous().requires_grad_()
-    return {"gla": lambda: chunk_simple_gla(q, k, v, g=gate)[0]}
-
-
-def _step(shape: Shape, rounds: int, has_targets: bool) -> Row:
-    """Seconds of one step, and what share of the rate of a copy its states come to."""
+def _step_work(shape: Shape, implementation: Implementation) -> tuple[Callable[[], object], LinearState]:
+    """A decode step in bfloat16 with gates, and the state that it is taken from."""
     given, feature_map = shape.inputs(1, torch.bfloat16, gated=True), shape.map()
     q, k, v, gate, scale = (t[:, :, 0].contiguous() for t in given.values())
     state = LinearState.identity(shape.batch, shape.heads, 2 * shape.projections, shape.values, device=DEVICE)
     step = partial(linear_attention_step, q, k, v, state, feature_map=feature_map, log_gate_BH=gate, key_scale_BH=scale)
-    numbers = torch.empty(COPIED if rounds else 64, dtype=torch.bfloat16, device=DEVICE)
-    row: Row = {}
+    return partial(step, implementation=implementation), state
+
+
+def _step_time(shape: Shape, implementation: Implementation, rounds: int) -> Row:
     with torch.inference_mode():
-        for name, implementation in {"eager": "streaming", **_kernels()}.items():
-            row[name] = seconds(partial(step, implementation=implementation), rounds)
+        return {"seconds": seconds(_step_work(shape, implementation)[0], rounds)}
+
+
+def _step(shape: Shape, rounds: int) -> Row:
+    """Seconds of one step, and what share of the rate of a copy its states come to."""
+    ours, state = _step_work(shape, "triton")
+    numbers = torch.empty(COPIED if rounds else 64, dtype=torch.bfloat16, device=DEVICE)
+    with torch.inference_mode():
+        row: Row = {"shape": shape.words, "seconds": seconds(ours, rounds)}
+        row["eager"] = seconds(_step_work(shape, "streaming")[0], rounds)
         if DEVICE == "cuda":
-            row["ours in a graph"] = seconds(_graph(partial(step, implementation="triton")), rounds)
+            row["in a graph"] = seconds(_graph(ours), rounds)
         rate = 2 * numbers.nbytes / seconds(numbers.clone, rounds)
-    share = 2 * state.s_BHMV.nbytes / min(row["ours"], row.get("ours in a graph", row["ours"])) / rate
-    row |= {"shape": shape.words, "copied_bytes_per_second": rate, "share of bandwidth": share}
-    if not has_targets:
-        return row
-    record = _pair("bfloat16 step gated", row, "ours", "fla")
-    return {**row, "ratios": {"decode share of bandwidth": share}, "record": record}
+    share = 2 * state.s_BHMV.nbytes / min(row["seconds"], row.get("in a graph", row["seconds"])) / rate
+    return {**row, "copied_bytes_per_second": rate, "share of bandwidth": share}
 
 
 def _graph(step: Callable[[], object]) -> Callable[[], object]:
@@ -202,7 +297,7 @@ def _tiles(shape: Shape, tiles: Tiles, length: int, rounds: int) -> Row:
 
     def work() -> None:
         out, _ = triton_linear_attention(LinearCall(q, k, v, feature_map=feature_map), tiles=tiles)
-        out.backward(torch.ones_like(out))
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     try:
         work()  # it compiles, while another process measures

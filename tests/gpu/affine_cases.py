@@ -1,11 +1,10 @@
 """What affine recurrences must give on a GPU: those of the streaming form in float64, outputs, state and gradients.
 
-Our streaming form, and flash-linear-attention's kernels where they are installed, of the heads that are timed: kernels
-are compiled and their tiles chosen for these.
+Our streaming form, and flash-linear-attention's kernels, of the heads that are timed: kernels are compiled and their
+tiles chosen for these.
 """
 
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 
@@ -15,7 +14,7 @@ from dist_attn.ops.linear_attention import Implementation
 from tests.gpu.judging import judged, name_of
 from tests.support.affine import AffineInputs
 
-__all__ = ["affine_cases"]
+__all__ = ["affine_cases", "fla_affine_cases"]
 
 OPERATIONS = {
     "gated_delta": ("delta rule", False),
@@ -25,23 +24,34 @@ OPERATIONS = {
     "rwkv6": ("decay, read before", True),
     "simple_gla": ("decay", False),
 }
+SIZES, LENGTH, CUTS = (1, 16, 128, 128), 1_003, (5, 64, 700)
 
 
 def affine_cases(*, tiny: bool) -> Cases:
-    """The first word of a name is the operation, as the record has it; of fla's what `auto` may take."""
-    sizes, length = ((1, 2, 8, 8), 21) if tiny else ((1, 16, 128, 128), 1_003)
-    cuts = (3, 17) if tiny else (5, 64, 700)
-    words = "x".join(map(str, sizes))
-    cases: Cases = {}
-    for name, kind in OPERATIONS.items():
-        for dtype in (torch.float32,) if tiny else (torch.float32, torch.bfloat16):
-            case = f"affine {name} {name_of(dtype)} {words}"
-            cases[case] = partial(_affine, "streaming", kind, dtype, sizes, length, cuts)
-        if DEVICE == "cuda" and find_spec("fla") is not None:  # its tests have it in the interpreter
-            for documents in ((), cuts) if name == "gated_delta" else ((),):
-                case = f"fla_{name} bfloat16 {words} documents={len(documents)}"
-                cases[case] = partial(_affine, "fla", kind, torch.bfloat16, sizes, length, documents)
-    return cases
+    """The streaming form; the first word of a name is the operation, as the record has it."""
+    sizes, length, cuts = ((1, 2, 8, 8), 21, (3, 17)) if tiny else (SIZES, LENGTH, CUTS)
+    return {
+        f"affine {name} {name_of(dtype)} {_words(sizes)}": partial(
+            _affine, "streaming", kind, dtype, sizes, length, cuts
+        )
+        for name, kind in OPERATIONS.items()
+        for dtype in ((torch.float32,) if tiny else (torch.float32, torch.bfloat16))
+    }
+
+
+def fla_affine_cases() -> Cases:
+    """What `auto` may take of flash-linear-attention, likewise."""
+    return {
+        f"fla_{name} bfloat16 {_words(SIZES)} documents={len(documents)}": partial(
+            _affine, "fla", kind, torch.bfloat16, SIZES, LENGTH, documents
+        )
+        for name, kind in OPERATIONS.items()
+        for documents in (((), CUTS) if name == "gated_delta" else ((),))
+    }
+
+
+def _words(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _affine(

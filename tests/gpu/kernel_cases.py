@@ -1,4 +1,4 @@
-"""What every Triton kernel, and flash-linear-attention's where it is installed, must give: that of torch's forms.
+"""What every Triton kernel, and flash-linear-attention's of linear attention, must give: that of torch's forms.
 
 Outputs, states and gradients are held to those of the streaming forms in float64.
 """
@@ -6,7 +6,6 @@ Outputs, states and gradients are held to those of the streaming forms in float6
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dist_attn.ops import (
 from dist_attn.ops.linear_attention import Implementation, LinearCall, absorb, complete_sums, local_sums
 from tests.gpu.judging import judged, name_of
 
-__all__ = ["kernel_cases", "linear_case", "relative_case"]
+__all__ = ["fla_linear_cases", "kernel_cases", "linear_case", "relative_case"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,7 +38,24 @@ def kernel_cases(*, tiny: bool) -> Cases:
     return {name: work for name, work in cases.items() if name.startswith(few) and "documents=2" not in name}
 
 
+def fla_linear_cases() -> Cases:
+    """What `auto` may take of flash-linear-attention: causal sequences in bfloat16, and steps; float16 is refused.
+
+    Of one size: for each more it compiles and measures a hundred tiles.
+    """
+    shapes = [Shape(2, 2, size, size, size) for size in (64, 128)]
+    ways = ("causal gaussian bf", "step gaussian bf", "step gaussian float32")
+    found = {name: case for name, case in _calls(shapes, tiny=False).items() if name.startswith(ways)}
+    taken = {name: case for name, case in found.items() if name[0] == "s" or "x128x128x128" in name}
+    return {f"fla {name}": partial(linear_case, "fla", *case) for name, case in taken.items()}
+
+
 def _linear_cases(shapes: list[Shape], tiny: bool) -> Cases:
+    return {f"linear {name}": partial(linear_case, "triton", *case) for name, case in _calls(shapes, tiny).items()}
+
+
+def _calls(shapes: list[Shape], tiny: bool) -> dict[str, tuple[Any, ...]]:
+    """The calls by name, and what `linear_case` takes of each."""
     length, cuts = (21, (3, 17)) if tiny else (1_003, (5, 6, 64, 700))
     found = [
         (way, kind, dtype, shape, gated, documents)
@@ -62,20 +78,13 @@ def _linear_cases(shapes: list[Shape], tiny: bool) -> Cases:
     ]
     if not tiny:
         found.append(("causal", "gaussian", torch.bfloat16, Shape(1, 1, 256, 256, 256), True, ()))
-    ours = {
-        f"{way} {kind} {name_of(dtype)} {shape.words} gated={gated} documents={len(ends)}": (
-            *(way, kind, dtype, shape, gated, ends),
+    return {
+        f"{case[0]} {case[1]} {name_of(case[2])} {case[3].words} gated={case[4]} documents={len(case[5])}": (
+            *case,
+            length,
         )
-        for way, kind, dtype, shape, gated, ends in found
+        for case in found
     }
-    cases: Cases = {f"linear {name}": partial(linear_case, "triton", *case, length) for name, case in ours.items()}
-    if DEVICE == "cuda" and find_spec("fla") is not None:  # its tests have it in the interpreter
-        # What `auto` may take: sequences in bfloat16, and steps; float16 is refused. Of one size: for each more it
-        # compiles and measures a hundred tiles.
-        ways = ("causal gaussian bf", "step gaussian bf", "step gaussian float32")
-        taken = {n: case for n, case in ours.items() if n.startswith(ways) and (n[0] == "s" or "x128x128x128" in n)}
-        cases |= {f"fla {name}": partial(linear_case, "fla", *case, length) for name, case in taken.items()}
-    return cases
 
 
 def linear_case(

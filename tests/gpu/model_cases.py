@@ -62,11 +62,8 @@ KINDS = ("rfa_gate", "scaleformer")
 
 
 def captured_cases(*, tiny: bool) -> Cases:
-    """Values of steps first, then their times."""
-    return {
-        **{f"values, {kind}": partial(_captured_values, kind, tiny) for kind in KINDS},
-        **{f"times, {kind}": partial(_captured_times, kind, tiny) for kind in KINDS},
-    }
+    """Values of steps."""
+    return {f"values, {kind}": partial(_captured_values, kind, tiny) for kind in KINDS}
 
 
 def _model(kind: str, tiny: bool) -> LanguageModel:
@@ -105,18 +102,6 @@ def _captured_values(kind: str, tiny: bool) -> Row:
     graph = captured.how == "a CUDA graph" or DEVICE != "cuda"
     worst = max(row["errors"].values())
     return {"how": captured.how, "worst": worst, "counted": counted, "right": row["right"] and counted and graph}
-
-
-def _captured_times(kind: str, tiny: bool) -> Row:
-    """Seconds of one step of the batch."""
-    model, rounds = _model(kind, tiny), 0 if tiny else 20
-    state, token_B = model.initial_state(BATCH), torch.arange(BATCH, device=DEVICE)
-    captured = CapturedStep(model, state)
-    with torch.inference_mode():
-        captured.step(token_B)
-        eager_s = seconds(partial(model.step, token_B, state), rounds)
-        captured_s = seconds(partial(captured.step, token_B), rounds)
-    return {"how": captured.how, "batch": BATCH, "eager_s": eager_s, "captured_s": captured_s}
 
 
 def training_cases(*, tiny: bool) -> Cases:

@@ -1,0 +1,64 @@
+"""`make gpu`: the check, on a machine that need have no more than torch.
+
+What `benchmarks.gpu.pack` has laid into `.gpu` is put to use: packages that this Python lacks, and kernels compiled
+beforehand. Nothing is installed outside that folder. Only Python's own library is needed to begin.
+"""
+
+import json
+import os
+import sys
+import tarfile
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = (".", "service", "client")
+
+
+def environment(root: Path, before: dict[str, str]) -> dict[str, str]:
+    """That of the check in the tree at `root`: where its packages, and kernels that were compiled, are found.
+
+    Raises: OSError where `.gpu` cannot be written; zipfile.BadZipFile or tarfile.TarError for what is not whole.
+    """
+    packed, paths = root / ".gpu", [str(root / source) for source in SOURCES]
+    if (packed / "wheels").is_dir():
+        unpack_wheels(packed / "wheels", packed / "site")
+        paths.append(str(packed / "site"))
+    found = {**before, "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [before.get("PYTHONPATH")])])}
+    if (packed / "triton.tgz").is_file() and "TRITON_CACHE_DIR" not in before:
+        unpack_kernels(packed / "triton.tgz", packed / "triton")
+        found["TRITON_CACHE_DIR"] = str(packed / "triton")
+    return found
+
+
+def unpack_wheels(wheels: Path, site: Path) -> None:
+    """Those of packages that neither this Python nor `site` has: another version of one it has could break others.
+
+    Raises: SystemExit for one that another Python's programs are in.
+    """
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for wheel in sorted(wheels.glob("*.whl")):
+        name, _, python, abi, _ = wheel.name.split("-")
+        if abi not in ("none", "abi3") and own not in python:
+            version = own.removeprefix("cp3")
+            raise SystemExit(f"{wheel.name} is for another Python than this one: pack again with --python=3.{version}")
+        if not any(distributions(name=name, path=[*sys.path, str(site)])):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+
+
+def unpack_kernels(archive: Path, cache: Path) -> None:
+    """Triton's cache, whose lists of files name the folder where it was made."""
+    if cache.is_dir():
+        return
+    with tarfile.open(archive) as tar:
+        tar.extractall(cache, filter="data")
+    for group in cache.glob("*/__grp__*.json"):
+        files = json.loads(group.read_text())["child_paths"]
+        group.write_text(json.dumps({"child_paths": {name: str(group.parent / name) for name in files}}))
+
+
+if __name__ == "__main__":
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:]]
+    os.execve(sys.executable, command, environment(ROOT, dict(os.environ)))
