@@ -23,7 +23,7 @@ _COUNTED = ("call_bytes", "half_products", "state_floats", "forward_floats", "ba
 
 
 class View(ctypes.Structure):
-    """Where a [B, H, L, size] tensor lies; nowhere, by default."""
+    """The place in memory of a [B, H, L, size] tensor: address, strides and type; by default there is none."""
 
     _fields_ = [("at", _POINTER), *((name, _INT) for name in ("batch", "head", "token", "type"))]
 
@@ -68,7 +68,7 @@ def kernels_of(operation: str, fields: type[ctypes.Structure]) -> ctypes.CDLL:
 
 
 class Chunks(NamedTuple):
-    """Where chunks begin, and the end, int64 [N + 1]; which of them begin a document, uint8 [N].
+    """The tokens at which chunks begin, and the end, int64 [N + 1]; the chunks that begin a document, uint8 [N].
 
     No chunk crosses documents. The chunks of a single document are contiguous and need no tables: both are None.
     """
@@ -79,7 +79,7 @@ class Chunks(NamedTuple):
 
     @staticmethod
     def of(tokens: int, documents: tuple[int, ...]) -> "Chunks":
-        """Those of so many tokens, where documents start at these."""
+        """Cut so many tokens into chunks, where documents start at these tokens."""
         if not documents:
             return Chunks(-(-tokens // CHUNK))
         edges = sorted({0, tokens, *documents})

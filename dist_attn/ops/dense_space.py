@@ -167,7 +167,7 @@ def _advance(sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Ten
 
 
 def _decays(a_DNN: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a whole chunk and the shorter last one do to a state."""
+    """The powers of a by which a whole chunk and the shorter last one change a state."""
     return matrix_power(a_DNN, CHUNK_TOKENS), matrix_power(a_DNN, length % CHUNK_TOKENS)
 
 

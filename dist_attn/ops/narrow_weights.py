@@ -74,7 +74,7 @@ _CPU_HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkld
 
 
 def int8_product(device: torch.device, inputs: int, sequences: int = 1) -> Int8Product:
-    """How a decode step of so many sequences is multiplied with int8 weights of so many inputs on this machine."""
+    """The product that decodes so many sequences with int8 weights of so many inputs on this machine."""
     packed = device.type == "cpu" and _CAPABILITY in ("AVX2", "AVX512") and inputs % _PACKED_INPUTS == 0
     return "packed" if packed and inputs and sequences <= PACKED_ROWS else "widened"
 

@@ -245,7 +245,7 @@ class _Gradients:
 def _plain_scan(
     plan: _Plan, sequence: MaybeTensors, carry: Tensors, parameters: Tensors
 ) -> tuple[torch.Tensor, Tensors]:
-    """What `scan` gives, bit for bit, with every operation in autograd's graph."""
+    """Compute what `scan` does, bit for bit, with every operation in autograd's graph."""
     device = next(t for t in (*sequence, *carry, *parameters) if t is not None).device
     outputs = []
     with without_autocast(device):

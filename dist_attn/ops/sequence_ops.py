@@ -69,7 +69,7 @@ class SelectedTokens(Protocol):
 
 
 class SequenceOps(ABC):
-    """What mixes along the sequence, on whatever slice of it this process holds.
+    """The operations that mix along the sequence, on whatever slice of it this process holds.
 
     Operations are those of `dist_attn.ops` by the same names, which explain them. Those with many arguments make one
     value of them, the call, which implementations compute.

@@ -40,7 +40,7 @@ AffineTensors = Inputs[torch.Tensor | None]
 
 
 class AffineBuffers(NamedTuple):
-    """Where an implementation may write: outputs, and in its backward pass gradients."""
+    """The memory that an implementation may write to: outputs, and in its backward pass gradients."""
 
     out: torch.Tensor | None
     grads: Inputs[Place | None]
@@ -86,7 +86,7 @@ class AffineCall:
 
     @property
     def erases(self) -> bool:
-        """Whether tokens take something from the state, so that its transition is a matrix."""
+        """Return whether tokens take something from the state, so that its transition is a matrix."""
         return self.erase is not None or self.beta_BHL is not None
 
     @property
@@ -101,7 +101,7 @@ class AffineCall:
         return Inputs(q, k, v, log_decay, a, b, beta, self.bonus_HK, first_BHKV)
 
     def with_sequence(self, sequence: tuple[torch.Tensor | None, ...]) -> "AffineCall":
-        """The same call of other tensors along the tokens, in the order of `sequence`."""
+        """Return this call with other tensors along the tokens, in the order of `sequence`."""
         q, k, v, log_decay, a, b, beta = sequence
         assert q is not None and k is not None and v is not None and log_decay is not None
         erase = None if a is None or b is None else (a, b)

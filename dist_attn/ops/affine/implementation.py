@@ -1,4 +1,4 @@
-"""Which implementation computes a call of an affine recurrence, and why: by its name or by what the tensors are."""
+"""The choice of an implementation for a call of an affine recurrence, and the reason: its name or the tensors."""
 
 import torch
 
@@ -22,7 +22,7 @@ __all__ = ["choose", "fla_operation", "why_not_faster"]
 
 
 def choose(call: AffineCall) -> Choice:
-    """What computes a call: the implementation asked for by name; "auto" takes C kernels for tensors of a CPU.
+    """Choose the implementation of a call: the one asked for by name; "auto" takes C kernels for tensors of a CPU.
 
     On a GPU "auto" takes flash-linear-attention's kernels, where the record of such devices has them as right and
     faster. A call without tokens is one of the streaming form, unless with tokens it would be refused.
@@ -52,7 +52,7 @@ def choose(call: AffineCall) -> Choice:
 
 
 def fla_operation(call: AffineCall) -> FlaOperation | None:
-    """Which of flash-linear-attention's operations a call is, if any; a decay is taken as a vector where it must be."""
+    """The operation of flash-linear-attention that a call is, if any; a decay is taken as a vector where it must be."""
     if call.read == "before":
         return None if call.erases else "fla_rwkv6"
     if call.erase is not None:
@@ -64,7 +64,7 @@ def fla_operation(call: AffineCall) -> FlaOperation | None:
 
 
 def why_not_faster(call: AffineCall, name: str, record: GpuRecord | None) -> str | None:
-    """Why flash-linear-attention is not the faster one for a call, by the record of devices of this name, or None."""
+    """The reason why flash-linear-attention is not faster for a call, by the record of devices named so, or None."""
     operation = fla_operation(call)
     if operation is None:
         return _unsupported_by_fla(call)
@@ -77,7 +77,7 @@ def why_not_faster(call: AffineCall, name: str, record: GpuRecord | None) -> str
 
 
 def _unsupported_by_fla(call: AffineCall) -> str | None:
-    """Why flash-linear-attention has no kernels of this call, or None."""
+    """The reason why flash-linear-attention has no kernels of this call, or None."""
     if fla_operation(call) is None:
         return "the state is read before a token that erases from it: flash-linear-attention has no kernels of that"
     if call.sums_dtype() != torch.float32:
@@ -100,7 +100,7 @@ def _unsupported_by_fla(call: AffineCall) -> str | None:
 
 
 def why_no_library() -> str | None:
-    """Why the C kernels are not to be had on this machine, or None; the first call compiles them."""
+    """The reason why this machine has no C kernels, or None; the first call compiles them."""
     try:
         kernels()
     except NoLibraryError as error:
@@ -109,7 +109,7 @@ def why_no_library() -> str | None:
 
 
 def _unsupported_by_c(call: AffineCall) -> str | None:
-    """Why the C kernels cannot take a call, or None."""
+    """The reason why the C kernels cannot take a call, or None."""
     state = None if call.state is None else call.state.s_BHKV
     there = [t for t in (*call.sequence, call.bonus_HK, state) if t is not None]
     if (reason := why_not_for_c(there)) is not None:

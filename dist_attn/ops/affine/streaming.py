@@ -46,7 +46,7 @@ def stream_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
 
 
 def stream_absorb(call: AffineCall, dtype: torch.dtype) -> AffineState:
-    """What the call's keys leave behind and do to a state before them; its queries and state count for nothing."""
+    """The state that the call's keys leave and their effect on a state before them; queries and state are ignored."""
     return absorbed(call, dtype, stream_sums)
 
 

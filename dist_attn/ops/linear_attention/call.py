@@ -22,7 +22,7 @@ Implementation = Literal["auto", "streaming", "native", "triton", "fla"]
 
 
 class OutputBuffers(NamedTuple):
-    """Where an implementation may write: outputs, and in its backward pass the gradients of q, k and v."""
+    """The memory that an implementation may write to: outputs, and in its backward pass the gradients of q, k and v."""
 
     out: torch.Tensor | None
     grad_q: Place | None = None
@@ -79,7 +79,7 @@ class LinearCall:
         log_gate_BHS: torch.Tensor | None = None,
         key_scale_BHS: torch.Tensor | None = None,
     ) -> "LinearCall":
-        """The same call of other tensors along the tokens."""
+        """Return this call with other tensors along the tokens."""
         return replace(
             self, q_BHLK=q_BHLK, k_BHSK=k_BHSK, v_BHSV=v_BHSV, log_gate_BHS=log_gate_BHS, key_scale_BHS=key_scale_BHS
         )
@@ -130,13 +130,13 @@ class LinearCall:
         return self.with_sequence(q, k, v)
 
     def contiguous(self) -> "LinearCall":
-        """The same call of contiguous tensors: products of strided views may round in another way."""
+        """Return this call with contiguous tensors: products of strided views may round in another way."""
         q, k, v = (x.contiguous() for x in self.qkv)
         gate, scale = (None if x is None else x.contiguous() for x in (self.log_gate_BHS, self.key_scale_BHS))
         return self.with_sequence(q, k, v, gate, scale)
 
     def streaming_if_empty(self) -> "LinearCall":
-        """The same call, without queries by the streaming form: kernels take no empty slice.
+        """Return this call, by the streaming form if it has no queries: kernels take no empty slice.
 
         For calls that are checked already, so that a rank without tokens is not refused for that.
         """

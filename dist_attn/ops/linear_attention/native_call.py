@@ -43,7 +43,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def half_products() -> bool:
-    """Whether bfloat16 tensors are multiplied by bfloat16 instructions here, in place of float32 ones.
+    """Return whether bfloat16 tensors are multiplied by bfloat16 instructions here, in place of float32 ones.
 
     Raises: NoLibraryError where there are no kernels.
     """

@@ -119,7 +119,7 @@ def load_projections(w_ptr, inputs, outputs, K, D):
 
 @triton.jit
 def map_of_head(w_ptr, head, K, D, PRECISION: tl.constexpr):
-    """Where the w of a head begins: float32 [D, K], or its two parts, [2, D, K]; see `triton_forward.map_operand`."""
+    """The address of a head's w: float32 [D, K], or its two parts, [2, D, K]; see `triton_forward.map_operand`."""
     if PRECISION == "ieee":
         return w_ptr + head * D * K
     else:

@@ -32,7 +32,7 @@ CHUNK_TOKENS = 64
 
 
 class Carry(NamedTuple):
-    """What the causal walk carries: kernel sums (of no features where there are no keys), far values, near ones."""
+    """The values a causal walk carries: kernel sums (of no features where there are no keys), far values, near ones."""
 
     sz_BHMW: torch.Tensor
     far_BHW: torch.Tensor

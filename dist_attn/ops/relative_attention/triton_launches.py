@@ -39,7 +39,7 @@ BLOCK_R = 32  # rows of phi_rp that enter a product at once
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all launches of a call; `reach` is k."""
+    """The settings that all launches of a call share; `reach` is k."""
 
     causal: bool
     reach: int
@@ -47,15 +47,15 @@ class Setting:
 
     @property
     def blocks(self) -> int:
-        """How many chunks a window reaches into on a side: all keys beyond are at least `reach` away."""
+        """The number of chunks that a window reaches into on a side: all keys beyond are at least `reach` away."""
         return self.chunks(max(0, self.reach - 1))
 
     def chunks(self, tokens: int) -> int:
-        """How many chunks so many tokens are."""
+        """The number of chunks that hold so many tokens."""
         return blocks(tokens, self.tiles.chunk)
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What kernels over values of this type are compiled for."""
+        """The constants that kernels over values of this type are compiled for."""
         tiles = self.tiles
         return {
             "CAUSAL": self.causal,
@@ -103,7 +103,7 @@ class KernelInputs(NamedTuple):
 
     @staticmethod
     def of(setting: Setting, x: RelativeTensors) -> "KernelInputs":
-        """What the kernels get of these tensors."""
+        """Lay these tensors out as the kernels take them."""
         keys = x.v.shape[2]
         return KernelInputs(
             setting,
@@ -142,7 +142,7 @@ class KernelInputs(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What outputs are made of.
+    """The tensors that outputs are made of.
 
     Shapes: position scores [G, L, R]; the state before each chunk (of all keys, N = 1, where attention is not causal)
         as it enters products [G, N, K, V] and [G, N, K + 1], and the one after the last [G, K, V] and [G, K + 1]; sums
@@ -164,7 +164,7 @@ class QueryRows(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What the gradient of queries' or keys' features is made of; see `relative_features_gradient_kernel`."""
+    """The inputs of the gradient of queries' or keys' features; see `relative_features_gradient_kernel`."""
 
     own: torch.Tensor
     other: torch.Tensor

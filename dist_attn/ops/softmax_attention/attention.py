@@ -191,7 +191,7 @@ def _fused_of_unequal(call: SoftmaxCall) -> torch.Tensor:
 def for_kernel(
     q_BHLK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor, device: torch.device, *, masked: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same attention, with zeros and copies where torch would else hold all scores on this device.
+    """Prepare the same attention with zeros and copies, where torch would else hold all scores on this device.
 
     Keys and values need one size, which GPUs want to be a multiple of 8. In float32 or with a mask GPUs have no kernel
     for groups of query heads. What is as wide already is not padded, because that copies it.
@@ -208,7 +208,7 @@ def for_kernel(
 
 
 def _is_slow_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a backward pass is to come that takes longer in the precision given than in float32."""
+    """Return whether a backward pass is to come that takes longer in the precision given than in float32."""
     short_halves = v.dtype in (torch.bfloat16, torch.float16) and max(q.shape[2], k.shape[2]) <= WIDE_TOKENS
     on_cpu = v.device.type == "cpu" and q.dtype == k.dtype == v.dtype
     return short_halves and on_cpu and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
