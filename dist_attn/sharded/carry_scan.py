@@ -122,7 +122,7 @@ class _Segment:
         return choose(self.call, sums=self.dtype).implementation == "native"
 
     def _absorb(self, start: int, state: LinearState | None) -> LinearState:
-        """What the keys from `start` on leave behind after `state`."""
+        """Absorb the keys from `start` on, after `state`."""
         return absorb(replace(self.call.tokens(start).streaming_if_empty(), state=state), self.dtype)
 
     def _of_keys(self, state: LinearState) -> LinearState:

@@ -38,7 +38,7 @@ class HeadPart:
 
     @property
     def whole(self) -> bool:
-        """Whether the queries start at the first and have no gap, as kernels for whole sequences need them."""
+        """Return whether the queries start at the first and have no gap, as kernels for whole sequences need them."""
         return len(self.queries) == 1 and self.queries[0][0] == 0
 
 
@@ -138,7 +138,7 @@ def head_reshuffle_plans(
     *,
     causal: bool,
 ) -> tuple[RedistributionPlan, RedistributionPlan]:
-    """How q, k, v get to the heads, and the outputs back; `numbers` stand at each element [key head, token] of them."""
+    """Plan the moves of q, k, v to the heads and of the outputs back; `numbers` lie at each [key head, token]."""
     ranks = layout.size
     parts = head_parts(groups, layout.total, memory.total, ranks, causal=causal)
     q_blocks = [Block(r, (p.heads, q)) for r, of_rank in enumerate(parts) for p in of_rank for q in p.queries]

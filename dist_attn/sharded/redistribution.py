@@ -88,7 +88,7 @@ def _pack(plan: RedistributionPlan, rank: int, tensors: Sequence[torch.Tensor]) 
 
 
 def _unpack(plan: RedistributionPlan, rank: int, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What this rank keeps of each tensor: the sum of what came for each element, added in order of sender."""
+    """Add up what this rank keeps of each tensor: what came for each element, in order of sender."""
     outs = tuple(
         message.new_zeros((target.elements(rank), change.numbers))
         for change, target in zip(plan.changes, plan.targets, strict=True)

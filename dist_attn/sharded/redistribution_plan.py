@@ -1,4 +1,4 @@
-"""How tensors get from any block tables to any others with the least traffic: pieces, messages, who plays whom.
+"""Plans to move tensors from any block tables to any others with the least traffic: pieces, messages, players.
 
 The ranks of a target table are parts to be played; which rank plays which part is free, and is chosen by a linear
 assignment such that as many numbers as possible stay where they are.
@@ -49,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one block of the sender and one of the receiver have in common; ranges count from the blocks' corners.
+    """The overlap of one block of the sender and one of the receiver; ranges count from the blocks' corners.
 
     `source` and `target` are places among the blocks of the sender's and of the receiver's table.
     """
@@ -64,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RedistributionPlan:
-    """What every rank sends to every other: one message for each pair that has anything to say to each other.
+    """The messages from every rank to every other: one for each pair that has anything to say to each other.
 
     `players[part]` is the rank that plays the part of the target tables; `targets` are the tables it leads to.
     `pieces[sender][receiver]` is in the order in which they lie in the message.
@@ -77,7 +77,7 @@ class RedistributionPlan:
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """The number of ranks that take part."""
         return len(self.players)
 
     def sends(self, rank: int) -> list[int]:

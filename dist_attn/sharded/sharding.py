@@ -1,4 +1,4 @@
-"""How the calls of one `ShardedSequenceOps` are cut over ranks, what they must have in common, and what is refused.
+"""The cut of one `ShardedSequenceOps`'s calls over ranks, what these must have in common, and what is refused.
 
 A rank that leaves out a gate, takes another denominator or another scale sends messages of the size that the others
 expect: without the comparison the result is wrong without an error. Between processes a message of another size or
@@ -60,12 +60,12 @@ class Sharding:
 
     @property
     def packed(self) -> bool:
-        """Whether documents start anywhere."""
+        """Return whether documents start anywhere."""
         return bool(self.layout.documents or self.memory.documents)
 
     @property
     def words(self) -> str:
-        """What ranks must have in common before any call, of which the first that differs can be named."""
+        """The settings that ranks must have in common before any call, so that the first that differs can be named."""
         exchange = self.exchange
         words = {
             "version": __version__,
