@@ -1,4 +1,4 @@
-"""What attention mixers share: short convolution, heads, rotary and relative positions, weights of keys.
+"""The parts that attention mixers share: short convolution, heads, rotary and relative positions, weights of keys.
 
 Weights of keys are given by logarithms, as gates and key scales that never overflow. Those of the Gaussian kernel
 without unit norms are exp(|sigma k|^2 / 2), those of positive features exp(max w k - |k|^2 / 2).
@@ -88,7 +88,7 @@ def rotate(x_BHLK: torch.Tensor, positions_BL: torch.Tensor, rotary: RotaryConfi
 
 
 class HeadInputs(NamedTuple):
-    """What one call of attention over heads reads: [B, H, L, ·], or [B, H, ·] of one token.
+    """The inputs of one call of attention over heads: [B, H, L, ·], or [B, H, ·] of one token.
 
     Gates and key scales, [B, H, L] or [B, H], are there where the mixer has any.
     """

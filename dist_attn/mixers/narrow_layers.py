@@ -123,7 +123,7 @@ class Bfloat16Embedding(_Bfloat16):
 
 
 def refuse_training(module: nn.Module) -> None:
-    """What a model's `train` asks first, so that nothing is in training mode when it is refused.
+    """Refuse to train narrow weights; a model's `train` asks first, so that nothing is left in training mode.
 
     Raises: InputError where any weights below `module` are narrow.
     """

@@ -33,7 +33,7 @@ class SoftmaxState:
         return (self.cache.k_BGSK, self.cache.v_BGSV, self.tail_BKD)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxState":
-        """The same kind of state over other tensors."""
+        """Return a state of the same kind over other tensors."""
         k_BGSK, v_BGSV, tail_BKD = tensors
         return replace(self, cache=replace(self.cache, k_BGSK=k_BGSK, v_BGSV=v_BGSV, room=None), tail_BKD=tail_BKD)
 
@@ -78,7 +78,7 @@ class SoftmaxRows:
         return (*(t for cache in caches for t in (cache.k_BGSK, cache.v_BGSV)), self.tail_BKD)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxRows":
-        """The same kind of states over other tensors."""
+        """Return states of the same kind over other tensors."""
         given = iter(tensors)
         caches = tuple(
             None if cache is None else replace(cache, k_BGSK=next(given), v_BGSV=next(given), room=None)
