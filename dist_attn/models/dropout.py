@@ -45,7 +45,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Draw:
-    """What the masks of a micro-batch are drawn from; `first_row` is the number of its first row in the whole batch."""
+    """The source of a micro-batch's dropout masks; `first_row` is the number of its first row in the whole batch."""
 
     rate: float
     seed: int

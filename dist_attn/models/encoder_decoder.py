@@ -19,7 +19,7 @@ from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 @dataclass(frozen=True)
 class DecoderState:
-    """What decoding goes on from: self-attention of the tokens so far, the absorbed memory, and the positions."""
+    """The state of decoding: self-attention of the tokens so far, the absorbed memory, and the positions."""
 
     layers: tuple[MixerState, ...]
     memories: tuple[MemoryState, ...]

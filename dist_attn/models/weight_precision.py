@@ -122,7 +122,7 @@ def _check_finite(name: str, module: nn.Module, precision: WeightPrecision) -> N
 
 
 def _products(model: nn.Module) -> dict[str, int]:
-    """How many layers are multiplied in which way."""
+    """Count the layers by the kind of product that multiplies them."""
     counts = Counter[str]()
     for layer in (module for module in model.modules() if isinstance(module, NarrowLayer)):
         device, inputs = layer.weight.device, layer.weight.shape[1]
