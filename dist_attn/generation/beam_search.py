@@ -31,7 +31,7 @@ Step = Callable[[torch.Tensor, State], tuple[torch.Tensor, State]]
 
 @dataclass(frozen=True)
 class BeamSpec:
-    """How wide and how far to search, and what a long continuation is worth.
+    """The width of a beam search, the most tokens of a continuation, and the penalty of its length.
 
     Raises: InputError for numbers that are not usable.
     """
@@ -202,7 +202,7 @@ def _log_probabilities(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(states: list[ModelState]) -> list[list[int]]:
-    """Which states can be stacked: those of one shape."""
+    """Group the rows whose states have the same shapes, and so can be stacked."""
     groups: dict[tuple[torch.Size, ...], list[int]] = {}
     for row, state in enumerate(states):
         groups.setdefault(state.shapes(), []).append(row)

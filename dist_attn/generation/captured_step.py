@@ -21,7 +21,7 @@ GROWS = "the state grows with every token, and a graph has one size"
 
 
 class Replayed(Protocol):
-    """What was captured: over the same memory, all of it again."""
+    """A captured graph: a replay runs all of it again, over the same memory."""
 
     def replay(self) -> None: ...
 
@@ -50,7 +50,7 @@ def cuda_graph(run: Callable[[], None], warm_up: Callable[[], object], device: t
 
 @final
 class StepGraphs:
-    """Where the steps of one model get their graphs; after one that could not be captured no other is tried.
+    """A maker of graphs for the steps of one model; after one that could not be captured it tries no other.
 
     Shared by steps that come and go, so that what failed is not tried again by each. `capture` stands in for CUDA's.
     """
@@ -63,7 +63,7 @@ class StepGraphs:
 
     @property
     def refusal(self) -> str | None:
-        """Why there are no graphs, in words; None while one may be asked for."""
+        """The reason why there are no graphs, in words; None while one may be asked for."""
         return self._refusal
 
     def graph_of(self, run: Callable[[], None], warm_up: Callable[[], object]) -> Replayed | None:
@@ -80,7 +80,7 @@ StepMode = Literal["auto", "eager", "captured"]
 
 
 def takes_captured_steps(mode: StepMode, device: torch.device) -> bool:
-    """Whether decoding goes through `CapturedStep`: "captured" always, "eager" never.
+    """Return whether decoding goes through `CapturedStep`: "captured" always, "eager" never.
 
     "auto" does so on a GPU where captured steps came out right on a device of that name (`ops.gpu_record`).
 
@@ -130,7 +130,7 @@ class CapturedStep:
 
     @property
     def grows(self) -> bool:
-        """Whether a step has made the state larger, so that nothing stays and there is nothing to load another into.
+        """Return whether a step has made the state larger, so that its buffers cannot take another state.
 
         It remains so: a state that has grown once has no size to come back to.
         """
@@ -142,7 +142,7 @@ class CapturedStep:
         return self._state
 
     def fits(self, state: ModelState) -> bool:
-        """Whether `load` can take this state."""
+        """Return whether `load` can take this state."""
         return not self._grows and _shapes(self._state) == _shapes(state)
 
     def load(self, state: ModelState, *, rows: int | None = None) -> None:
@@ -206,13 +206,13 @@ class CapturedStep:
             watch.rows = before
 
     def _run_counted(self) -> None:
-        """What a graph is captured of: one step that counts into memory of its own."""
+        """Run the step that a graph is captured of, which counts into memory of its own."""
         self._counts.clear()
         with watching(self._counts):
             self._run()
 
     def _warm_up(self) -> None:
-        """What is captured, once, and the state as it was: a kernel that is loaded during a capture may break it."""
+        """Run the step once and restore the state: a kernel that is first loaded during a capture may break it."""
         kept = self._state.select(slice(None))
         try:
             self._run_counted()
