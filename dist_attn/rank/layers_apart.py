@@ -27,11 +27,11 @@ class LayersApart:
 
     @property
     def draws(self) -> bool:
-        """Whether this is the rank that has the logits."""
+        """Return whether this is the rank that has the logits."""
         return self.comm.rank == self.comm.size - 1
 
     def own(self, state: ModelState) -> ModelState:
-        """What this rank keeps of a state of all layers."""
+        """The layers of this rank, out of a state of all."""
         return replace(state, layers=state.layers[self.of_ranks[self.comm.rank]])
 
     def tell(self, tokens: list[int]) -> list[int]:
