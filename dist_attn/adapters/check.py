@@ -33,7 +33,7 @@ PART_BYTES = 1 << 24
 
 
 def check_tensors(model: DownloadedModel) -> LoadedSizes:
-    """What the model of the folder has once it is loaded, its weights in the precision of the folder.
+    """Load the model of the folder without its bytes and return its sizes, with weights in the precision of the folder.
 
     Raises: ModelFolderError as `make_model`, and where the model of config.json cannot read a token.
     """

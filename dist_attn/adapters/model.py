@@ -181,7 +181,7 @@ def _let_through(base: nn.Module) -> None:
 
 
 class _Output:
-    """What a base model returns, with the hidden states alone."""
+    """The output of a base model, with the hidden states alone."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.last_hidden_state = rows

@@ -113,7 +113,7 @@ class SpreadLayers:
 
     @property
     def reads_out(self) -> bool:
-        """Whether the last layer is this rank's."""
+        """Return whether this rank has the last layer."""
         return self._owners[-1] == self._comm.rank
 
     def _around(self, number: int, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ def _weights_in(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter
 
 
 def _beginning_at(x: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same numbers at an address with this remainder."""
+    """Return x at an address whose remainder by `ALIGNED` is `offset`; copy it there if it lies elsewhere."""
     if x.data_ptr() % ALIGNED == offset:
         return x
     room = torch.empty(x.nbytes + ALIGNED, dtype=torch.uint8, device=x.device)

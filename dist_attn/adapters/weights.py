@@ -83,7 +83,7 @@ class ReadWhenAsked:
 
 
 class LeftOut(torch.Tensor):
-    """What is stored, without its bytes: on `meta`, and there it stays when transformers wants it elsewhere."""
+    """A stored tensor without its bytes: on `meta`, and there it stays when transformers wants it elsewhere."""
 
     @staticmethod
     def of(stored: StoredTensor) -> "LeftOut":
@@ -204,7 +204,7 @@ def _refuse_differences(folder: Path, about: dict[str, Any]) -> None:
 
 @contextmanager
 def _reports() -> Iterator[list[str]]:
-    """What transformers says of tensors that it could not convert, as far as it comes within the block."""
+    """Collect the lines in which transformers reports tensors that it could not convert, during the block."""
     logger, said = logging.getLogger("transformers.modeling_utils"), list[str]()
 
     class Keeper(logging.Handler):
