@@ -44,7 +44,7 @@ def views(names: str) -> list[tuple[str, Any]]:
 
 
 def view(x: torch.Tensor) -> View:
-    """Of a tensor [B, H, L] or [B, H, L, size] whose last dimension of size is contiguous."""
+    """The view of a tensor [B, H, L] or [B, H, L, size] whose last dimension of size is contiguous."""
     batch, head, token = x.stride()[:3]
     return View(x.data_ptr(), batch, head, token, TYPES[x.dtype])
 
@@ -93,7 +93,7 @@ class CCall:
     """A call being filled in: it keeps alive the tensors that it points to, and runs."""
 
     def __init__(self, library: ctypes.CDLL, fields: Any, chunks: Chunks) -> None:
-        """Of these kernels; `fields` has at least batch, heads, tokens, and what is set here."""
+        """Begin a call of these kernels; `fields` has at least batch, heads, tokens, and what is set here."""
         self.library, self.fields = library, fields
         self._alive: list[torch.Tensor | None] = []
         self.fields.threads, self.fields.num_chunks = torch.get_num_threads(), chunks.number

@@ -77,7 +77,7 @@ def _loaded(source: Path) -> _Result:
 
 
 def _library_in(folder: Path, source: Path) -> ctypes.CDLL:
-    """From this folder; compiled into it where there is none, or none that can be loaded."""
+    """Load the library from this folder; compile it there if there is none, or none that can be loaded."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise NoLibraryError(f"there is no C compiler ({', '.join(COMPILERS)}) to compile the kernels with")

@@ -88,7 +88,7 @@ def document_starts(starts: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_documents(documents: tuple[int, ...], length: int, keys: int | None = None) -> None:
-    """Raises ShapeError unless every document starts inside the sequence, and keys lie on the same sequence."""
+    """Raise ShapeError unless every document starts inside the sequence, and keys lie on the same sequence."""
     if keys is not None and keys != length:
         raise ShapeError(
             f"{length} queries and {keys} keys were given with documents; documents need as many keys as queries, of "

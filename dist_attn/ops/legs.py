@@ -117,7 +117,7 @@ def _advance(sequence: MaybeTensors, carry: Tensors, _: Tensors) -> Tensors:
 
 
 def _walk(sequence: MaybeTensors, carry: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From chunk to chunk: their weights and tokens, the coefficients before each, and those after the last one."""
+    """Walk from chunk to chunk: their weights and tokens, the coefficients before each and those after the last one."""
     f_BDL, t_R1L = sequence
     (c_BDN,) = carry
     assert f_BDL is not None and t_R1L is not None

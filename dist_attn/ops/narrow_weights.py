@@ -80,7 +80,7 @@ def int8_product(device: torch.device, inputs: int, sequences: int = 1) -> Int8P
 
 
 def bfloat16_product(device: torch.device) -> Bfloat16Product:
-    """In which precision bfloat16 numbers are multiplied here: a CPU without such instructions makes them float32."""
+    """The precision of products of bfloat16 numbers here: a CPU without such instructions makes them float32."""
     return "bfloat16" if device.type != "cpu" or _CPU_HAS_BFLOAT16 else "float32"
 
 
@@ -119,7 +119,7 @@ def bfloat16_linear(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
-    """Of x rounded to bfloat16: as bfloat16, or as float32 where these are what the machine multiplies."""
+    """The products of x rounded to bfloat16: in bfloat16, or in float32 where the machine multiplies in that."""
     if bfloat16_product(x.device) == "float32":
         return F.linear(x.bfloat16().float(), w_OI.float())
     return F.linear(x.bfloat16(), w_OI.bfloat16())

@@ -41,7 +41,7 @@ class RoutedTokens(Protocol):
         ...
 
     def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
-        """From what experts made of their rows, one expert after the other, to the tokens: [R, D] -> [K, N, D]."""
+        """Bring what experts made of their rows, one expert after the other, to the tokens: [R, D] -> [K, N, D]."""
         ...
 
 

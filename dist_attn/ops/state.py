@@ -85,7 +85,7 @@ class LinearState:
         )
 
     def check(self, *sizes: int) -> None:
-        """Raises ShapeError unless this is a state of these sizes, [batch, heads, features, values]."""
+        """Raise ShapeError unless this is a state of these sizes, [batch, heads, features, values]."""
         if self.s_BHMV.shape != sizes:
             raise ShapeError(
                 f"the state is [batch, heads, features, values] = {tuple(self.s_BHMV.shape)}; these inputs need {sizes}"

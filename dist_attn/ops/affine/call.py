@@ -126,7 +126,7 @@ class AffineCall:
         return self.state.s_BHKV.to(dtype)
 
     def check(self) -> None:
-        """Raises ShapeError for tensors that do not fit together, InputError for settings that mean nothing."""
+        """Raise ShapeError for tensors that do not fit together, InputError for settings that mean nothing."""
         q, k, v, decay = self.q_BHLK, self.k_BHLK, self.v_BHLV, self.log_decay_BHLG
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, log_decay {tuple(decay.shape)}"
         if not (q.dim() == k.dim() == v.dim() == decay.dim() == 4):
@@ -149,7 +149,7 @@ class AffineCall:
 
 
 def check_read(read: Read, bonus_HK: torch.Tensor | None) -> None:
-    """Raises InputError for another `read` than there is, and for a bonus where a query sees its token already."""
+    """Raise InputError for another `read` than there is, and for a bonus where a query sees its token already."""
     if read not in ("after", "before"):
         raise InputError(f"read is {read!r}; needed is 'after' or 'before'")
     if bonus_HK is not None and read == "after":

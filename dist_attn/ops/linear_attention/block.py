@@ -245,7 +245,7 @@ class AttentionBlock:
             assert keys.within_GnC is not None  # where there are gates
             within_GnC = keys.within_GnC if keys.scale_GnC is None else keys.within_GnC * keys.scale_GnC
             end_Gn = keys.decay_GnC[..., -1]
-            # What is left before chunk j of what chunk i - 1 has added: sums of the gates between, and no differences
+            # The share left before chunk j of what chunk i - 1 has added: sums of the gates between, and no differences
             # of sums from the first one, which lose their digits.
             later_nn = torch.ones(chunks, chunks, dtype=torch.bool, device=end_Gn.device).triu()
             log_left_GnN = F.pad(end_Gn[:, None].where(later_nn, 0.0).cumsum(-1), (1, 0))

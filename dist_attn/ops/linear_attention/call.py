@@ -164,7 +164,7 @@ class LinearCall:
         return state_dtype(self.q_BHLK, self.k_BHSK, self.v_BHSV, state=self.state, at_least=at_least)
 
     def check(self) -> None:
-        """Raises ShapeError for tensors that do not fit together; InputError for a prefix that means nothing."""
+        """Raise ShapeError for tensors that do not fit together; InputError for a prefix that means nothing."""
         q, k, v = self.q_BHLK, self.k_BHSK, self.v_BHSV
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if not (q.dim() == k.dim() == v.dim() == 4):
@@ -195,7 +195,7 @@ def prefix_then_causal(attend: Attend, call: LinearCall, queries: int, keys: int
 
 
 def check_prefix(prefix: int, *, causal: bool, documents: bool) -> None:
-    """Raises InputError for a prefix that means nothing: below 0, of full attention, or of packed documents."""
+    """Raise InputError for a prefix that means nothing: below 0, of full attention, or of packed documents."""
     if prefix < 0 or (prefix and (not causal or documents)):
         raise InputError(
             f"a prefix of {prefix} tokens was given with causal={causal} and documents={documents}; "

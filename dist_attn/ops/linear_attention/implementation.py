@@ -132,7 +132,7 @@ def check_choice(call: LinearCall, *, sums: torch.dtype = torch.float32) -> None
 
 
 def check_implementation(implementation: Implementation) -> None:
-    """Raises ConfigError for an implementation that does not exist."""
+    """Raise ConfigError for an implementation that does not exist."""
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation {implementation!r} is unknown; use {', '.join(IMPLEMENTATIONS)}")
 

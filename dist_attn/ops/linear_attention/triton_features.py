@@ -24,7 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def sine_and_cosine(x):
-    """Both to 1e-7 while |x| < 1e4, by polynomials on a quarter turn: the library's sine may go through local memory.
+    """Compute both to 1e-7 while |x| < 1e4, by polynomials on a quarter turn: the library's sine may use local memory.
 
     The coefficients are least-squares fits on [-pi/4, pi/4] with errors of 3e-9 and 1e-10.
     """

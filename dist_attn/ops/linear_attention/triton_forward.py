@@ -137,7 +137,7 @@ class Stretch(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Of every token [G, N T] and of every chunk [G, N]; see `gates_kernel`. The key scale is filled up with zeros."""
+    """The gates of every token [G, N T] and of every chunk [G, N]; see `gates_kernel`. Zeros fill the key scale up."""
 
     decay: torch.Tensor
     left: torch.Tensor
@@ -152,7 +152,7 @@ class Gates(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of every token [G, N T]: the weights of its values, of its features in z, and of its mass."""
+    """The weights of every token [G, N T]: of its values, of its features in z, and of its mass."""
 
     values: torch.Tensor
     z: torch.Tensor
@@ -326,7 +326,7 @@ def blocks(size: int, block: int) -> int:
 
 
 def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Of batch, head and token of each."""
+    """The strides of batch, head and token of each tensor."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
 
 

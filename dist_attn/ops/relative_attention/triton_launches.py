@@ -157,7 +157,7 @@ class Walk(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Of every query, [G, N T]: one over its denominator (0 without weight on any key), and that one's gradient."""
+    """The rows of queries, [G, N T]: one over the denominator (0 without weight on any key), and its gradient."""
 
     inverse: torch.Tensor
     grad_den: torch.Tensor
@@ -175,7 +175,7 @@ class _Side(NamedTuple):
 
 
 def walk(x: KernelInputs) -> Walk:
-    """Everything that outputs, and later gradients, are made of."""
+    """Compute everything that outputs, and later gradients, are made of."""
     scanned = _states(x, x.k, x.v, Weights.all(x.ones), x.state)
     count = x.ones.view(x.groups, -1, x.setting.tiles.chunk).sum(-1, keepdim=True)
     of_chunks = torch.cat([_row_sums(x, x.v, x.ones), count], dim=-1)
@@ -211,7 +211,7 @@ def relative_gradients(
     q, k, v, (batch, heads, keys, values) = x.q, x.k, x.v, x.v.shape
     grad_out, walked = rowwise(grad_out), walk(x)
     rows = _query_rows(x.setting, out, den, grad_out)
-    # What queries send back through the states of the keys before them.
+    # The gradients that queries send back through the states of the keys before them.
     grad_end = Sums(grad_s.flatten(0, 1).float().contiguous(), F.pad(grad_z.flatten(0, 1).float(), (0, 1)))
     weights = Weights(rows.inverse, rows.grad_den, rows.grad_den)
     after = _states(x, q, grad_out, weights, grad_end, reverse=True)
@@ -287,7 +287,7 @@ def _query_rows(setting: Setting, out: torch.Tensor, den: torch.Tensor, grad_out
 
 
 def _scores_gradient(x: KernelInputs, walked: Walk, grad_out: torch.Tensor, rows: QueryRows) -> torch.Tensor:
-    """Of position scores, [G, L, R]."""
+    """The gradient of position scores, [G, L, R]."""
     v, (heads, tokens, values) = x.v, grad_out.shape[1:]
     grad = torch.empty_like(walked.positions)
     positions_gradient_kernel[(x.chunks * x.groups,)](

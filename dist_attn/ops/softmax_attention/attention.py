@@ -25,7 +25,7 @@ from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
 # On CPUs torch's fused kernel goes backward through short half-precision sequences up to 10 times more slowly than
 # through the same in float32: 190 against 21 ms at 128 x 8 heads of 16 tokens; even at about 200 tokens.
 WIDE_TOKENS = 128
-# So many tokens of whole documents share one masked score matrix. On CPUs calls cost less than scores that are hidden:
+# The tokens of whole documents that share one masked score matrix. On CPUs calls cost less than scores that are hidden:
 # 4 ms in place of 9 for 64 sentences of 16 tokens and 12 heads of size 32, forward alone; 14 for 25 with gradients.
 TOGETHER_TOKENS_CPU = 64
 TOGETHER_TOKENS = 256

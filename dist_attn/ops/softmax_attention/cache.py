@@ -58,7 +58,7 @@ class KeyValueCache:
     def appended(
         self, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, blocks: tuple[tuple[int, ...], ...] | None = None
     ) -> "KeyValueCache":
-        """With the keys and values of more tokens behind those that are here, in memory of its own."""
+        """Append the keys and values of more tokens, in memory of its own."""
         k_BGSK = torch.cat([self.k_BGSK.to(k_BGLK.dtype), k_BGLK], dim=2)
         v_BGSV = torch.cat([self.v_BGSV.to(v_BGLV.dtype), v_BGLV], dim=2)
         return KeyValueCache(k_BGSK, v_BGSV, blocks, self.dropped)
