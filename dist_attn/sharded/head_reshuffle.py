@@ -119,7 +119,7 @@ def sharded_softmax_attention(sharding: Sharding, call: SoftmaxCall) -> torch.Te
     nothing = q_EN.flatten()[:0].clone().view(0, batch * repeats * values)
     rows_EN = [nothing + sum(t.flatten()[:0].sum() for t in call.options.tensors().values() if t is not None)]
     rows_EN += _attend(call, parts, placements, blocks)
-    # What came is not needed any more: what goes back must not lie beside it.
+    # The blocks are not needed any more, and must not take memory beside what goes back.
     del q_EN, k_EN, v_EN, blocks
     attended_EN = torch.cat(rows_EN)
     del rows_EN

@@ -71,7 +71,7 @@ class _OverTwoLayouts:
     def behind(
         prefix: int, comm: Communicator, layout: SequenceLayout, memory: SequenceLayout, attend: Attend
     ) -> "_OverTwoLayouts":
-        """For causal calls of what lies behind a prefix of global tokens."""
+        """Make one for causal calls of what lies behind a prefix of global tokens."""
         queries, keys = (SequenceLayout(tuple(max(0, cut - prefix) for cut in part.cuts)) for part in (layout, memory))
         return _OverTwoLayouts(comm, queries, keys, attend)
 

@@ -164,7 +164,7 @@ def plan_redistribution(changes: tuple[Change, ...], *, relabel: bool = True) ->
 
 
 def _places(table: BlockTable) -> list[int]:
-    """For each block of the table, its place among those of its rank."""
+    """The place of each block of the table among those of its rank."""
     seen: dict[int, int] = {}
     places = []
     for block in table.blocks:
@@ -195,7 +195,7 @@ def _inside(ranges: Sequence[Range], block: Sequence[Range]) -> tuple[Range, ...
 
 
 def _players(kept: list[list[int]]) -> tuple[int, ...]:
-    """For each part the rank that plays it, such that the most stays where it is; `kept[rank][part]` numbers do."""
+    """Choose the rank that plays each part, so that the most numbers stay; `kept[rank][part]` do."""
     # Imported here: a rank that never redistributes need not wait for SciPy to load.
     from scipy.optimize import linear_sum_assignment
 

@@ -77,7 +77,7 @@ class _Ring:
         return self.call._replace(placement=placement_of([queries], [keys], self.sharding.layout, self.memory))
 
     def join(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor) -> torch.Tensor:
-        """Both as one message."""
+        """Join both to one message."""
         return torch.cat([k_BGSK.reshape(-1), v_BGSV.reshape(-1)])
 
     def split(self, message: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ class _Ring:
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, *tensors: Any) -> Any:
-        # Whether a gradient will flow back is something that all ranks must agree on.
+        # All ranks must agree on whether a gradient will flow back.
         label = "ring with gradient" if any(ctx.needs_input_grad) else "ring"
         x = TileTensors(*tensors)
         total = tile_outputs(ring.terms(0), x)

@@ -107,15 +107,15 @@ class Sharding:
         self.agree(operation, along, dim, **settings)
 
     def check_queries(self, length: int, what: str = "queries") -> None:
-        """Raises ShapeError unless so many tokens are this rank's slice of the layout."""
+        """Raise ShapeError unless so many tokens are this rank's slice of the layout."""
         self._check(what, length, self.layout)
 
     def check_keys(self, length: int) -> None:
-        """Raises ShapeError unless so many keys are this rank's slice of the memory's layout."""
+        """Raise ShapeError unless so many keys are this rank's slice of the memory's layout."""
         self._check("keys", length, self.memory)
 
     def check_implementation(self) -> None:
-        """Raises ConfigError for one that does not exist, and for kernels by name where ranks have none.
+        """Raise ConfigError for an implementation that does not exist, and for kernels by name where ranks have none.
 
         "native" is not refused here: its kernels take chunks one by one, and documents where attention is causal.
         """
@@ -134,7 +134,7 @@ class Sharding:
             )
 
     def refuse_deterministic(self, what: str) -> None:
-        """Raises InputError for what cannot have the bits of one rank, where they are asked for."""
+        """Refuse with an InputError what cannot have the bits of one rank, where they are asked for."""
         if self.deterministic:
             raise InputError(
                 f"{what} cannot promise the same bits for any number of ranks; leave out deterministic=True, or take "
@@ -142,7 +142,7 @@ class Sharding:
             )
 
     def refuse_memory(self, operation: str) -> None:
-        """Raises InputError for packed documents over a memory that is cut elsewhere."""
+        """Refuse with an InputError packed documents over a memory that is cut elsewhere."""
         if self.memory != self.layout:
             raise InputError(
                 f"{operation} was given packed documents and a memory on its own layout; it takes documents where "
@@ -150,7 +150,7 @@ class Sharding:
             )
 
     def refuse_documents(self, operation: str) -> None:
-        """Raises InputError for packed documents."""
+        """Refuse packed documents with an InputError."""
         if self.packed:
             raise InputError(f"{operation} was given packed documents; it takes one unbroken sequence")
 
