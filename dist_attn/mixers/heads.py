@@ -43,7 +43,7 @@ class ShortConvolution(nn.Module):
         return self._shifted((window_BKD * self.weight_KD.flip(0)).sum(dim=1)), window_BKD[:, 1:]
 
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """No tokens yet: zeros."""
+        """The last tokens before any: zeros."""
         taps, hidden_size = self.weight_KD.shape
         return state_zeros(self.weight_KD, (batch, taps - 1, hidden_size))
 
@@ -101,7 +101,7 @@ class HeadInputs(NamedTuple):
 
 
 class ProjectedAttention(TokenMixer):
-    """Around causal attention: a short convolution perhaps, one map to queries, keys and values, and one back."""
+    """A base of causal attention: a short convolution perhaps, one map to queries, keys and values, and one back."""
 
     config: HeadsConfig
     paradigm = Paradigm.LEARNED_DEPENDENT
@@ -130,7 +130,7 @@ class ProjectedAttention(TokenMixer):
         return HeadInputs(*(split_heads(part, self.config.num_heads) for part in parts))
 
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """No tokens yet."""
+        """The last tokens before any."""
         if self.convolution is None:
             return state_zeros(empty_output(self.qkv), (batch, 0, self.config.hidden_size))
         return self.convolution.initial_tail(batch)

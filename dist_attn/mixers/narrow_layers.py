@@ -23,7 +23,7 @@ class NarrowLayer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a linear layer its outputs, in memory of their own; of an embedding the vectors of tokens."""
+        """The outputs of a linear layer, in memory of their own, or the vectors of tokens of an embedding."""
 
     @abstractmethod
     def project(self, x: torch.Tensor) -> torch.Tensor:

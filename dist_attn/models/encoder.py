@@ -1,4 +1,4 @@
-"""From token ids to hidden states and to one vector: checks, positions, a stack of blocks over any mixer, pooling.
+"""The way from token ids to hidden states and one vector: checks, positions, blocks over any mixer, pooling.
 
 Letters: B batch, T tokens of all ranks, L of these on this rank, D model width, N packed documents.
 """

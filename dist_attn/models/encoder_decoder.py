@@ -1,4 +1,4 @@
-"""From one sequence to another: an encoder, and a decoder with causal self-attention and attention over the memory."""
+"""A model from one sequence to another: an encoder, and a causal decoder with attention over the memory."""
 
 from dataclasses import dataclass
 from typing import cast

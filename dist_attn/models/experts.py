@@ -41,7 +41,7 @@ LOW, HIGH = -0.1, 1.1
 
 @dataclass(frozen=True)
 class Gates:
-    """Of every token here: what decides about it, what it weighs when it is kept, and how open its gate is."""
+    """The gates of the tokens here: what decides about each, its weight when it is kept, and how open its gate is."""
 
     score_L: torch.Tensor
     weight_L: torch.Tensor

@@ -210,7 +210,7 @@ class MillionModel(nn.Module):
         return self.selector.rate_loss(reading.open_share) + self.config.router.balance_weight * reading.balance
 
     def initial_state(self, batch: int) -> NoReturn:
-        """Raises InputError: there is no state to go on from, so nothing can be written with this model."""
+        """Raise InputError: there is no state to go on from, so nothing can be written with this model."""
         raise InputError(
             "a million-scale model sees later tokens too (its threshold, Fourier mixing and interpolation take the "
             "sequence whole): it encodes and classifies; take a language model to generate"
