@@ -72,7 +72,7 @@ def _tried_sizes(loaded: PreTrainedModel) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """In its shape, and in the memory of one number."""
+    """Zeros in the shape of `like`, in the memory of one number."""
     dtype = torch.float32 if like.is_floating_point() else like.dtype
     return torch.zeros((), dtype=dtype, device="cpu").expand(like.shape)
 

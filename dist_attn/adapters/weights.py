@@ -87,7 +87,7 @@ class LeftOut(torch.Tensor):
 
     @staticmethod
     def of(stored: StoredTensor) -> "LeftOut":
-        """In the shape and type of a stored tensor."""
+        """Make one in the shape and type of a stored tensor."""
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta").as_subclass(LeftOut)
 
     @classmethod
@@ -161,7 +161,7 @@ def hold_as_int8(model: PreTrainedModel, files: MappedFiles) -> None:
 
 
 def _narrowed(module: nn.Linear) -> "NarrowLinear":
-    """Its layer of 8-bit integers; of weights without bytes one without."""
+    """The module as a layer of 8-bit integers, without bytes where its weights have none."""
     if not module.weight.is_meta:
         return NarrowLinear(Int8Linear(module), module.weight.dtype)
     for name, weight in list(module.named_parameters()):

@@ -53,7 +53,7 @@ class RowFile:
         self.finished = True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def _header(self) -> None:
         # numpy pads the header so that the first dimension can grow in place: the same length for any row count.
