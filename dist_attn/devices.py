@@ -1,4 +1,4 @@
-"""Which device a process computes on, in which precision, and how that is said."""
+"""The choice of the device and the precision that a process computes with, and the sentence that names them."""
 
 import os
 from collections.abc import Mapping
@@ -53,12 +53,12 @@ ON_CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def present_compute(device: torch.device) -> Compute:
-    """What this thread computes with on a device just now."""
+    """The device, and the precision in which this thread computes on it just now."""
     return Compute(device, torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32)
 
 
 def choose_compute(device: str = "auto", dtype: Precision = "auto", environ: Mapping[str, str] = os.environ) -> Compute:
-    """What `device` and `dtype`, named as in `wire.choices`, come to in this process.
+    """Choose the device and the precision that `device` and `dtype`, named as in `wire.choices`, mean in this process.
 
     Raises: ConfigError as `choose_device` and `compute_on`.
     """

@@ -71,7 +71,7 @@ class DistAttnConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @property
     def max_position_embeddings(self) -> int:
-        """How many tokens the model can read; AttributeError where it reads any number."""
+        """The number of tokens that the model can read; AttributeError where it reads any number."""
         if not isinstance(self.positions, dict) or self.positions.get("beyond") == "repeat":
             raise AttributeError("max_position_embeddings: this model reads any number of tokens")
         return int(self.positions["length"])
@@ -408,7 +408,7 @@ def _check_positions(
 
 
 def _padding(mask: torch.Tensor | None, seen: int, input_ids: torch.Tensor) -> torch.Tensor:
-    """How many columns at the beginning of each row of `input_ids` are padding, [B]; `seen` were read before.
+    """Count the columns of padding that begin each row of `input_ids`, [B]; `seen` columns were read before.
 
     Raises: ShapeError for a mask of another shape, one that hides all of a row, or tokens between others.
     """

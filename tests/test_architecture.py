@@ -42,7 +42,7 @@ OBJECT_COLLECTIVES = {
     "send_object_list",
 }  # fmt: skip
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
-PLAIN_FOLDERS = ("service", "client")
+PLAIN_FOLDERS = ("dist_attn", "service", "client", "deploy")
 # A docstring is an imperative, or a noun phrase with its article: neither a clause nor a pronoun begins it.
 RIDDLE = re.compile(
     r"(Those|What|Whether|How|Where|When|Who|As|The same|So many|It is|Likewise|That of|One that|Which|Whose|Why"

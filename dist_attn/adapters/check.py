@@ -33,7 +33,7 @@ PART_BYTES = 1 << 24
 
 
 def check_tensors(model: DownloadedModel) -> LoadedSizes:
-    """What the model of the folder has once it is loaded, its weights in the precision of the folder.
+    """Load the model of the folder without its bytes and return its sizes, with weights in the precision of the folder.
 
     Raises: ModelFolderError as `make_model`, and where the model of config.json cannot read a token.
     """
@@ -72,7 +72,7 @@ def _tried_sizes(loaded: PreTrainedModel) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """In its shape, and in the memory of one number."""
+    """Zeros in the shape of `like`, in the memory of one number."""
     dtype = torch.float32 if like.is_floating_point() else like.dtype
     return torch.zeros((), dtype=dtype, device="cpu").expand(like.shape)
 

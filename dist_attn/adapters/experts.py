@@ -39,7 +39,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
 
 def takes_step_experts(module: Any, hidden_states: Tensor) -> bool:
-    """Whether `step_experts` can be called with these."""
+    """Return whether `step_experts` takes this module and these hidden states."""
     return _plain(module) and all(
         takes_step_products(hidden_states, w) for w in (module.gate_up_proj, module.down_proj)
     )
@@ -55,7 +55,7 @@ def step_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
 
 def _plain(module: Any) -> bool:
-    """Whether experts have gates, and no biases, transposed weights, norms or places on other processes."""
+    """Return whether experts have gates but no biases, transposed weights, norms or places on other processes."""
     others = module.has_bias or module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel
     return bool(module.has_gate and not others)
 

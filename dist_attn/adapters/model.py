@@ -58,7 +58,7 @@ class AdaptedModel(CausalModel):
             self._spread = SpreadLayers(model, self.parts, owners, comm)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # What other ranks have is nowhere here, and stays there.
+        # Weights of other ranks are on `meta` here, and stay there.
         super()._apply(lambda t: t if t.is_meta else fn(t), recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -120,7 +120,7 @@ class AdaptedModel(CausalModel):
         return self.readout(h_B1D[:, 0]), one.states_after()
 
     def initial_state(self, batch: int) -> ModelState:
-        # That of one token, with no keys and sums of zero.
+        # The state after one token, with no keys and sums of zero.
         if self._first is None:
             one = Pass(LocalSequenceOps(), 1)
             token_11 = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
@@ -181,7 +181,7 @@ def _let_through(base: nn.Module) -> None:
 
 
 class _Output:
-    """What a base model returns, with the hidden states alone."""
+    """The output of a base model, with the hidden states alone."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.last_hidden_state = rows

@@ -185,6 +185,6 @@ def recur(
 
 
 def _for_heads(x_BLGK: Tensor, heads: int) -> Tensor:
-    """What groups of heads share, for each of them; that of a single group lies where it was."""
+    """Repeat what groups of heads share for each of their heads; that of a single group is not copied."""
     groups = x_BLGK.shape[2]
     return x_BLGK.expand(-1, -1, heads, -1) if groups == 1 else x_BLGK.repeat_interleave(heads // groups, dim=2)

@@ -31,7 +31,7 @@ _TRACED: list["Pass"] = []
 
 @dataclass(frozen=True)
 class OperationState(FieldsState):
-    """What one operation keeps of the tokens so far: the last inputs of a convolution, or the sums of a recurrence."""
+    """The state of one operation: the last inputs of a convolution, or the sums of a recurrence."""
 
     x: torch.Tensor
 

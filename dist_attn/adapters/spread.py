@@ -87,7 +87,7 @@ class SpreadLayers:
             layer.forward = self._around(number, layer.forward)
 
     def _all_weights(self) -> list[list[tuple[nn.Module, str, nn.Parameter, int]]]:
-        """Of each layer what some rank lacks, where it lies, and the remainders of addresses on the layer's rank.
+        """The weights of each layer that some rank lacks, their places, and the remainders of their owner's addresses.
 
         A product's last bits may depend on where its numbers begin, so copies of weights begin as these do.
         """
@@ -104,7 +104,7 @@ class SpreadLayers:
 
     @property
     def operations_of_ranks(self) -> tuple[slice, ...]:
-        """For each rank the operations along the sequence in its layers; known after the first pass."""
+        """The operations along the sequence in the layers of each rank; known after the first pass."""
         slices: list[slice] = []
         for rank in range(self._comm.size):
             own = [each for each, owner in zip(self._operations, self._owners, strict=True) if owner == rank]
@@ -113,7 +113,7 @@ class SpreadLayers:
 
     @property
     def reads_out(self) -> bool:
-        """Whether the last layer is this rank's."""
+        """Return whether this rank has the last layer."""
         return self._owners[-1] == self._comm.rank
 
     def _around(self, number: int, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ def _weights_in(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter
 
 
 def _beginning_at(x: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same numbers at an address with this remainder."""
+    """Return x at an address whose remainder by `ALIGNED` is `offset`; copy it there if it lies elsewhere."""
     if x.data_ptr() % ALIGNED == offset:
         return x
     room = torch.empty(x.nbytes + ALIGNED, dtype=torch.uint8, device=x.device)

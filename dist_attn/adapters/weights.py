@@ -83,11 +83,11 @@ class ReadWhenAsked:
 
 
 class LeftOut(torch.Tensor):
-    """What is stored, without its bytes: on `meta`, and there it stays when transformers wants it elsewhere."""
+    """A stored tensor without its bytes: on `meta`, and there it stays when transformers wants it elsewhere."""
 
     @staticmethod
     def of(stored: StoredTensor) -> "LeftOut":
-        """In the shape and type of a stored tensor."""
+        """Make one in the shape and type of a stored tensor."""
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta").as_subclass(LeftOut)
 
     @classmethod
@@ -161,7 +161,7 @@ def hold_as_int8(model: PreTrainedModel, files: MappedFiles) -> None:
 
 
 def _narrowed(module: nn.Linear) -> "NarrowLinear":
-    """Its layer of 8-bit integers; of weights without bytes one without."""
+    """The module as a layer of 8-bit integers, without bytes where its weights have none."""
     if not module.weight.is_meta:
         return NarrowLinear(Int8Linear(module), module.weight.dtype)
     for name, weight in list(module.named_parameters()):
@@ -204,7 +204,7 @@ def _refuse_differences(folder: Path, about: dict[str, Any]) -> None:
 
 @contextmanager
 def _reports() -> Iterator[list[str]]:
-    """What transformers says of tensors that it could not convert, as far as it comes within the block."""
+    """Collect the lines in which transformers reports tensors that it could not convert, during the block."""
     logger, said = logging.getLogger("transformers.modeling_utils"), list[str]()
 
     class Keeper(logging.Handler):

@@ -109,7 +109,7 @@ def _launch_nothing(capability: int, found: _Found) -> None:
     from triton.runtime import driver
 
     class Driver(DriverBase):  # type: ignore[misc]  # of Any, as all of Triton
-        """What Triton asks of a GPU before a launch; the launch itself does nothing."""
+        """The answers that Triton wants of a GPU before a launch; the launch itself does nothing."""
 
         launcher_cls: ClassVar[Any] = staticmethod(lambda src, metadata: lambda *given: None)
 

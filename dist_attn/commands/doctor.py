@@ -1,4 +1,4 @@
-"""Whether the service would work on this machine, found out by trying; every try has a deadline."""
+"""The checks of `dist-attn doctor`: by trying, each with a deadline, whether the service would work on this machine."""
 
 import contextlib
 import json
@@ -103,7 +103,7 @@ def _as_asked(found: Finding, engine: EngineSettings) -> Finding:
 
 
 def _encoder(settings: Settings) -> tuple[list[Finding], int, int]:
-    """Whether the second model is there, its ranks, and the bytes that they need beside those of the first."""
+    """The findings on the second model, the number of its ranks, and the bytes they need beside those of the first."""
     own = settings.encoder
     try:
         folder = resolve_model_folder(own.model)
@@ -118,14 +118,14 @@ def _encoder(settings: Settings) -> tuple[list[Finding], int, int]:
 
 
 def _needed_by(engine: EngineSettings) -> tuple[str, ...]:
-    """What is optional for who computes elsewhere, or with other ranks."""
+    """The names of the optional checks that an engine with these settings needs to pass."""
     if engine.backend == "nccl":
         return "cuda", "nccl"
     return (*(["cuda"] if engine.device.startswith("cuda") else []), *(["mpi"] if engine.backend == "mpi" else []))
 
 
 def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Finding]:
-    """What two processes found out about torch, gloo, speed and the model.
+    """Try torch, gloo, speed and the model in two processes, and return their findings.
 
     What they did not get to is unknown where the time was over, and broken where they ended before.
     """
@@ -207,7 +207,7 @@ def _run(
 
 
 def _with_memory(finding: Finding, memory: str) -> Finding:
-    """What is broken, with memory in the place of other advice where a process has ended for want of it."""
+    """The finding, with `memory` as its advice where it is broken and a process has ended for want of memory."""
     return msgspec.structs.replace(finding, advice=memory) if memory and finding.status == "broken" else finding
 
 

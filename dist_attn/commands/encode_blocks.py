@@ -41,7 +41,7 @@ class BlockReader(ABC):
         """
 
     def carry_bytes(self) -> int:
-        """What this rank contributed to the exchange of states for the last block: nothing where no state goes on."""
+        """The bytes this rank contributed to the last block's exchange of states: none where no state goes on."""
         return 0
 
 
@@ -77,7 +77,7 @@ class StreamReader(BlockReader):
         )
 
     def carry_bytes(self) -> int:
-        """What this rank sent of its own states; of rings, all that it passed on."""
+        """The bytes this rank sent of its own states; of rings, all that it passed on."""
         return _carry_bytes(self._comm, self._exchange, self._deterministic)
 
 
@@ -133,7 +133,7 @@ class WholeReader(BlockReader):
 
 
 def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:
-    """What this rank sent of its own states since the traffic was cleared; of rings, all that it passed on."""
+    """Count the bytes of own states that this rank sent since traffic was cleared; of rings, all that it passed on."""
     carries = [e for e in comm.traffic.events if e.label == "carry" and e.messages]
     if exchange.endswith("ring") and not deterministic:
         return sum(e.bytes_sent for e in carries)
@@ -144,7 +144,7 @@ def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -
 
 
 def _ends_in(ends: Sequence[int], start: int, length: int) -> list[int]:
-    """Those of the ends of rows that lie in tokens [start, start + length)."""
+    """The ends of rows after token `start`, up to `start + length`."""
     return [end for end in ends if start < end <= start + length]
 
 
@@ -153,7 +153,7 @@ TOKENS, ROWS = "tokens", "rows"  # in the traffic log
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where one rank's time goes, one after the other; the same four as in `costs.Estimate`.
+    """The parts of one rank's time, one after the other; the same four as in `costs.Estimate`.
 
     `compute` is the model without what its exchanges hold up, which is `exchange`, with waiting there for slower ranks;
     `text` is reading and tokenising, on rank 0 only; `handing` the tokens to the ranks and the rows back, which on

@@ -58,7 +58,7 @@ _READ_TURN_S = 0.5
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """What an encoding cost; `carry_bytes_per_rank` is what rank 0 contributed to the last block's carry exchange.
+    """The costs of an encoding; `carry_bytes_per_rank` is what rank 0 contributed to the last block's carry exchange.
 
     Of the ring exchanges it is all that rank 0 passed on in that block. The time of rank 0 is divided as `plan` divides
     it (see `encode_blocks.Seconds`); what is left of `seconds` is opening and writing files.
@@ -98,7 +98,7 @@ class Encoding:
 
     @property
     def about(self) -> About:
-        """What the file of rows tells of them."""
+        """The description of the rows that their file carries."""
         spec = self.spec
         window = {"window": str(spec.window)} if spec.granularity == "window" else {}
         metadata = {"model": self.model, "granularity": spec.granularity, **window, "pooling": spec.pooling}
@@ -217,7 +217,7 @@ def encode_file(
 
 @final
 class RowsOfText:
-    """What rows stand for: their bytes, and the text itself where it is asked for, kept only for rows to come."""
+    """The bytes that rows stand for, and their text where it is asked for, kept only for rows to come."""
 
     def __init__(self, encoding: Encoding) -> None:
         self._offsets = ByteOffsets(encoding.spec)

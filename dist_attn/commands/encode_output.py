@@ -1,4 +1,4 @@
-"""What commands write and show: files that appear when they are complete, rows as .npy, bars of bytes. No torch."""
+"""The output of commands: files that appear when they are complete, rows as .npy, bars of bytes. No torch."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ class RowFile:
         self.finished = True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def _header(self) -> None:
         # numpy pads the header so that the first dimension can grow in place: the same length for any row count.
@@ -62,7 +62,7 @@ class RowFile:
 
 
 class Finishing(Protocol):
-    """What writes a file and says whether it is complete."""
+    """A writer of a file, which says whether the file is complete."""
 
     finished: bool
 
@@ -95,7 +95,7 @@ def check_target(target: Path, source: Path) -> None:
 
 @contextlib.contextmanager
 def file_of(target: Path, source: Path, make: Callable[[IO[bytes]], W]) -> Iterator[W]:
-    """What `make` writes of `source`; nothing is left behind when it is not finished.
+    """Open `target` for the rows of `source`, and give the writer that `make` returns; an unfinished file is removed.
 
     Raises: InputError when there is no folder to write it to, the name is not a file's, or it is that of the text;
         StorageError when the disk has no room for it.
@@ -136,7 +136,7 @@ def byte_progress(title: str, total: int, *, enabled: bool = True) -> Iterator[C
 def bytes_progress(
     titles: Sequence[str], total: int, *, enabled: bool = True
 ) -> Iterator[Sequence[Callable[[int], None]]]:
-    """The same for several things that are done with the same bytes, a bar each."""
+    """Functions that take the bytes done so far, one for each title; each draws a bar, and `total` is that of all."""
     if not enabled or not sys.stderr.isatty():
         yield [lambda _: None] * len(titles)
         return

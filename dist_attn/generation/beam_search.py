@@ -31,7 +31,7 @@ Step = Callable[[torch.Tensor, State], tuple[torch.Tensor, State]]
 
 @dataclass(frozen=True)
 class BeamSpec:
-    """How wide and how far to search, and what a long continuation is worth.
+    """The width of a beam search, the most tokens of a continuation, and the penalty of its length.
 
     Raises: InputError for numbers that are not usable.
     """
@@ -68,7 +68,7 @@ def length_penalty(length: int, penalty: float) -> float:
 def beam_search(
     model: CausalModel, prompts: Sequence[Tokens], spec: BeamSpec, *, end_tokens: Collection[int] = ()
 ) -> list[list[Hypothesis]]:
-    """For each prompt the hypotheses that were found, best first; prompts whose states have one shape go side by side.
+    """Search hypotheses for each prompt, best first; prompts whose states have one shape go side by side.
 
     Raises: InputError for an empty prompt; TokenError for ids the model does not know; EngineError for logits of NaN.
     """
@@ -90,7 +90,7 @@ def beam_search(
 def translate(
     model: EncoderDecoder, sources: Sequence[Tokens], spec: BeamSpec, *, end_token: int
 ) -> list[list[Hypothesis]]:
-    """For each source, its end token included, the hypotheses that were found, best first.
+    """Search hypotheses for each source, its end token included, best first.
 
     A target begins with the end token, as in training, and has at most `spec.max_tokens` tokens, and at most 2 S + 10
     for a source of S tokens. Width 1 is the greedy choice.
@@ -202,7 +202,7 @@ def _log_probabilities(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(states: list[ModelState]) -> list[list[int]]:
-    """Which states can be stacked: those of one shape."""
+    """Group the rows whose states have the same shapes, and so can be stacked."""
     groups: dict[tuple[torch.Size, ...], list[int]] = {}
     for row, state in enumerate(states):
         groups.setdefault(state.shapes(), []).append(row)

@@ -27,7 +27,7 @@ GROWS = f"the state grows with every token, and its slots would take more than {
 
 
 class Replayed(Protocol):
-    """What was captured: over the same memory, all of it again."""
+    """A captured graph: a replay runs all of it again, over the same memory."""
 
     def replay(self) -> None: ...
 
@@ -56,7 +56,7 @@ def cuda_graph(run: Callable[[], None], warm_up: Callable[[], object], device: t
 
 @final
 class StepGraphs:
-    """Where the steps of one model get their graphs; after one that could not be captured no other is tried.
+    """A maker of graphs for the steps of one model; after one that could not be captured it tries no other.
 
     Shared by steps that come and go, so that what failed is not tried again by each. `capture` stands in for CUDA's.
     """
@@ -69,7 +69,7 @@ class StepGraphs:
 
     @property
     def refusal(self) -> str | None:
-        """Why there are no graphs, in words; None while one may be asked for."""
+        """The reason why there are no graphs, in words; None while one may be asked for."""
         return self._refusal
 
     def graph_of(self, run: Callable[[], None], warm_up: Callable[[], object]) -> Replayed | None:
@@ -86,7 +86,7 @@ StepMode = Literal["auto", "eager", "captured"]
 
 
 def takes_captured_steps(mode: StepMode, device: torch.device) -> bool:
-    """Whether decoding goes through `CapturedStep`: "captured" always, "eager" never.
+    """Return whether decoding goes through `CapturedStep`: "captured" always, "eager" never.
 
     "auto" does so on a GPU where captured steps came out right on a device of that name (`ops.gpu_record`).
 
@@ -137,7 +137,7 @@ class CapturedStep:
 
     @property
     def grows(self) -> bool:
-        """Whether steps make the state larger, so that nothing stays and there is nothing to load another into.
+        """Return whether steps make the state larger, so that its buffers cannot take another state.
 
         It remains so: a state that has grown once has no size to come back to.
         """
@@ -150,17 +150,17 @@ class CapturedStep:
 
     @property
     def full(self) -> bool:
-        """Whether the next step needs larger slots."""
+        """Return whether the next step needs larger slots."""
         return self._left < 1
 
     @property
     def slot_bytes(self) -> int:
-        """What keys and values take in their slots."""
+        """The bytes that keys and values take in their slots."""
         slots = (layer.slots for layer in self._state.layers if isinstance(layer, SoftmaxSlots))
         return sum(each.k_BGRK.nbytes + each.v_BGRV.nbytes for each in slots)
 
     def fits(self, state: ModelState) -> bool:
-        """Whether `load` can take this state."""
+        """Return whether `load` can take this state."""
         pairs = zip(self._state.layers, state.layers, strict=True)
         return not self._grows and state.batch == self._state.batch and all(_takes(own, new) for own, new in pairs)
 
@@ -235,13 +235,13 @@ class CapturedStep:
             watch.rows = before
 
     def _run_counted(self) -> None:
-        """What a graph is captured of: one step that counts into memory of its own."""
+        """Run the step that a graph is captured of, which counts into memory of its own."""
         self._counts.clear()
         with watching(self._counts):
             self._run()
 
     def _warm_up(self) -> None:
-        """What is captured, once, and the state as it was: a kernel that is loaded during a capture may break it."""
+        """Run the step once and restore the state: a kernel that is first loaded during a capture may break it."""
         kept = [tensor.clone() for tensor in self._state.tensors()]
         try:
             self._run_counted()
@@ -285,12 +285,12 @@ class CapturedStep:
 
 
 def slot_bytes(state: ModelState) -> int:
-    """What the keys and values of these sequences would take in slots."""
+    """The bytes that keys and values of these sequences would take in slots."""
     return sum(SoftmaxSlots.num_bytes(s) for s in state.layers if isinstance(s, SoftmaxState | SoftmaxRows))
 
 
 def _takes(own: MixerState, new: MixerState) -> bool:
-    """Whether a layer's buffers hold such a state."""
+    """Return whether a layer's buffers hold such a state."""
     if isinstance(own, SoftmaxSlots):
         return isinstance(new, SoftmaxState | SoftmaxRows) and own.takes(new)
     kinds = ([(t.shape, t.dtype) for t in layer.tensors()] for layer in (own, new))

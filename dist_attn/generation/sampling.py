@@ -39,7 +39,7 @@ def sample(
     counts: Sequence[Mapping[int, int]] | None = None,
     barred: Sequence[Collection[int]] | None = None,
 ) -> list[int]:
-    """One token for each sequence: biases and penalties, top_k and min_p, then top_p of what they left, and one draw.
+    """Draw one token for each sequence: biases and penalties, top_k and min_p, then top_p of what they left.
 
     `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet. `barred` names
     tokens of each sequence that are not drawn.
@@ -96,7 +96,7 @@ def adjust_logits(logits_V: torch.Tensor, spec: SamplingSpec, counts: Mapping[in
 
 
 def _draw(logits_V: torch.Tensor, spec: SamplingSpec, generator: torch.Generator) -> int:
-    """One id from the filtered distribution, by inverting its cumulative sum at one random number."""
+    """Draw one id from the filtered distribution, by inverting its cumulative sum at one random number."""
     # Stable, so that among equal logits the lower id is kept by the filters.
     sorted_V, ids_V = logits_V.sort(descending=True, stable=True)
     if spec.top_k:
@@ -118,7 +118,7 @@ def _draw(logits_V: torch.Tensor, spec: SamplingSpec, generator: torch.Generator
 
 
 def _check_row(logits_V: torch.Tensor, row: int) -> None:
-    """Raises EngineError for NaN, for +inf, and where every token is ruled out."""
+    """Raise EngineError for NaN, for +inf, and where every token is ruled out."""
     broken = int((logits_V.isnan() | logits_V.isposinf()).sum())
     if broken:
         raise EngineError(

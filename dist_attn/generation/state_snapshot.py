@@ -52,7 +52,7 @@ class StateShapes:
     @staticmethod
     @torch.inference_mode()
     def of(model: StreamingModel) -> "StateShapes":
-        """Those of a model, on its device. Cost: two tokens."""
+        """The states of a model, on its device. Cost: two tokens."""
         empty = model.initial_state(1)
         tokens_BL = torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=empty.position_B.device)
         return StateShapes(empty, model.hidden(tokens_BL, None, empty)[1])
@@ -119,7 +119,7 @@ class Restored:
 
 
 def identity_of(model: StreamingModel, folder: Path) -> ModelIdentity:
-    """What decides the meaning of this model's states: its files, its tokens, its random matrices, its sizes.
+    """The facts that give this model's states their meaning: its files, its tokens, its random matrices, its sizes.
 
     Cost: reads the weights' file once. Raises: ModelFolderError for a tokeniser that cannot be read.
     """
@@ -138,7 +138,7 @@ def identity_of(model: StreamingModel, folder: Path) -> ModelIdentity:
 
 
 def computation_of(model: StreamingModel, *, chunk_tokens: int, decode_slots: int, ranks: int) -> Computation:
-    """How this process computes, as far as it decides the last bits."""
+    """The settings and versions of this process that decide the last bits of what it computes."""
     device = model.device
     if device.type == "cuda":
         kind = f"cuda_{torch.cuda.get_device_name(device)}"

@@ -169,7 +169,7 @@ class BidirectionalAttention(TokenMixer):
 
 @dataclass(frozen=True)
 class MemoryState:
-    """What later queries need of the memory.
+    """The state of the memory, as later queries need it.
 
     Of `scaleformer` and `softmax` it is all keys and values, or None where they are spread over ranks; of the others a
     state of constant size, equal on all ranks.

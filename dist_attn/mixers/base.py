@@ -35,12 +35,12 @@ class Paradigm(Enum):
 
     @property
     def learned(self) -> bool:
-        """Whether the mixing has parameters."""
+        """Return whether the mixing has parameters."""
         return self in (Paradigm.LEARNED_INDEPENDENT, Paradigm.LEARNED_DEPENDENT)
 
     @property
     def dependent(self) -> bool:
-        """Whether the mixing depends on the input."""
+        """Return whether the mixing depends on the input."""
         return self in (Paradigm.LEARNED_DEPENDENT, Paradigm.FIXED_DEPENDENT)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class MixerState(Protocol):
         ...
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> Self:
-        """The same kind of state over other tensors, given in the order of `tensors()`."""
+        """Return a state of the same kind over other tensors, given in the order of `tensors()`."""
         ...
 
 
@@ -67,7 +67,7 @@ class FieldsState:
         return tuple(value for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> Self:
-        """The same kind of state over other tensors."""
+        """Return a state of the same kind over other tensors."""
         names = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor)]
         return replace(self, **dict(zip(names, tensors, strict=True)))  # type: ignore[type-var]  # a dataclass
 
@@ -93,7 +93,7 @@ class TokenMixer(nn.Module, ABC):
     @property
     @abstractmethod
     def paradigm(self) -> Paradigm:
-        """Whether the mixing is learned or fixed, and whether it depends on the input; a class has it as a value."""
+        """The kind of mixing: learned or fixed, dependent on the input or not; a class has it as a value."""
 
     @abstractmethod
     def forward(

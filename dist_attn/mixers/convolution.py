@@ -67,7 +67,7 @@ class CausalConvolution(TokenMixer):
 
 @final
 class CentredConvolution(WholeSequenceMixer):
-    """The same over as many tokens after each token as before it."""
+    """A short convolution over as many tokens after each token as before it."""
 
     paradigm = Paradigm.LEARNED_INDEPENDENT
 

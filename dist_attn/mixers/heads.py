@@ -1,4 +1,4 @@
-"""What attention mixers share: short convolution, heads, rotary and relative positions, weights of keys.
+"""The parts that attention mixers share: short convolution, heads, rotary and relative positions, weights of keys.
 
 Weights of keys are given by logarithms, as gates and key scales that never overflow. Those of the Gaussian kernel
 without unit norms are exp(|sigma k|^2 / 2), those of positive features exp(max w k - |k|^2 / 2).
@@ -43,7 +43,7 @@ class ShortConvolution(nn.Module):
         return self._shifted((window_BKD * self.weight_KD.flip(0)).sum(dim=1)), window_BKD[:, 1:]
 
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """No tokens yet: zeros."""
+        """The last tokens before any: zeros."""
         taps, hidden_size = self.weight_KD.shape
         return state_zeros(self.weight_KD, (batch, taps - 1, hidden_size))
 
@@ -88,7 +88,7 @@ def rotate(x_BHLK: torch.Tensor, positions_BL: torch.Tensor, rotary: RotaryConfi
 
 
 class HeadInputs(NamedTuple):
-    """What one call of attention over heads reads: [B, H, L, ·], or [B, H, ·] of one token.
+    """The inputs of one call of attention over heads: [B, H, L, ·], or [B, H, ·] of one token.
 
     Gates and key scales, [B, H, L] or [B, H], are there where the mixer has any.
     """
@@ -101,7 +101,7 @@ class HeadInputs(NamedTuple):
 
 
 class ProjectedAttention(TokenMixer):
-    """Around causal attention: a short convolution perhaps, one map to queries, keys and values, and one back."""
+    """A base of causal attention: a short convolution perhaps, one map to queries, keys and values, and one back."""
 
     config: HeadsConfig
     paradigm = Paradigm.LEARNED_DEPENDENT
@@ -130,7 +130,7 @@ class ProjectedAttention(TokenMixer):
         return HeadInputs(*(split_heads(part, self.config.num_heads) for part in parts))
 
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """No tokens yet."""
+        """The last tokens before any."""
         if self.convolution is None:
             return state_zeros(empty_output(self.qkv), (batch, 0, self.config.hidden_size))
         return self.convolution.initial_tail(batch)

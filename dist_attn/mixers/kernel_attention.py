@@ -1,4 +1,4 @@
-"""What causal kernel attention is, whatever the feature map: projections, positions, gates, and a walk over a state."""
+"""The base of causal kernel attentions with any feature map: projections, positions, gates, a walk over a state."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class KernelState:
         return (*self.attention.tensors(), self.tail_BKD, *optional)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "KernelState":
-        """The same kind of state over other tensors."""
+        """Return a state of the same kind over other tensors."""
         count = len(self.attention.tensors())
         optional = iter(tensors[count + 1 :])
         position_B = None if self.position_B is None else next(optional)
@@ -79,7 +79,7 @@ class KernelMixer(TokenMixer):
 
     @abstractmethod
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """No tokens yet."""
+        """The last tokens before any."""
 
     def initial_state(self, batch: int) -> KernelState:
         config, tail_BKD = self.config, self.initial_tail(batch)
@@ -141,7 +141,7 @@ class CausalKernelAttention(ProjectedAttention, KernelMixer):
 
     @abstractmethod
     def attend(self, heads: HeadInputs, ops: SequenceOps, state: LinearState) -> tuple[torch.Tensor, LinearState]:
-        """What the queries see, [B, H, L, V], and the state after the last global token."""
+        """The outputs of the queries, [B, H, L, V], and the state after the last global token."""
 
     @abstractmethod
     def attend_step(self, heads: HeadInputs, state: LinearState) -> tuple[torch.Tensor, LinearState]:

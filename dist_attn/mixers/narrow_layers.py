@@ -23,7 +23,7 @@ class NarrowLayer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a linear layer its outputs, in memory of their own; of an embedding the vectors of tokens."""
+        """The outputs of a linear layer, in memory of their own, or the vectors of tokens of an embedding."""
 
     @abstractmethod
     def project(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Bfloat16Embedding(_Bfloat16):
 
 
 def refuse_training(module: nn.Module) -> None:
-    """What a model's `train` asks first, so that nothing is in training mode when it is refused.
+    """Refuse to train narrow weights; a model's `train` asks first, so that nothing is left in training mode.
 
     Raises: InputError where any weights below `module` are narrow.
     """

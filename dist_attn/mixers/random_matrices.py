@@ -35,7 +35,7 @@ def pool_matrix(seed: int, index: int, num_random: int, size: int, *, orthogonal
 
 
 def draw_from_pool(seed: int, step: int, heads: int, pool: int) -> list[int]:
-    """Which matrices the heads take at a training step: all different, a function of seed and step alone.
+    """Draw the matrices that heads take at a training step: all different, a function of seed and step alone.
 
     Reference: Random Feature Attention, Sec. 3 (a pool drawn before training, a draw per head and step).
     """
@@ -72,7 +72,7 @@ def _generator(*key: int) -> torch.Generator:
 
 
 class RandomMatrices(nn.Module):
-    """What a module with random features has beside its own: a matrix per head, at a training step one of a pool."""
+    """A module with random features: it has a matrix per head, at a training step one of a pool."""
 
     config: MatricesConfig
     w_HDK: torch.Tensor
@@ -84,7 +84,7 @@ class RandomMatrices(nn.Module):
         self.register_buffer("w_HDK", matrices_at_test(self.config))
 
     def matrices(self) -> torch.Tensor:
-        """Those of this call, [H, D, K]."""
+        """The matrices of this call, [H, D, K]."""
         return self._drawn_HDK if self.training and self._drawn_HDK is not None else self.w_HDK
 
     def redraw(self, step: int) -> bool:

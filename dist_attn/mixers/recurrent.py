@@ -1,4 +1,4 @@
-"""What mixers over an affine recurrence share: a short convolution, the walk over the state, gates, norms of outputs.
+"""The parts that mixers over an affine recurrence share: convolution, the walk over the state, gates, norms of outputs.
 
 Letters: B batch, H heads, L tokens on this rank, K key size, V values, G decays of a head, D model width, R rank of a
 gate, O its outputs, T taps, C what is convolved. "..." stands for [B, L], or [B] of one token.
@@ -36,7 +36,7 @@ class RecurrentState(FieldsState):
 
 
 class Recurrence(NamedTuple):
-    """What a recurrence reads, [..., H, ·], and what its outputs meet.
+    """The inputs of a recurrence, [..., H, ·], and the gate and the skip that its outputs meet.
 
     With `beta` [..., H] it is the gated delta rule. `gate` is that of the outputs, [..., H V]; `skip`, [..., H, V], is
     what goes past the state.
@@ -67,13 +67,13 @@ class RecurrentMixer(TokenMixer):
         self.out = nn.Linear(config.values_size, config.hidden_size, bias=False)
 
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes through the convolution, [..., C], and what passes by it."""
+        """Project x into the input of the convolution, [..., C], and the rest, which passes by it."""
         projected, size = self.inputs(x), self.config.convolved_size
         return projected[..., :size], projected[..., size:]
 
     @abstractmethod
     def recurrence(self, x: torch.Tensor, convolved: torch.Tensor, rest: torch.Tensor) -> Recurrence:
-        """What the recurrence reads, of tokens [..., D] and their two projected parts."""
+        """The inputs of the recurrence, made of tokens [..., D] and their two projected parts."""
 
     def mixed(self, out: torch.Tensor, of: Recurrence) -> torch.Tensor:
         """Outputs of the recurrence, [..., H, V], past norm and gate: [..., H V]."""
@@ -194,7 +194,7 @@ def first_log_rates(heads: int) -> nn.Parameter:
 
 
 def first_step_biases(count: int) -> nn.Parameter:
-    """What softplus takes to steps between 0.001 and 0.1, drawn evenly on a logarithmic scale."""
+    """Draw biases that softplus takes to steps between 0.001 and 0.1, evenly on a logarithmic scale."""
     return nn.Parameter(torch.empty(count).uniform_(math.log(1e-3), math.log(1e-1)).exp().expm1().log())
 
 

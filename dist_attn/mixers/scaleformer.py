@@ -26,7 +26,7 @@ class ScaleformerState:
         return (self.attention.sz_BHMW, self.attention.window.far_BHW, self.attention.window.near_BHTW)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "ScaleformerState":
-        """The same kind of state over other tensors."""
+        """Return a state of the same kind over other tensors."""
         sz_BHMW, far_BHW, near_BHTW = tensors
         return ScaleformerState(RelativeState(sz_BHMW, WindowState(far_BHW, near_BHTW, self.attention.window.length)))
 

@@ -25,14 +25,14 @@ LEAST_SHARE = 1e-12  # of 1 - a^2: the derivative of its root has no end
 
 @dataclass(frozen=True)
 class MambaState(FieldsState):
-    """What every channel remembers, and the last tokens that the short convolution still needs."""
+    """The memory of every channel, and the last tokens that the short convolution still needs."""
 
     x_BEN: torch.Tensor
     tail_BKE: torch.Tensor
 
 
 class _Chosen(NamedTuple):
-    """What tokens choose, [B, L, ·] or [B, ·] of one token."""
+    """The coefficients that tokens choose, [B, L, ·] or [B, ·] of one token."""
 
     dt: torch.Tensor
     b: torch.Tensor
@@ -111,7 +111,7 @@ class Mamba(TokenMixer):
 
 @dataclass(frozen=True)
 class RgLruState(FieldsState):
-    """What every channel remembers, the last tokens that the convolution still needs, and whether there were any."""
+    """The memory of every channel, the last tokens that the convolution still needs, and whether there were any."""
 
     h_BE: torch.Tensor
     tail_BKE: torch.Tensor
@@ -175,7 +175,7 @@ class RecurrentBlock(TokenMixer):
         return RgLruState(h_BE, self.convolution.initial_tail(batch), begun_B)
 
     def _gated(self, x: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What tokens add to the state, and the logarithms of what they leave of it; `first` are whole."""
+        """The gated inputs of the state and the logarithms of its decays; the inputs of `first` tokens enter whole."""
         with without_autocast(x.device):
             wide = x.to(self.gates_2HWW.dtype)
             by_head = wide.flatten(0, -2).unflatten(-1, (self.config.num_heads, -1)).transpose(0, 1)

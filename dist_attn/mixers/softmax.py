@@ -40,7 +40,7 @@ class SoftmaxState:
         return (self.cache.k_BGSK, self.cache.v_BGSV, self.tail_BKD)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxState":
-        """The same kind of state over other tensors."""
+        """Return a state of the same kind over other tensors."""
         k_BGSK, v_BGSV, tail_BKD = tensors
         return replace(self, cache=replace(self.cache, k_BGSK=k_BGSK, v_BGSV=v_BGSV, room=None), tail_BKD=tail_BKD)
 
@@ -85,7 +85,7 @@ class SoftmaxRows:
         return (*(t for cache in caches for t in (cache.k_BGSK, cache.v_BGSV)), self.tail_BKD)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxRows":
-        """The same kind of states over other tensors."""
+        """Return states of the same kind over other tensors."""
         given = iter(tensors)
         caches = tuple(
             None if cache is None else replace(cache, k_BGSK=next(given), v_BGSV=next(given), room=None)
@@ -112,20 +112,20 @@ class SoftmaxSlots:
 
     @staticmethod
     def steps_left(states: SoftmaxState | SoftmaxRows) -> float:
-        """How many steps these states may take as slots."""
+        """The number of steps that these states may take as slots."""
         longest, places = _longest_and_places(states)
         return math.inf if states.window is not None and states.window <= places else places - longest
 
     @staticmethod
     def num_bytes(states: SoftmaxState | SoftmaxRows) -> int:
-        """What the keys and values of these states take as slots."""
+        """The bytes that keys and values of these states take as slots."""
         caches, (_, places) = _by_row(states), _longest_and_places(states)
         like = next(cache for cache in caches if cache is not None)
         of_token = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (like.k_BGSK, like.v_BGSV))
         return len(caches) * places * of_token
 
     def takes(self, states: SoftmaxState | SoftmaxRows) -> bool:
-        """Whether `take` can be given these, whose own slots would be like those here."""
+        """Return whether `take` can be given these, whose own slots would be like those here."""
         caches, (batch, groups, places, size) = _by_row(states), self.slots.k_BGRK.shape
         like = next(cache for cache in caches if cache is not None)
         sizes = (like.k_BGSK.shape[1], like.k_BGSK.shape[3], like.v_BGSV.shape[3])
@@ -147,7 +147,7 @@ class SoftmaxSlots:
         return (self.slots.k_BGRK, self.slots.v_BGRV, self.slots.tokens_B, self.tail_BKD)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "SoftmaxSlots":
-        """The same kind of states over other tensors."""
+        """Make states of this kind over other tensors."""
         *slots, tail_BKD = tensors
         return replace(self, slots=CacheSlots(*slots), tail_BKD=tail_BKD)
 

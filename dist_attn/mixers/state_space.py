@@ -19,7 +19,7 @@ from dist_attn.ops.state_space import discretise_dense, legs
 
 @dataclass(frozen=True)
 class StateSpaceState(FieldsState):
-    """What every feature's system remembers, [B, D, …] in real numbers; `kind` is the mixer's."""
+    """The memory of every feature's system, [B, D, …] in real numbers; `kind` is the mixer's."""
 
     x: torch.Tensor
     kind: str

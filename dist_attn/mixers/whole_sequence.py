@@ -16,7 +16,7 @@ from dist_attn.ops import SequenceOps
 
 @dataclass(frozen=True)
 class NoState(FieldsState):
-    """What a mixer leaves behind that has seen the whole sequence: nothing that a later token could go on from."""
+    """The empty state of a mixer that has seen the whole sequence: no later token could go on from it."""
 
 
 class WholeSequenceMixer(TokenMixer):

@@ -30,7 +30,7 @@ class Recomputable(nn.Module):
     recomputes = False
 
     def _run(self, compute: Callable[[*Given], Result], *args: *Given) -> Result:
-        """What `compute` returns; where this layer recomputes, its backward pass calls it once more."""
+        """Run `compute`; where this layer recomputes, its backward pass runs it once more."""
         if not (self.recomputes and torch.is_grad_enabled()):
             return compute(*args)
         again = False
@@ -167,7 +167,7 @@ def stream_through(
 
 
 def contiguous_state(state: MixerState) -> MixerState:
-    """The same values, each tensor in order in memory.
+    """Return a state of the same values, each tensor in order in memory.
 
     How a product is summed up may depend on how its factors lie, and a restored state must go on with the same bits.
     Keys and values with room behind them lie as their number says, wherever they come from.

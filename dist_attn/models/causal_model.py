@@ -1,4 +1,4 @@
-"""What reads tokens along a stream, and what scores the next one: the interfaces that ranks and generation know.
+"""The interfaces that ranks and generation know: of models that read a stream of tokens, and that score the next one.
 
 Shape letters: B batch, L tokens on this rank, D model width, V vocabulary.
 """
@@ -25,7 +25,7 @@ class ModelState:
 
     @property
     def batch(self) -> int:
-        """How many sequences this is the state of."""
+        """The number of sequences."""
         return int(self.position_B.shape[0])
 
     @property
@@ -46,11 +46,11 @@ class ModelState:
         return ModelState(tuple(_selected(s, index, tokens) for s in self.layers), at_B)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those of all layers in order, and the positions."""
+        """The tensors of all layers in order, and the positions."""
         return [*(tensor for layer in self.layers for tensor in layer.tensors()), self.position_B]
 
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Those of the tensors: states of one shape can be stacked; a key-value cache has the length of its text."""
+        """The shapes of the tensors: states of one shape can be stacked; a key-value cache is as long as its text."""
         return tuple(tensor.shape for tensor in self.tensors())
 
     @staticmethod
@@ -73,7 +73,7 @@ class ModelState:
         return ModelState(tuple(layers), torch.cat([s.position_B for s in filled]))
 
     def detach(self) -> "ModelState":
-        """The same values cut off from the gradient: how training passes state from segment to segment."""
+        """Cut the values off from the gradient: how training passes state from segment to segment."""
         layers = tuple(s.replace(tuple(t.detach() for t in s.tensors())) for s in self.layers)
         return ModelState(layers, self.position_B)
 
@@ -116,7 +116,7 @@ class StreamingModel(nn.Module, ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where its weights lie."""
+        """The device of the weights."""
 
     @property
     @abstractmethod
@@ -126,11 +126,11 @@ class StreamingModel(nn.Module, ABC):
     @property
     @abstractmethod
     def kinds(self) -> list[str]:
-        """What mixes along the sequence, layer by layer: whose states these are."""
+        """The kinds of the mixers, layer by layer, which are also the kinds of their states."""
 
     @property
     def layers_of_ranks(self) -> tuple[slice, ...] | None:
-        """Which layers of a state each rank steps with, where weights lie over ranks; None: every rank with all.
+        """The layers of a state that each rank steps with, where weights lie over ranks; None: every rank with all.
 
         Then all ranks step the same sequences at the same time, and the last one alone has logits: others' are [B, 0].
         """
@@ -138,7 +138,7 @@ class StreamingModel(nn.Module, ABC):
 
     @property
     def learned_positions(self) -> int | None:
-        """How many tokens a text may have, where there is a learned vector for each position; None: any number."""
+        """The most tokens of a text, where there is a learned vector for each position; None: any number."""
         return None
 
     @property

@@ -25,14 +25,14 @@ def hashed(numbers: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
     """
     state = numbers.to(torch.int64)
     for seed in seeds:
-        # As a signed 64-bit number, whatever was given.
+        # A seed of any size as a signed 64-bit number.
         folded = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         state = _mixed(state ^ _mixed(torch.full((), folded, dtype=torch.int64, device=state.device)))
     return _mixed(state)
 
 
 def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right with zeros from the left, which torch does not do to signed numbers."""
+    """Shift to the right with zeros from the left, which torch does not do to signed numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -45,7 +45,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Draw:
-    """What the masks of a micro-batch are drawn from; `first_row` is the number of its first row in the whole batch."""
+    """The source of a micro-batch's dropout masks; `first_row` is the number of its first row in the whole batch."""
 
     rate: float
     seed: int

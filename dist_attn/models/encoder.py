@@ -1,4 +1,4 @@
-"""From token ids to hidden states and to one vector: checks, positions, a stack of blocks over any mixer, pooling.
+"""The way from token ids to hidden states and one vector: checks, positions, blocks over any mixer, pooling.
 
 Letters: B batch, T tokens of all ranks, L of these on this rank, D model width, N packed documents.
 """
@@ -160,7 +160,7 @@ class Pooling(nn.Module):
         return ops.sum_over_documents(h_BLD) / lengths_N[:, None]
 
     def _place(self, places: DocumentPlaces, x_BLD: torch.Tensor) -> torch.Tensor:
-        """Which of the L tokens here are class tokens, [L]."""
+        """Mark the class tokens among the L tokens here, bool [L]."""
         lengths_N = torch.tensor(places.lengths_N, device="cpu")
         wanted_L = lengths_N[places.number_L] - 1 if self.causal else torch.zeros_like(places.position_L)
         return send(places.position_L == wanted_L, x_BLD.device)

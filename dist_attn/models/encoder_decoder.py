@@ -1,4 +1,4 @@
-"""From one sequence to another: an encoder, and a decoder with causal self-attention and attention over the memory."""
+"""A model from one sequence to another: an encoder, and a causal decoder with attention over the memory."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -19,7 +19,7 @@ from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 @dataclass(frozen=True)
 class DecoderState:
-    """What decoding goes on from: self-attention of the tokens so far, the absorbed memory, and the positions."""
+    """The state of decoding: self-attention of the tokens so far, the absorbed memory, and the positions."""
 
     layers: tuple[MixerState, ...]
     memories: tuple[MemoryState, ...]

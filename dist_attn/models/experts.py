@@ -1,4 +1,4 @@
-"""What is sparse in the million-scale model: a Selector of tokens, and layers of experts that a router sends them to.
+"""The sparse parts of the million-scale model: a Selector of tokens, and layers of experts that a router sends them to.
 
 Letters: L tokens on this rank, N kept ones, D model width, E experts, K choices of a token, R rows of an expert.
 """
@@ -41,7 +41,7 @@ LOW, HIGH = -0.1, 1.1
 
 @dataclass(frozen=True)
 class Gates:
-    """Of every token here: what decides about it, what it weighs when it is kept, and how open its gate is."""
+    """The gates of the tokens here: what decides about each, its weight when it is kept, and how open its gate is."""
 
     score_L: torch.Tensor
     weight_L: torch.Tensor
@@ -78,7 +78,7 @@ class Selector(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """How soft gates are at this step of training."""
+        """The softness of gates at this step of training."""
         first, last = self.config.temperature, self.config.final_temperature
         done = min(1.0, self.step / self.config.anneal_steps)
         return first if last is None else float(first * (last / first) ** done)
@@ -119,7 +119,7 @@ class Selector(nn.Module):
         return Gates(stretched_L, stretched_L, open_L, torch.finfo(stretched_L.dtype).tiny, most)
 
     def rate_loss(self, share: torch.Tensor) -> torch.Tensor:
-        """What the share of open gates costs of one sequence; nothing where a fixed share is kept."""
+        """The loss of one sequence for its share of open gates; 0 where a fixed share is kept."""
         if self.config.gate == "top_k":
             return 0.0 * share
         over = share - self.config.rate
@@ -153,7 +153,7 @@ LEAST_WEIGHT = 1e-6
 
 
 class Expert(nn.Module):
-    """What full attention and an MLP add to the tokens of one expert: a block with norms before, less its residual."""
+    """Full attention and an MLP over the tokens of one expert: a block with norms before, less its residual."""
 
     def __init__(self, size: int, num_heads: int, mlp_size: int) -> None:
         super().__init__()

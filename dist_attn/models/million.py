@@ -23,7 +23,7 @@ POSITION_SCALE = 0.02  # that of embeddings at first
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of the tokens of a sequence: kept of all, and assignments to experts that found no room, of all."""
+    """The fate of a sequence's tokens: kept of all, and assignments to experts that found no room, of all."""
 
     kept: int
     tokens: int
@@ -203,14 +203,14 @@ class MillionModel(nn.Module):
         return logits_C
 
     def side_loss(self, reading: Reading) -> torch.Tensor:
-        """What a sequence adds to its loss: the rate term of the Selector and the balance of the experts.
+        """The terms that a sequence adds to its loss: the rate of the Selector and the balance of the experts.
 
         Equal on all ranks, as logits are.
         """
         return self.selector.rate_loss(reading.open_share) + self.config.router.balance_weight * reading.balance
 
     def initial_state(self, batch: int) -> NoReturn:
-        """Raises InputError: there is no state to go on from, so nothing can be written with this model."""
+        """Raise InputError: there is no state to go on from, so nothing can be written with this model."""
         raise InputError(
             "a million-scale model sees later tokens too (its threshold, Fourier mixing and interpolation take the "
             "sequence whole): it encodes and classifies; take a language model to generate"

@@ -77,7 +77,7 @@ class StreamEncoder(StreamingModel):
     def hidden(
         self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
     ) -> tuple[torch.Tensor, ModelState]:
-        """As `StreamingModel.hidden`.
+        """Read tokens as `StreamingModel.hidden` says.
 
         Raises: also InputError, on every rank, where a slice or what follows `state` begins inside a block, and for
             packed documents.
@@ -92,7 +92,7 @@ class StreamEncoder(StreamingModel):
         return h_BLD, ModelState(layers, state.position_B + total)
 
     def blocks_hidden(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """What the sentence encoder makes of every block alone, [B, L] -> [B, L, D]; `L` begins with a pair of blocks.
+        """Read every block alone with the sentence encoder, [B, L] -> [B, L, D]; `L` begins with a pair of blocks.
 
         As many blocks are read together as the device wants, those of an unfinished pair one by one. Of CPUs it is the
         grid on which ranks are cut, so that the same blocks meet in one product on any number of them.

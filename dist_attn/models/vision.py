@@ -24,7 +24,7 @@ def to_patches(images_BCHW: torch.Tensor, config: ImageConfig) -> torch.Tensor:
 
 
 def draw_mask(batch: int, config: ImageConfig, share: float, generator: torch.Generator) -> torch.Tensor:
-    """Which patches of whole images are hidden, [B, T]: `share` of each image's, at least one.
+    """Draw the patches of whole images that are hidden, bool [B, T]: `share` of each image's, at least one.
 
     Drawn before the sequence is cut over ranks, so it does not depend on their number.
 

@@ -28,7 +28,7 @@ KEPT = ("gate",)  # names of linear layers that stay in float32
 
 @dataclass(frozen=True)
 class WeightReport:
-    """In which precision a model's weights lie, and what that comes to.
+    """The precision of a model's weights, the bytes that it saves, and the products that it leads to.
 
     Units: bytes of all parameters and buffers. `layers` are rounded ones; `products` says how many of them are
     multiplied how in a decode step: int8 weights "packed", as they are, or "widened" to bfloat16
@@ -42,7 +42,7 @@ class WeightReport:
     products: Mapping[str, int] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """For a log."""
+        """The report in words, for a log."""
         products = ", ".join(f"{count} {name}" for name, count in self.products.items())
         return (
             f"weights are held as {self.precision}: {self.bytes_after / 2**20:.1f} MiB in place of "
@@ -89,7 +89,7 @@ def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightRepor
 
 
 def weight_precision_of(model: nn.Module) -> WeightPrecision:
-    """In which precision the weights lie that are not always float32."""
+    """The precision of the weights that are not always float32."""
     precisions = {module.precision for module in model.modules() if isinstance(module, NarrowLayer)}
     if precisions:
         return precisions.pop()
@@ -122,7 +122,7 @@ def _check_finite(name: str, module: nn.Module, precision: WeightPrecision) -> N
 
 
 def _products(model: nn.Module) -> dict[str, int]:
-    """How many layers are multiplied in which way."""
+    """Count the layers by the kind of product that multiplies them."""
     counts = Counter[str]()
     for layer in (module for module in model.modules() if isinstance(module, NarrowLayer)):
         device, inputs = layer.weight.device, layer.weight.shape[1]

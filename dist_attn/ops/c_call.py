@@ -23,7 +23,7 @@ _COUNTED = ("call_bytes", "half_products", "state_floats", "forward_floats", "ba
 
 
 class View(ctypes.Structure):
-    """Where a [B, H, L, size] tensor lies; nowhere, by default."""
+    """The place in memory of a [B, H, L, size] tensor: address, strides and type; by default there is none."""
 
     _fields_ = [("at", _POINTER), *((name, _INT) for name in ("batch", "head", "token", "type"))]
 
@@ -44,7 +44,7 @@ def views(names: str) -> list[tuple[str, Any]]:
 
 
 def view(x: torch.Tensor) -> View:
-    """Of a tensor [B, H, L] or [B, H, L, size] whose last dimension of size is contiguous."""
+    """The view of a tensor [B, H, L] or [B, H, L, size] whose last dimension of size is contiguous."""
     batch, head, token = x.stride()[:3]
     return View(x.data_ptr(), batch, head, token, TYPES[x.dtype])
 
@@ -68,7 +68,7 @@ def kernels_of(operation: str, fields: type[ctypes.Structure]) -> ctypes.CDLL:
 
 
 class Chunks(NamedTuple):
-    """Where chunks begin, and the end, int64 [N + 1]; which of them begin a document, uint8 [N].
+    """The tokens at which chunks begin, and the end, int64 [N + 1]; the chunks that begin a document, uint8 [N].
 
     No chunk crosses documents. The chunks of a single document are contiguous and need no tables: both are None.
     """
@@ -79,7 +79,7 @@ class Chunks(NamedTuple):
 
     @staticmethod
     def of(tokens: int, documents: tuple[int, ...]) -> "Chunks":
-        """Those of so many tokens, where documents start at these."""
+        """Cut so many tokens into chunks, where documents start at these tokens."""
         if not documents:
             return Chunks(-(-tokens // CHUNK))
         edges = sorted({0, tokens, *documents})
@@ -93,7 +93,7 @@ class CCall:
     """A call being filled in: it keeps alive the tensors that it points to, and runs."""
 
     def __init__(self, library: ctypes.CDLL, fields: Any, chunks: Chunks) -> None:
-        """Of these kernels; `fields` has at least batch, heads, tokens, and what is set here."""
+        """Begin a call of these kernels; `fields` has at least batch, heads, tokens, and what is set here."""
         self.library, self.fields = library, fields
         self._alive: list[torch.Tensor | None] = []
         self.fields.threads, self.fields.num_chunks = torch.get_num_threads(), chunks.number

@@ -77,7 +77,7 @@ def _loaded(source: Path) -> _Result:
 
 
 def _library_in(folder: Path, source: Path) -> ctypes.CDLL:
-    """From this folder; compiled into it where there is none, or none that can be loaded."""
+    """Load the library from this folder; compile it there if there is none, or none that can be loaded."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise NoLibraryError(f"there is no C compiler ({', '.join(COMPILERS)}) to compile the kernels with")
@@ -117,7 +117,7 @@ def _forget_old(folder: Path, stem: str) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether nothing of the file is missing, by the digest behind its end: to load one that is cut short is deadly."""
+    """Return whether the file is whole, by the digest at its end: loading one that is cut short kills the process."""
     try:
         content = library.read_bytes()
     except OSError:
@@ -126,7 +126,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _private_folder() -> Path | None:
-    """Where libraries lie: only this user and root may change what is there, since it is run. None: nowhere."""
+    """The folder of libraries, or None: only this user and root may change its files, since they are run."""
     folder = cache_folder(os.environ) / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -222,7 +222,7 @@ def _trusted_owners() -> set[int]:
 
 
 def _own_group(group: int) -> bool:
-    """Whether it is this user's group of one, which many systems make for each user."""
+    """Return whether the group has this user alone; many systems make one for each user."""
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

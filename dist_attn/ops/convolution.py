@@ -87,7 +87,7 @@ def tail_of(x_BLD: torch.Tensor, keep: int, tail_BKD: torch.Tensor | None) -> to
 
 
 def check_taps(x_BLD: torch.Tensor, w_KD: torch.Tensor) -> None:
-    """Raises ShapeError when x and the taps do not fit together."""
+    """Raise ShapeError when x and the taps do not fit together."""
     if x_BLD.dim() != 3 or w_KD.dim() != 2 or x_BLD.shape[2] != w_KD.shape[1] or not w_KD.shape[0]:
         raise ShapeError(
             f"x has shape {tuple(x_BLD.shape)} and w {tuple(w_KD.shape)}; needed are x [B, L, D] and w [K, D], K >= 1"

@@ -52,7 +52,7 @@ class Denominator:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a `Watch` counts the denominators that the policy replaces: mass and one replace all of them."""
+        """Return whether a `Watch` counts the denominators that this policy replaces: mass and one replace them all."""
         return current_watch() is not None and self.kind not in ("mass", "one")
 
     def tell_watch(self, den: torch.Tensor, mass: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ class DenseCall:
     state: torch.Tensor | None = None
 
     def check(self) -> None:
-        """Raises ShapeError in words when the tensors do not fit together."""
+        """Raise ShapeError in words when the tensors do not fit together."""
         u, a, b, c, state = self.u_BLD, self.a_DNN, self.b_DN, self.c_DMN, self.state
         fits = u.dim() == 3 and b.dim() == 2 and c.dim() == 3 and b.shape[0] == u.shape[2]
         if not fits or a.shape != (*b.shape, b.shape[1]) or (c.shape[0], c.shape[2]) != tuple(b.shape):
@@ -167,7 +167,7 @@ def _advance(sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Ten
 
 
 def _decays(a_DNN: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a whole chunk and the shorter last one do to a state."""
+    """The powers of a by which a whole chunk and the shorter last one change a state."""
     return matrix_power(a_DNN, CHUNK_TOKENS), matrix_power(a_DNN, length % CHUNK_TOKENS)
 
 

@@ -85,7 +85,7 @@ class DiagonalCall:
         return state_types(self.u_BLD, self.a_DN, self.b_DN, self.c_DN, self.state)
 
     def check(self) -> None:
-        """Raises ShapeError in words when the tensors do not fit together."""
+        """Raise ShapeError in words when the tensors do not fit together."""
         u, a, b, c = self.u_BLD, self.a_DN, self.b_DN, self.c_DN
         if (
             u.dim() != 3

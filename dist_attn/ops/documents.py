@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DocumentPlaces:
-    """Where the tokens held here stand: in which document, and how far from its first token.
+    """The places of the tokens held here: the number of their document, and the distance from its first token.
 
     `lengths_N` counts the tokens of each document, those on other ranks among them. `goes_on` says whether the first
     one may continue what a state in is of.
@@ -90,7 +90,7 @@ def document_starts(starts: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_documents(documents: tuple[int, ...], length: int, keys: int | None = None) -> None:
-    """Raises ShapeError unless every document starts inside the sequence, and keys lie on the same sequence."""
+    """Raise ShapeError unless every document starts inside the sequence, and keys lie on the same sequence."""
     if keys is not None and keys != length:
         raise ShapeError(
             f"{length} queries and {keys} keys were given with documents; documents need as many keys as queries, of "
@@ -169,7 +169,7 @@ def documents_by_length(documents: tuple[int, ...], length: int) -> tuple[tuple[
 def by_documents(
     x_BLN: torch.Tensor, documents: tuple[int, ...], operation: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """What an operation along dim 2 makes of [B, documents, tokens, N], for all documents of a length at a time.
+    """Apply an operation along dim 2 of [B, documents, tokens, N], to all documents of a length at a time.
 
     Shapes: x [B, L, N] -> [B, L, N'], L >= 1.
     """
@@ -195,7 +195,7 @@ def split_tokens(
 
 
 def start_flags(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:
-    """Whether a document starts at each token, bool [L]."""
+    """Mark the tokens at which a document starts, bool [L]."""
     flags_L = torch.zeros(length, dtype=torch.bool, device="cpu")
     flags_L[torch.tensor(documents, dtype=torch.int64, device="cpu")] = True
     return flags_L if device is None else send(flags_L, device)
@@ -207,6 +207,6 @@ def document_numbers(documents: tuple[int, ...], length: int, device: torch.devi
 
 
 def same_document(start_flags_L: torch.Tensor) -> torch.Tensor:
-    """Whether two tokens are of one document, bool [..., L, L]; flags [..., L] as of `start_flags`."""
+    """Mark the pairs of tokens that are of one document, bool [..., L, L]; flags [..., L] as of `start_flags`."""
     number_L = start_flags_L.cumsum(-1)
     return number_L[..., :, None] == number_L[..., None, :]

@@ -1,4 +1,4 @@
-"""What an attention op asks of a feature map: a frozen value it can call and differentiate through.
+"""The interface of feature maps that attention ops need: a frozen value they can call and differentiate through.
 
 The protocol lives here, below the maps themselves, so that ops never import `feature_maps`.
 """

@@ -1,4 +1,4 @@
-"""Where the first NaN or infinity comes from: which operation, layer, rank and global token.
+"""The search for the first NaN or infinity: its operation, layer, rank and global token.
 
 Asked for by a `Watch` with a `FiniteCheck`; without one, operations along the sequence are not even wrapped, and a
 decode step pays for one look at a context variable. With it, every tensor that goes in or out is read once more.
@@ -23,7 +23,7 @@ Ops = TypeVar("Ops")
 
 
 def checked(ops: Ops) -> Ops:
-    """The same `SequenceOps`; while a `FiniteCheck` watches, each looks for numbers that are not finite.
+    """Wrap a `SequenceOps`: while a `FiniteCheck` watches, each operation looks for numbers that are not finite.
 
     Raises: NotFiniteError from any operation, for its inputs before it runs and for its outputs after, unless the
         check has a `tell`, which is called in place of an error.

@@ -1,4 +1,4 @@
-"""What flash-linear-attention refuses or computes wrong, by its version, Triton's, the GPU and the type: one table.
+"""A table of what flash-linear-attention refuses or computes wrong, by its version, Triton's, the GPU and the type.
 
 It is read before anything is tried: a small trial does not meet what goes wrong only in large grids, or now and then.
 """
@@ -18,7 +18,7 @@ __all__ = ["KNOWN", "Asked", "Surroundings", "surroundings_of", "why_known_not"]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where kernels run: the versions, and the GPU's compute capability, None in Triton's interpreter."""
+    """The place where kernels run: the versions, and the GPU's compute capability, None in Triton's interpreter."""
 
     triton: str
     fla: str
@@ -26,18 +26,18 @@ class Surroundings:
 
     @property
     def hopper(self) -> bool:
-        """Whether the GPU is an H100 or its like."""
+        """Return whether the GPU is an H100 or its like."""
         return self.capability is not None and self.capability[0] == 9
 
     @property
     def blackwell(self) -> bool:
-        """Whether the GPU is a B200, a GeForce 50 or their like."""
+        """Return whether the GPU is a B200, a GeForce 50 or their like."""
         return self.capability is not None and self.capability[0] in (10, 11, 12)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of one of flash-linear-attention's operations; `dtype` is that of its products."""
+    """A call as one of flash-linear-attention's operations; `dtype` is that of its products."""
 
     operation: FlaOperation
     dtype: torch.dtype
@@ -83,7 +83,7 @@ KNOWN: tuple[tuple[str, Callable[[Asked, Surroundings], bool]], ...] = (
 
 
 def why_known_not(asked: Asked, on: Surroundings) -> str | None:
-    """Why flash-linear-attention is known not to compute this, or not rightly, in words; None where nothing is known.
+    """The reason why flash-linear-attention is known not to compute this, or not rightly; None where nothing is known.
 
     References: flash-linear-attention's own refusals, and its issues 640 (Hopper), 913, 945 and 1228 (Blackwell).
     """
@@ -93,7 +93,7 @@ def why_known_not(asked: Asked, on: Surroundings) -> str | None:
 
 @cache
 def surroundings_of(device: torch.device) -> Surroundings:
-    """What this process has of both packages, which are installed, and of the device."""
+    """Look up the versions of both packages, which are installed, and the device."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return Surroundings(_installed("triton"), _installed("fla-core", "flash-linear-attention"), capability)
 

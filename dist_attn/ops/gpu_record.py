@@ -1,4 +1,4 @@
-"""What ran on which GPU: one record for each device's name in gpu_record.json, written by the GPU check (`make gpu`).
+"""The record of runs on GPUs: one for each device's name in gpu_record.json, written by the GPU check (`make gpu`).
 
 "auto" goes by it, so that no user's work is the first to run a kernel on a device: kernels and captured steps are taken
 where they ran right, in the tiles that were fastest there.
@@ -25,7 +25,7 @@ Operation = Literal["linear", "relative", "affine", "fla"] | FlaOperation
 
 @dataclass(frozen=True, kw_only=True)
 class GpuRecord:
-    """What the GPU check found on devices of one name.
+    """The findings of the GPU check on devices of one name.
 
     kernels         the worst error of every case that came out right, the words of a failure of any other. A case's
                     name begins with its operation: "linear causal bfloat16 ...".
@@ -82,7 +82,7 @@ def recorded_names() -> tuple[str, ...]:
 
 
 def why_not_proven(operation: Operation, device: torch.device) -> str | None:
-    """Why nothing is known in favour of Triton's kernels on this GPU, in words; None where all of them ran right."""
+    """The reason why Triton's kernels are not proven on this GPU, in words; None where all of them ran right."""
     return why_not_right(operation, torch.cuda.get_device_name(device), record_of(device))
 
 

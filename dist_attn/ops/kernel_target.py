@@ -22,7 +22,7 @@ _now: KernelTarget | None = None
 
 
 def kernel_target() -> KernelTarget | None:
-    """What is being compiled for, in all threads; None where calls are computed, which is usual."""
+    """The target that is being compiled for, in all threads; None where calls are computed, which is usual."""
     return _now
 
 

@@ -43,7 +43,7 @@ class LegsState:
         return (self.c_BDN, self.seen_B)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "LegsState":
-        """The same kind of state over other tensors."""
+        """Return a state of the same kind over other tensors."""
         return LegsState(*tensors)
 
     @staticmethod
@@ -117,7 +117,7 @@ def _advance(sequence: MaybeTensors, carry: Tensors, _: Tensors) -> Tensors:
 
 
 def _walk(sequence: MaybeTensors, carry: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From chunk to chunk: their weights and tokens, the coefficients before each, and those after the last one."""
+    """Walk from chunk to chunk: their weights and tokens, the coefficients before each and those after the last one."""
     f_BDL, t_R1L = sequence
     (c_BDN,) = carry
     assert f_BDL is not None and t_R1L is not None
@@ -135,7 +135,7 @@ def _walk(sequence: MaybeTensors, carry: Tensors) -> tuple[torch.Tensor, torch.T
 
 
 def _weights(t_RT: torch.Tensor, size: int) -> torch.Tensor:
-    """What the coefficients at each time of a chunk are of those before it and of its tokens, [R, T, N, N + T]."""
+    """The weights of the coefficients before a chunk and of its tokens in those at each time, [R, T, N, N + T]."""
     with torch.no_grad():
         forget_RTNN = forgetting(t_RT, size)
         rows, length = t_RT.shape
@@ -159,7 +159,7 @@ def _blocks(shape: torch.Size, size: int) -> list[tuple[int, int]]:
 
 
 def side_by_side(channels: int, size: int) -> int:
-    """How many chunks are worked on at once, for so many channels times batch."""
+    """The number of chunks that are worked on at once, for so many channels times batch."""
     of_weights = BLOCK_WEIGHTS // (CHUNK_TOKENS * size * (size + CHUNK_TOKENS))
     of_coefficients = BLOCK_COEFFICIENTS // (CHUNK_TOKENS * size * max(1, channels))
     return max(1, min(BLOCK_CHUNKS, of_weights, of_coefficients))

@@ -160,7 +160,7 @@ class LocalSequenceOps(SequenceOps):
         return sums_of_documents(x_BLD, self.document_places(x_BLD.shape[1]))
 
     def document_places(self, length: int) -> DocumentPlaces:
-        """Where the `length` tokens held here stand in their documents; an unbroken sequence is one.
+        """The places of the `length` tokens held here in their documents; an unbroken sequence is one.
 
         Raises: ShapeError for a document that starts behind the sequence.
         """
@@ -188,7 +188,7 @@ class LocalSequenceOps(SequenceOps):
 
     @property
     def whole(self) -> bool:
-        """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
+        """Return whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return True
 
     def _refuse_documents(self, operation: str) -> None:
@@ -201,7 +201,7 @@ class LocalSequenceOps(SequenceOps):
 
 @dataclass(frozen=True)
 class _LocallySelected:
-    """What is kept of a sequence that lies whole in this process."""
+    """The tokens kept of a sequence that lies whole in this process."""
 
     x_NC: torch.Tensor
     position_N: torch.Tensor

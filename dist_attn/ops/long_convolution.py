@@ -63,7 +63,7 @@ def long_convolve(
 
 
 def check_kernels(x: torch.Tensor, kernel: torch.Tensor, backward_kernel: torch.Tensor | None) -> None:
-    """Raises ShapeError in words when x and the kernels do not fit together."""
+    """Raise ShapeError in words when x and the kernels do not fit together."""
     kernels = [kernel] if backward_kernel is None else [kernel, backward_kernel]
     if x.dim() != 3 or any(k.dim() != 2 or k.shape[1] != x.shape[2] for k in kernels):
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""How the stretches of two ranks join: the associative operation of a scan, on flat messages.
+"""The associative operation that joins the stretches of two ranks in a scan, on flat messages.
 
 The state of a recurrence after a stretch of tokens is A x + B for the state x before it, so a stretch is the pair
 (A, B), and two of them in line are (A2 A1, A2 B1 + B2). A message [..., X] holds B, as K rows of n numbers each, and
@@ -46,12 +46,12 @@ class Monoid(Protocol):
 
     @property
     def name(self) -> str:
-        """What `monoid_named` makes the same monoid of, together with what is known."""
+        """The name by which `monoid_named` makes this monoid again, together with the `known` tensors."""
         ...
 
     @property
     def known(self) -> tuple[torch.Tensor, ...]:
-        """What every rank knows and no message holds; it may have gradients, of which each rank gets its share."""
+        """The tensors that every rank knows and no message holds; of their gradients each rank gets its share."""
         ...
 
     def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Monoid(Protocol):
     def transposed(self) -> Self: ...
 
     def backward_message(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """What a rank with the message `x` and the gradient `grad` of its result brings to the scan of gradients."""
+        """The message of a rank to the scan of gradients, from its message `x` and its result's gradient `grad`."""
         ...
 
     def of_result(self, later: torch.Tensor) -> torch.Tensor:

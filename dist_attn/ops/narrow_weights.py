@@ -74,13 +74,13 @@ _CPU_HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkld
 
 
 def int8_product(device: torch.device, inputs: int, sequences: int = 1) -> Int8Product:
-    """How a decode step of so many sequences is multiplied with int8 weights of so many inputs on this machine."""
+    """The product that decodes so many sequences with int8 weights of so many inputs on this machine."""
     packed = device.type == "cpu" and _CAPABILITY in ("AVX2", "AVX512") and inputs % _PACKED_INPUTS == 0
     return "packed" if packed and inputs and sequences <= PACKED_ROWS else "widened"
 
 
 def bfloat16_product(device: torch.device) -> Bfloat16Product:
-    """In which precision bfloat16 numbers are multiplied here: a CPU without such instructions makes them float32."""
+    """The precision of products of bfloat16 numbers here: a CPU without such instructions makes them float32."""
     return "bfloat16" if device.type != "cpu" or _CPU_HAS_BFLOAT16 else "float32"
 
 
@@ -119,7 +119,7 @@ def bfloat16_linear(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
-    """Of x rounded to bfloat16: as bfloat16, or as float32 where these are what the machine multiplies."""
+    """The products of x rounded to bfloat16: in bfloat16, or in float32 where the machine multiplies in that."""
     if bfloat16_product(x.device) == "float32":
         return F.linear(x.bfloat16().float(), w_OI.float())
     return F.linear(x.bfloat16(), w_OI.bfloat16())

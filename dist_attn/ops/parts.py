@@ -32,7 +32,7 @@ class Parts:
             self.tie, *self.parts = _Cut.apply(x, self._grad)  # type: ignore[no-untyped-call]
 
     def place(self, number: int) -> Place:
-        """Where the gradient of a part may be written."""
+        """The memory for the gradient of a part."""
         grad = self._grad
         return lambda: grad.places()[number]
 
@@ -50,7 +50,7 @@ class Whole:
         self._edges, self._dim = edges, dim
 
     def place(self, number: int) -> torch.Tensor | None:
-        """Where the results of a part may be written; None: nowhere."""
+        """The memory for the results of a part; None: there is none."""
         return None if self._whole is None else _places(self._whole, self._edges, self._dim)[number]
 
     def join(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -78,7 +78,7 @@ def connected(x: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
 
 
 class _Gradient:
-    """Where the gradient of a whole tensor is put together. A graph holds this, so it must hold nothing of a graph."""
+    """The memory for the gradient of a whole tensor. A graph holds this, so it must hold nothing of a graph."""
 
     def __init__(self, x: torch.Tensor, edges: Sequence[int], dim: int) -> None:
         self._like, self._device = torch.empty_like(x, device="meta"), x.device
@@ -132,6 +132,6 @@ def _places(whole: torch.Tensor, edges: Sequence[int], dim: int) -> list[torch.T
 
 
 def _lies_in(x: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether x is what stands at that place already."""
+    """Return whether x lies at that place already."""
     same = x.data_ptr() == place.data_ptr() and x.stride() == place.stride() and x.dtype == place.dtype
     return not x.numel() or same

@@ -1,4 +1,4 @@
-"""What a CPU is slow at: numbers too small for their type to hold normally, and first touching memory page by page.
+"""Two things that a CPU is slow at: denormal numbers, and first touching memory page by page.
 
 Gates make such numbers, and a CPU takes many times as long over them. By pages of 4 kB, first touching a big tensor
 takes as long as the work that fills it: on Linux with 67 MB, 23 ms to fill newly allocated memory, 5 ms by large pages.
@@ -29,7 +29,7 @@ def denormals_flushed() -> Iterator[None]:
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes them for 0: torch does not say, so half of the smallest normal number is tried."""
+    """Return whether this thread takes denormals for 0; torch does not say, so it tries half the smallest normal."""
     smallest = torch.finfo(torch.float32).tiny
     return not bool(torch.tensor(smallest, device="cpu") * 0.5)
 
@@ -39,7 +39,7 @@ _PAGE = mmap.PAGESIZE
 
 
 def on_large_pages(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor, just allocated and not written to yet; the system is asked for large pages where it has some."""
+    """Ask for large pages, where the system has them, for a tensor just allocated and not yet written to; return it."""
     size = x.numel() * x.element_size()
     if size >= WORTHWHILE_BYTES and x.device.type == "cpu" and sys.platform == "linux":
         begin = -(-x.data_ptr() // _PAGE) * _PAGE

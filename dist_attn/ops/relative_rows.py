@@ -12,7 +12,7 @@ __all__ = ["sum_by_row", "take_by_row"]
 
 
 def take_by_row(by_row_LW: torch.Tensor, rows_LS: torch.Tensor) -> torch.Tensor:
-    """What each query has for the row of each key; gradients are added up by `sum_by_row`.
+    """Look up what each query has for the row of each key; gradients are added up by `sum_by_row`.
 
     Shapes: [..., L, W] and the rows int64 [..., L, S], expanded to it -> [..., L, S].
     """

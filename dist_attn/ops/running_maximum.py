@@ -14,7 +14,7 @@ NO_TOKENS = -1e30
 
 
 class Element(NamedTuple):
-    """What a stretch of tokens does to a maximum m before it: it becomes max(m + decay, level).
+    """The effect of a stretch of tokens on a maximum m before it, which becomes max(m + decay, level).
 
     The decay is -inf where nothing from before is left: behind a closed gate, or the start of a document.
     """
@@ -81,7 +81,7 @@ def join(earlier: Element, later: Element) -> Element:
 
 
 def rise_from(earlier: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-    """How far it is up from an earlier maximum; 0 from that of no tokens, which gates may have lowered."""
+    """The rise from an earlier maximum to `level`; 0 from that of no tokens, which gates may have lowered."""
     return torch.where(earlier < 0.5 * NO_TOKENS, torch.zeros_like(level), level - earlier)
 
 

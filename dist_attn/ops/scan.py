@@ -37,7 +37,7 @@ class BlockBody(Protocol):
         ...
 
     def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
-        """Only the carry after the block."""
+        """Compute only the carry after the block."""
         ...
 
 
@@ -145,7 +145,7 @@ class _Scan(torch.autograd.Function):
         totals = _Gradients(plan, tensors, needs, grad_carry)
         starts = list(range(0, len(plan.blocks), ctx.stride))
         device = next(t for t in tensors if t is not None).device
-        # What the forward pass has reported is not reported again.
+        # The forward pass has reported already: nothing is reported twice.
         with without_autocast(device), watching(None):
             for index in reversed(range(len(starts))):
                 first = starts[index]
@@ -157,7 +157,7 @@ class _Scan(torch.autograd.Function):
                         carry = plan.body.advance(_slices(sequence, start, stop), carry, parameters)
                         carries.append(carry)
                 for (start, stop), carry in zip(reversed(blocks), reversed(carries), strict=True):
-                    # How products of strided views round may depend on the length of the whole.
+                    # A strided view's products may be rounded in a way that depends on the length of the whole.
                     grad_block = None if grad_output is None else grad_output[:, :, start:stop].contiguous()
                     totals.add_block(start, stop, _slices(sequence, start, stop), carry, parameters, grad_block)
         return (None, *totals.results())
@@ -245,7 +245,7 @@ class _Gradients:
 def _plain_scan(
     plan: _Plan, sequence: MaybeTensors, carry: Tensors, parameters: Tensors
 ) -> tuple[torch.Tensor, Tensors]:
-    """What `scan` gives, bit for bit, with every operation in autograd's graph."""
+    """Compute what `scan` does, bit for bit, with every operation in autograd's graph."""
     device = next(t for t in (*sequence, *carry, *parameters) if t is not None).device
     outputs = []
     with without_autocast(device):

@@ -109,7 +109,7 @@ class SelectiveCall:
         return sums_dtype(self.x_BLD, self.dt_BLD, self.a_DN, self.b_BLN, self.c_BLN, self.skip_D, self.state)
 
     def check(self) -> None:
-        """Raises ShapeError in words when the tensors do not fit together."""
+        """Raise ShapeError in words when the tensors do not fit together."""
         x, dt, a, b, c, skip = self.x_BLD, self.dt_BLD, self.a_DN, self.b_BLN, self.c_BLN, self.skip_D
         if (
             x.dim() != 3
@@ -323,7 +323,7 @@ def sums_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
 
 
 def _check_gated(x: torch.Tensor, log_decay: torch.Tensor, state: torch.Tensor | None) -> None:
-    """Raises ShapeError in words when the inputs do not fit together."""
+    """Raise ShapeError in words when the inputs do not fit together."""
     if x.dim() != 3 or x.shape != log_decay.shape:
         raise ShapeError(f"x {tuple(x.shape)}, log_decay {tuple(log_decay.shape)}: needed are two times [B, L, D]")
     _check_state(state, tuple(x.shape[::2]), "[B, D]")

@@ -41,7 +41,7 @@ class RoutedTokens(Protocol):
         ...
 
     def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
-        """From what experts made of their rows, one expert after the other, to the tokens: [R, D] -> [K, N, D]."""
+        """Bring what experts made of their rows, one expert after the other, to the tokens: [R, D] -> [K, N, D]."""
         ...
 
 
@@ -69,7 +69,7 @@ class SelectedTokens(Protocol):
 
 
 class SequenceOps(ABC):
-    """What mixes along the sequence, on whatever slice of it this process holds.
+    """The operations that mix along the sequence, on whatever slice of it this process holds.
 
     Operations are those of `dist_attn.ops` by the same names, which explain them. Those with many arguments make one
     value of them, the call, which implementations compute.

@@ -31,13 +31,13 @@ def steps_in_place() -> Iterator[None]:
 
 
 def writes_in_place() -> bool:
-    """Whether a step may write into its state now."""
+    """Return whether a step may write into its state now."""
     return not torch.compiler.is_compiling() and _in_place.get() and not torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)
 class LinearState:
-    """What a stretch of tokens leaves behind, per batch element and head.
+    """The sums that a stretch of tokens leaves behind, per batch element and head.
 
     Shapes:
         s_BHMV        sum of decayed phi(k) v^T.
@@ -85,7 +85,7 @@ class LinearState:
         )
 
     def check(self, *sizes: int) -> None:
-        """Raises ShapeError unless this is a state of these sizes, [batch, heads, features, values]."""
+        """Raise ShapeError unless this is a state of these sizes, [batch, heads, features, values]."""
         if self.s_BHMV.shape != sizes:
             raise ShapeError(
                 f"the state is [batch, heads, features, values] = {tuple(self.s_BHMV.shape)}; these inputs need {sizes}"
@@ -144,7 +144,7 @@ class LinearState:
 
     @property
     def monoid(self) -> LogDecay:
-        """How messages of states join: all sums of a head share one decay."""
+        """The operation that joins messages of states: all sums of a head share one decay."""
         return LogDecay()
 
     def pack(self) -> torch.Tensor:
@@ -168,11 +168,11 @@ class LinearState:
         return (self.s_BHMV, self.z_BHM, self.mass_BH, self.log_decay_BH, self.reset_BH)
 
     def detach(self) -> "LinearState":
-        """The same values cut off from the gradient (RFA's stateful segments)."""
+        """Cut the values off from the gradient (RFA's stateful segments)."""
         return LinearState(*(t.detach() for t in self.tensors()))
 
     def to(self, dtype: torch.dtype) -> "LinearState":
-        """The same state in another float dtype."""
+        """Return this state in another float dtype."""
         return LinearState(*(t if t is self.reset_BH else t.to(dtype) for t in self.tensors()))
 
     def select(self, index: slice | list[int] | torch.Tensor) -> "LinearState":

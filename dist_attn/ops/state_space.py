@@ -108,7 +108,7 @@ def legs_eigenvalues(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def real_form(
     lambda_DN: torch.Tensor, p_DN: torch.Tensor, b_DN: torch.Tensor, c_DN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same system over real and imaginary parts: A [D, 2 N, 2 N], b [D, 2 N], C [D, 1, 2 N].
+    """Write the system over real and imaginary parts: A [D, 2 N, 2 N], b [D, 2 N], C [D, 1, 2 N].
 
     A state x stands for x and its conjugate, so P^* of both is 2 Re(P^* x), and the output 2 Re(C x).
 

@@ -18,7 +18,7 @@ __all__ = ["step_products", "step_products_naive", "takes_step_products"]
 
 
 def takes_step_products(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether there are kernels of these: float32, plain memory of a processor, no gradients asked for."""
+    """Return whether there are kernels of these: float32, plain memory of a processor, no gradients asked for."""
     return (
         x.dtype == w.dtype == torch.float32
         and x.device.type == w.device.type == "cpu"

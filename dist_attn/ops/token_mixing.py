@@ -72,7 +72,7 @@ class TokenMlp:
         return y_BLD if self.bias_out_L is None else y_BLD + self.bias_out_L.to(y_BLD.dtype)[:, None]
 
     def check(self, length: int) -> None:
-        """Raises ShapeError when these are not weights of `length` tokens, InputError for another activation."""
+        """Raise ShapeError when these are not weights of `length` tokens, InputError for another activation."""
         if self.activation not in get_args(Activation):
             raise InputError(f"activation {self.activation!r} was given; there are {', '.join(get_args(Activation))}")
         hidden = self.w_in_LS.shape[1] if self.w_in_LS.dim() == 2 else 0

@@ -29,7 +29,7 @@ class Routes:
         return rows
 
     def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
-        """What the experts made of their rows, at the tokens they are of: [R, D] -> [K, N, D]; zeros where dropped."""
+        """Bring the experts' answers back to their tokens: [R, D] -> [K, N, D]; zeros where dropped."""
         size = y_RD.shape[1]
         flat_AD = y_RD.new_zeros((self.choices * self.tokens, size)).index_copy(0, self.source_R, y_RD)
         back_KND: torch.Tensor = flat_AD.unflatten(0, (self.choices, self.tokens))

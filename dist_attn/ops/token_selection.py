@@ -90,7 +90,7 @@ def select_tokens_naive(
 
 @dataclass(frozen=True)
 class Interpolation:
-    """How a position between kept tokens is filled: on the line between the two beside it, or from the k nearest.
+    """A way to fill a position between kept tokens: on the line between the two beside it, or from the k nearest.
 
     Raises: InputError for fewer than one neighbour.
     """
@@ -104,7 +104,7 @@ class Interpolation:
 
     @property
     def reach(self) -> int:
-        """How many kept tokens on each side of a position may have a part in it."""
+        """The number of kept tokens on each side of a position that may have a part in it."""
         return 1 if self.kind == "linear" else self.neighbours
 
 

@@ -1,4 +1,4 @@
-"""What a caller may learn of the operations inside a `with` block: guarded denominators, numbers that are not finite.
+"""A watch over the operations inside a `with` block: guarded denominators, numbers that are not finite.
 
 A watch is not passed as an argument: models and operations ask for the one of this thread, which may be none. It
 changes no result.

@@ -85,7 +85,7 @@ def _leaves_inputs(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
 
 
 def _leaves_over(x: torch.Tensor) -> bool:
-    """Whether a loop over these numbers leaves some over at the end of some rows and not of others."""
+    """Return whether a loop over these numbers leaves some over at the end of some rows and not of others."""
     at_once = WHOLE_BYTES // x.element_size()
     if x.device.type != "cpu" or not x.is_floating_point() or x.numel() <= at_once // 2:
         return False

@@ -199,11 +199,11 @@ class ModelExecutor:
 
     @property
     def exchanges(self) -> int:
-        """How many exchanges with other ranks this one has begun."""
+        """The number of exchanges with other ranks that this one has begun."""
         return self._comm.traffic.calls + self._comm.agreements.calls
 
     def shares(self, op: OpenOp | PrefillOp | SaveOp) -> bool:
-        """Whether all ranks take part: in a block, in what decodes over all of them, and in opening what they read."""
+        """Return whether all ranks take part: in a block, in decoding over all of them, in opening what they read."""
         if self._comm.size == 1:
             return False
         if isinstance(op, PrefillOp):
@@ -295,7 +295,7 @@ class ModelExecutor:
                 self._ahead |= {op.request: h_1LD for op, h_1LD in zip(batch, read, strict=True)}
 
     def _is_short(self, op: PrefillOp) -> bool:
-        """Whether it is all of a text that one rank reads alone, without a word to the others."""
+        """Return whether the block is a whole text that one rank reads alone, without a word to the others."""
         total = sum(op.lengths)
         alone = isinstance(self._model, StreamEncoder) and total == max(op.lengths)
         return alone and op.start == 0 and 0 < total < self._model.grain

@@ -27,11 +27,11 @@ class LayersApart:
 
     @property
     def draws(self) -> bool:
-        """Whether this is the rank that has the logits."""
+        """Return whether this is the rank that has the logits."""
         return self.comm.rank == self.comm.size - 1
 
     def own(self, state: ModelState) -> ModelState:
-        """What this rank keeps of a state of all layers."""
+        """The layers of this rank, out of a state of all."""
         return replace(state, layers=state.layers[self.of_ranks[self.comm.rank]])
 
     def tell(self, tokens: list[int]) -> list[int]:
@@ -49,7 +49,7 @@ class LayersApart:
         return self.comm.send_receive(x if sends else x[:0], sends, receives, label="to_last")
 
     def whole(self, state: ModelState) -> ModelState | None:
-        """On the last rank the state of all layers of a text, to which each rank gives its own; None elsewhere."""
+        """Bring each rank's layers of a text's state together: the whole state on the last rank, None elsewhere."""
         data = torch.frombuffer(bytearray(write_state(state)), dtype=torch.uint8)
         sizes = self.comm.all_gather(torch.tensor(len(data), device="cpu"), label="states").tolist()
         layers = list(self.shapes.empty.layers)

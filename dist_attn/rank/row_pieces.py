@@ -61,7 +61,7 @@ def score_pieces(
     """
     cuts = [0, *range(SCORED_AT_ONCE - start % SCORED_AT_ONCE, len(h_LD), SCORED_AT_ONCE), len(h_LD)]
     scores = [
-        # As slices of one sequence: [B, D] would be a step of as many sequences.
+        # Slices of one sequence, since [B, D] would be a step of as many sequences.
         sequence_scores(readout(h_LD[None, a:b])[0], targets_L[a:b], count)
         for a, b in itertools.pairwise(cuts)
     ]

@@ -182,7 +182,7 @@ class SequenceExecutor:
         return sequence_length(request.rows, self._encoder.config.text_tokens)
 
     def _is_short(self, op: PrefillOp) -> bool:
-        """Whether the block is the request's next, and this rank's slice one sequence."""
+        """Return whether the block is the request's next, and this rank's slice one sequence."""
         request = self._requests.get(op.request)
         if request is None or op.start != request.position or request.rows.marked:
             return False

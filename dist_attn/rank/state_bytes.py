@@ -34,7 +34,7 @@ Shape = Annotated[list[Length], Meta(max_length=8)]
 
 
 class StateHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a state stands, and the shapes of each layer's tensors without the batch."""
+    """The position of a state, and the shapes of each layer's tensors without the batch."""
 
     position: Count
     layers: list[list[Shape]]
@@ -94,7 +94,7 @@ def _header_of(data: bytes) -> tuple[StateHeader, int]:
 
 
 def _places(header: StateHeader, at: int, shapes: StateShapes) -> tuple[dict[tuple[int, int], int], int]:
-    """Where each tensor begins, and where the last one ends; nothing is allocated."""
+    """The byte at which each tensor begins, and the one at which the last one ends; nothing is allocated."""
     starts: dict[tuple[int, int], int] = {}
     for layer, tensors in enumerate(header.layers):
         for index, shape in enumerate(tensors):

@@ -144,7 +144,7 @@ class Decoding:
 
     @property
     def kept(self) -> tuple[list[Drawn], list[RequestFault]]:
-        """What was drawn after all blocks."""
+        """The tokens and the faults of the rounds drawn after all blocks."""
         return _sorted(self._results)
 
     def _catch_up(self, done: int) -> None:
@@ -173,7 +173,7 @@ class FaultNet:
         self.faults: list[RequestFault] = []
 
     def perform(self, op: OpenOp | PrefillOp | SaveOp, work: Callable[[], Result]) -> Result | None:
-        """What `work` for this operation gives; None where it failed.
+        """Do the `work` of this operation and return its result; None where it failed.
 
         Raises: what is fatal, and what a round of decoding in between raised, which is that of many requests.
         """

@@ -106,14 +106,14 @@ class _ByHeads:
 
 
 def threads_of(comm: Communicator) -> int:
-    """How many threads of a CPU rank 0 has: the same number on all ranks, asked for once."""
+    """The number of threads that rank 0 has on its CPU: the same on all ranks, asked for once."""
     if comm.size == 1 or comm.backend == "simulated":  # simulated ranks are threads themselves
         return 1
     return int(comm.told_by_first("threads", lambda: str(torch.get_num_threads())))
 
 
 def _heads_at_once(sharding: Sharding, batch: int, heads: int, device: torch.device) -> int:
-    """How many heads a rank works on in one turn, a divisor of all: as many as keep its threads or its GPU busy.
+    """The number of heads in one turn of a rank, a divisor of all: as many as keep its threads or its GPU busy.
 
     And so many that there are few turns, each of which waits for a message.
     """

@@ -1,4 +1,4 @@
-"""Which rank holds which rectangles of a 1-D or 2-D tensor: any cut into blocks, in integers only."""
+"""Tables of the rectangles of a 1-D or 2-D tensor that each rank holds: any cut into blocks, in integers only."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Block:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return prod(self.shape)
 
 
@@ -95,22 +95,22 @@ class BlockTable:
         return tuple(block for block in self.blocks if block.rank == rank)
 
     def elements(self, rank: int) -> int:
-        """How many elements `rank` keeps."""
+        """The number of elements that `rank` keeps."""
         return sum(block.elements for block in self.of(rank))
 
     @cached_property
     def partition(self) -> bool:
-        """Whether every element lies in exactly one block."""
+        """Return whether every element lies in exactly one block."""
         filled = [block.ranges for block in self.blocks if block.elements]
         apart = all(overlap(a, b) is None for a, b in combinations(filled, 2))
         return apart and sum(block.elements for block in self.blocks) == prod(self.shape)
 
     def relabelled(self, players: Sequence[int]) -> "BlockTable":
-        """The same blocks where `players[rank]` stands for `rank`."""
+        """Rename the ranks of the blocks: `players[rank]` stands for `rank`."""
         return BlockTable(self.shape, self.ranks, tuple(Block(players[b.rank], b.ranges) for b in self.blocks))
 
 
 def overlap(a: Iterable[Range], b: Iterable[Range]) -> tuple[Range, ...] | None:
-    """What two blocks have in common; None when that is nothing."""
+    """The ranges that two blocks have in common; None where they have nothing."""
     common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None

@@ -46,8 +46,8 @@ from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_sc
 Walks = Literal["one_walk", "two_walks"]
 
 LOCAL_PASS = "local pass"  # in the traffic log
-# So many tokens are attended while the states travel. On a CPU none: a state takes a millisecond, and to complete sums
-# takes longer.
+# The tokens that are attended while the states travel. On a CPU none: a state takes a millisecond, and to complete
+# sums takes longer.
 OVERLAP_TOKENS = {"cpu": 0, "cuda": 1024}
 
 
@@ -122,7 +122,7 @@ class _Segment:
         return choose(self.call, sums=self.dtype).implementation == "native"
 
     def _absorb(self, start: int, state: LinearState | None) -> LinearState:
-        """What the keys from `start` on leave behind after `state`."""
+        """Absorb the keys from `start` on, after `state`."""
         return absorb(replace(self.call.tokens(start).streaming_if_empty(), state=state), self.dtype)
 
     def _of_keys(self, state: LinearState) -> LinearState:

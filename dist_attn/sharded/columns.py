@@ -184,6 +184,6 @@ def _apart(
 
 
 def starts_inside(layout: SequenceLayout, rank: int) -> tuple[int, ...]:
-    """Where documents start among the tokens of documents that lie whole on the rank."""
+    """The starts of documents among the tokens of documents that lie whole on the rank."""
     first, inside, _ = layout.pieces(rank)
     return tuple(start - first for start in layout.documents_on(rank) if 0 <= start - first < inside)

@@ -58,7 +58,7 @@ def sharded_convolve(
     behind = w_KD.shape[0] - 1 - ahead
     zeros = x_BLD.new_zeros((x_BLD.shape[0], behind + ahead, x_BLD.shape[2]))
     before, _ = _left_contexts(comm, layout, x_BLD, zeros[:, :behind])
-    # What follows a slice is what precedes it in the mirrored sequence of mirrored ranks.
+    # The tokens after a slice are those before it in the mirrored sequence of mirrored ranks.
     after = _right_context(comm, layout, x_BLD, zeros[:, :ahead])
     return convolve_padded(torch.cat([before, x_BLD, after], dim=1), w_KD)
 

@@ -15,7 +15,7 @@ __all__ = ["Heard", "hear_from", "hear_from_start", "ranks_heard"]
 
 
 def ranks_heard(layout: SequenceLayout, *, causal: bool, final: bool) -> list[tuple[int, ...]]:
-    """Which ranks each rank hears from: of its first document, of its last one unless `causal`, of the `final` one."""
+    """The ranks that each rank hears from: of its first document, of its last unless `causal`, of the `final` one."""
     last = layout.ranks_of_last_document() if final else ()
     heard = (
         {*layout.ranks_before(rank), *(() if causal else layout.ranks_after(rank)), *last} - {rank}
@@ -27,7 +27,7 @@ def ranks_heard(layout: SequenceLayout, *, causal: bool, final: bool) -> list[tu
 @final
 @dataclass(frozen=True)
 class Heard:
-    """What came from each rank that this one hears from."""
+    """The messages of the ranks that this one hears from."""
 
     messages: dict[int, torch.Tensor]
     rows: torch.Tensor | None

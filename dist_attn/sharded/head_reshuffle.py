@@ -38,7 +38,7 @@ class HeadPart:
 
     @property
     def whole(self) -> bool:
-        """Whether the queries start at the first and have no gap, as kernels for whole sequences need them."""
+        """Return whether the queries start at the first and have no gap, as kernels for whole sequences need them."""
         return len(self.queries) == 1 and self.queries[0][0] == 0
 
 
@@ -119,7 +119,7 @@ def sharded_softmax_attention(sharding: Sharding, call: SoftmaxCall) -> torch.Te
     nothing = q_EN.flatten()[:0].clone().view(0, batch * repeats * values)
     rows_EN = [nothing + sum(t.flatten()[:0].sum() for t in call.options.tensors().values() if t is not None)]
     rows_EN += _attend(call, parts, placements, blocks)
-    # What came is not needed any more: what goes back must not lie beside it.
+    # The blocks are not needed any more, and must not take memory beside what goes back.
     del q_EN, k_EN, v_EN, blocks
     attended_EN = torch.cat(rows_EN)
     del rows_EN
@@ -138,7 +138,7 @@ def head_reshuffle_plans(
     *,
     causal: bool,
 ) -> tuple[RedistributionPlan, RedistributionPlan]:
-    """How q, k, v get to the heads, and the outputs back; `numbers` stand at each element [key head, token] of them."""
+    """Plan the moves of q, k, v to the heads and of the outputs back; `numbers` lie at each [key head, token]."""
     ranks = layout.size
     parts = head_parts(groups, layout.total, memory.total, ranks, causal=causal)
     q_blocks = [Block(r, (p.heads, q)) for r, of_rank in enumerate(parts) for p in of_rank for q in p.queries]

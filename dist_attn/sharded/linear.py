@@ -71,7 +71,7 @@ class _OverTwoLayouts:
     def behind(
         prefix: int, comm: Communicator, layout: SequenceLayout, memory: SequenceLayout, attend: Attend
     ) -> "_OverTwoLayouts":
-        """For causal calls of what lies behind a prefix of global tokens."""
+        """Make one for causal calls of what lies behind a prefix of global tokens."""
         queries, keys = (SequenceLayout(tuple(max(0, cut - prefix) for cut in part.cuts)) for part in (layout, memory))
         return _OverTwoLayouts(comm, queries, keys, attend)
 
@@ -179,11 +179,11 @@ class _Part:
 
     @property
     def first(self) -> int:
-        """How many tokens lie before the first start."""
+        """The number of tokens before the first start."""
         return self.call.documents[0] if self.call.documents else self.call.keys
 
     def absorb(self, start: int, stop: int) -> LinearState:
-        """What the keys of some tokens leave behind, of the last document among them."""
+        """The state that the keys of some tokens leave, of the last document among them."""
         return absorb(self.call.tokens(start, stop).streaming_if_empty(), self.dtype)
 
     def attend_rest(self) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Elements:
-    """What each rank that was heard of has left behind: after its last token, and after its first document."""
+    """The states that each rank heard from has left: after its last token, and after its first document."""
 
     layout: SequenceLayout
     heard: Heard

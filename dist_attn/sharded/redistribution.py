@@ -20,7 +20,7 @@ from dist_attn.sharded.redistribution_plan import RedistributionPlan
 def redistribute(
     comm: Communicator, plan: RedistributionPlan, *tensors: torch.Tensor, label: str = "redistribution"
 ) -> tuple[torch.Tensor, ...]:
-    """This rank's blocks of every tensor on the tables `plan.targets`.
+    """Bring every tensor to the tables `plan.targets`, and return this rank's blocks.
 
     All tensors are of one dtype. Gradients go the way back, and those of copies add up; every rank calls this and runs
     its backward pass, also with nothing of its own.
@@ -56,7 +56,7 @@ class _Redistribute(Function):
         ctx: Any, comm: Communicator, plan: RedistributionPlan, label: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.comm, ctx.plan, ctx.label = comm, plan, f"{label} backward"
-        # Whether a gradient will flow back is something that all ranks must agree on.
+        # All ranks must agree on whether a gradient will flow back.
         label = f"{label} with gradient" if any(ctx.needs_input_grad) else label
         sent = _pack(plan, comm.rank, tensors)
         received = comm.all_to_all(sent, plan.sends(comm.rank), plan.receives(comm.rank), label=label)
@@ -69,7 +69,7 @@ class _Redistribute(Function):
 
 
 def _pack(plan: RedistributionPlan, rank: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All that this rank sends, in order of receiver."""
+    """Pack all that this rank sends, in order of receiver."""
     views = [block_views(change.source, rank, x.contiguous()) for change, x in zip(plan.changes, tensors, strict=True)]
     message = tensors[0].new_empty(sum(plan.sends(rank)))
     place = 0
@@ -88,7 +88,7 @@ def _pack(plan: RedistributionPlan, rank: int, tensors: Sequence[torch.Tensor]) 
 
 
 def _unpack(plan: RedistributionPlan, rank: int, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What this rank keeps of each tensor: the sum of what came for each element, added in order of sender."""
+    """Add up what this rank keeps of each tensor: what came for each element, in order of sender."""
     outs = tuple(
         message.new_zeros((target.elements(rank), change.numbers))
         for change, target in zip(plan.changes, plan.targets, strict=True)

@@ -1,4 +1,4 @@
-"""How tensors get from any block tables to any others with the least traffic: pieces, messages, who plays whom.
+"""Plans to move tensors from any block tables to any others with the least traffic: pieces, messages, players.
 
 The ranks of a target table are parts to be played; which rank plays which part is free, and is chosen by a linear
 assignment such that as many numbers as possible stay where they are.
@@ -49,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one block of the sender and one of the receiver have in common; ranges count from the blocks' corners.
+    """The overlap of one block of the sender and one of the receiver; ranges count from the blocks' corners.
 
     `source` and `target` are places among the blocks of the sender's and of the receiver's table.
     """
@@ -64,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RedistributionPlan:
-    """What every rank sends to every other: one message for each pair that has anything to say to each other.
+    """The messages from every rank to every other: one for each pair that has anything to say to each other.
 
     `players[part]` is the rank that plays the part of the target tables; `targets` are the tables it leads to.
     `pieces[sender][receiver]` is in the order in which they lie in the message.
@@ -77,7 +77,7 @@ class RedistributionPlan:
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """The number of ranks that take part."""
         return len(self.players)
 
     def sends(self, rank: int) -> list[int]:
@@ -164,7 +164,7 @@ def plan_redistribution(changes: tuple[Change, ...], *, relabel: bool = True) ->
 
 
 def _places(table: BlockTable) -> list[int]:
-    """For each block of the table, its place among those of its rank."""
+    """The place of each block of the table among those of its rank."""
     seen: dict[int, int] = {}
     places = []
     for block in table.blocks:
@@ -195,7 +195,7 @@ def _inside(ranges: Sequence[Range], block: Sequence[Range]) -> tuple[Range, ...
 
 
 def _players(kept: list[list[int]]) -> tuple[int, ...]:
-    """For each part the rank that plays it, such that the most stays where it is; `kept[rank][part]` numbers do."""
+    """Choose the rank that plays each part, so that the most numbers stay; `kept[rank][part]` do."""
     # Imported here: a rank that never redistributes need not wait for SciPy to load.
     from scipy.optimize import linear_sum_assignment
 

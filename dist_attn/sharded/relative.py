@@ -205,21 +205,21 @@ def sharded_packed_relative_attention(sharding: Sharding, call: RelativeCall) ->
 
 @dataclass(frozen=True)
 class _Parts:
-    """What was heard of other ranks' parts of this rank's first and last document."""
+    """The states of other ranks' parts of this rank's first and last document, as they were heard."""
 
     layout: SequenceLayout
     heard: Heard
     like: RelativeState
 
     def before(self, rank: int) -> RelativeState:
-        """What earlier ranks hold of the document of this rank's first token."""
+        """The state that earlier ranks hold of the document of this rank's first token."""
         state = self.like.emptied()
         for other in self.layout.ranks_before(rank):
             state = state.combine(self._of(other, self.layout.at_ends(other)[1]))
         return RelativeState(self.heard.connect(state.sz_BHMW), state.window)
 
     def after(self, rank: int) -> RelativeState:
-        """What later ranks hold of the document of this rank's last token, mirrored."""
+        """The state that later ranks hold of the document of this rank's last token, mirrored."""
         state = self.like.emptied()
         for other in reversed(self.layout.ranks_after(rank)):
             state = state.combine(self._of(other, self.layout.at_ends(other)[0]))

@@ -52,7 +52,7 @@ def ring_attention(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Ring:
-    """Which slice is here in which round, where its keys stand, and how it goes on to the next rank.
+    """The ring of ranks that keys go round: whose slice is here in a round, where its keys stand, how it goes on.
 
     `call` are the terms of the call, in which each round takes the place of its keys.
     """
@@ -72,12 +72,12 @@ class _Ring:
         return self.sharding.memory
 
     def terms(self, number: int) -> TileTerms:
-        """Where this rank's queries stand, and the keys that are here in round `number`."""
+        """The terms of round `number`: the places of this rank's queries and of the keys that are here."""
         queries, keys = self.sharding.layout.range(self.comm.rank), self.memory.range(self._owner(number))
         return self.call._replace(placement=placement_of([queries], [keys], self.sharding.layout, self.memory))
 
     def join(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor) -> torch.Tensor:
-        """Both as one message."""
+        """Join both to one message."""
         return torch.cat([k_BGSK.reshape(-1), v_BGSV.reshape(-1)])
 
     def split(self, message: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ class _Ring:
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, *tensors: Any) -> Any:
-        # Whether a gradient will flow back is something that all ranks must agree on.
+        # All ranks must agree on whether a gradient will flow back.
         label = "ring with gradient" if any(ctx.needs_input_grad) else "ring"
         x = TileTensors(*tensors)
         total = tile_outputs(ring.terms(0), x)

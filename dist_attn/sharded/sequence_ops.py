@@ -298,7 +298,7 @@ class ShardedSequenceOps(SequenceOps):
         return collectives.all_reduce_sum(self._comm, sums_BND, label="sum over documents")
 
     def document_places(self, length: int) -> DocumentPlaces:
-        """Where the `length` tokens held here stand in their documents; an unbroken sequence is one."""
+        """The places of the `length` tokens held here in their documents; an unbroken sequence is one."""
         self._sharding.check_queries(length, "tokens")
         layout = self._layout
         return document_places(layout.document_ranges(), *layout.range(self._comm.rank), layout.documents or ())
@@ -321,5 +321,5 @@ class ShardedSequenceOps(SequenceOps):
 
     @property
     def whole(self) -> bool:
-        """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
+        """Return whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return self._comm.size == 1

@@ -1,4 +1,4 @@
-"""How the calls of one `ShardedSequenceOps` are cut over ranks, what they must have in common, and what is refused.
+"""The cut of one `ShardedSequenceOps`'s calls over ranks, what these must have in common, and what is refused.
 
 A rank that leaves out a gate, takes another denominator or another scale sends messages of the size that the others
 expect: without the comparison the result is wrong without an error. Between processes a message of another size or
@@ -60,12 +60,12 @@ class Sharding:
 
     @property
     def packed(self) -> bool:
-        """Whether documents start anywhere."""
+        """Return whether documents start anywhere."""
         return bool(self.layout.documents or self.memory.documents)
 
     @property
     def words(self) -> str:
-        """What ranks must have in common before any call, of which the first that differs can be named."""
+        """The settings that ranks must have in common before any call, so that the first that differs can be named."""
         exchange = self.exchange
         words = {
             "version": __version__,
@@ -107,15 +107,15 @@ class Sharding:
         self.agree(operation, along, dim, **settings)
 
     def check_queries(self, length: int, what: str = "queries") -> None:
-        """Raises ShapeError unless so many tokens are this rank's slice of the layout."""
+        """Raise ShapeError unless so many tokens are this rank's slice of the layout."""
         self._check(what, length, self.layout)
 
     def check_keys(self, length: int) -> None:
-        """Raises ShapeError unless so many keys are this rank's slice of the memory's layout."""
+        """Raise ShapeError unless so many keys are this rank's slice of the memory's layout."""
         self._check("keys", length, self.memory)
 
     def check_implementation(self) -> None:
-        """Raises ConfigError for one that does not exist, and for kernels by name where ranks have none.
+        """Raise ConfigError for an implementation that does not exist, and for kernels by name where ranks have none.
 
         "native" is not refused here: its kernels take chunks one by one, and documents where attention is causal.
         """
@@ -134,7 +134,7 @@ class Sharding:
             )
 
     def refuse_deterministic(self, what: str) -> None:
-        """Raises InputError for what cannot have the bits of one rank, where they are asked for."""
+        """Refuse with an InputError what cannot have the bits of one rank, where they are asked for."""
         if self.deterministic:
             raise InputError(
                 f"{what} cannot promise the same bits for any number of ranks; leave out deterministic=True, or take "
@@ -142,7 +142,7 @@ class Sharding:
             )
 
     def refuse_memory(self, operation: str) -> None:
-        """Raises InputError for packed documents over a memory that is cut elsewhere."""
+        """Refuse with an InputError packed documents over a memory that is cut elsewhere."""
         if self.memory != self.layout:
             raise InputError(
                 f"{operation} was given packed documents and a memory on its own layout; it takes documents where "
@@ -150,7 +150,7 @@ class Sharding:
             )
 
     def refuse_documents(self, operation: str) -> None:
-        """Raises InputError for packed documents."""
+        """Refuse packed documents with an InputError."""
         if self.packed:
             raise InputError(f"{operation} was given packed documents; it takes one unbroken sequence")
 

@@ -171,14 +171,14 @@ def attend_over_whole_cache(
 
 
 def last_document(cache: KeyValueCache, layout: SequenceLayout, rank: int) -> KeyValueCache:
-    """What later blocks still see of a cache that ends with this block: its last document, which goes on."""
+    """The part of a cache ending with this block that later blocks still see: its last document, which goes on."""
     if not layout.documents:
         return cache
     return cache.since(cache.tokens - layout.total + layout.documents[-1], rank)
 
 
 def _of_own_keys(placement: Placement, first: int, positions_S: torch.Tensor) -> Placement:
-    """The same queries over the keys at some of the positions, the keys of a placement that has all since `first`."""
+    """Place the same queries over the keys at some positions only; `placement` has all keys since `first`."""
     documents = placement.key_documents_S
     own = None if documents is None else documents[positions_S - first]
     return Placement(placement.queries_L, positions_S, placement.query_documents_L, own)
@@ -196,7 +196,7 @@ def _to_every_rank(comm: Communicator, layout: SequenceLayout, x_BHLN: torch.Ten
 
 
 def _to_the_owners(comm: Communicator, layout: SequenceLayout, x_TN: torch.Tensor) -> torch.Tensor:
-    """What every rank has for the tokens of a block, each token's with the rank that holds it: [P L local, N]."""
+    """Bring what every rank has for the tokens of a block to the rank that holds each token: [P L local, N]."""
     ranks = comm.size
     source = BlockTable.grid([range(ranks + 1), [0, layout.total]], range(ranks), ranks)
     target = BlockTable.grid([[0, ranks], layout.cuts], range(ranks), ranks)
@@ -206,7 +206,7 @@ def _to_the_owners(comm: Communicator, layout: SequenceLayout, x_TN: torch.Tenso
 
 
 def _positions(cache: KeyValueCache, rank: int) -> torch.Tensor:
-    """Where the keys that `rank` keeps stand in the sequence."""
+    """The positions in the sequence of the keys that `rank` keeps."""
     blocks = cache.blocks or ()
     starts = accumulate((sum(lengths) for lengths in blocks), initial=cache.dropped)
     return torch.cat(

@@ -194,7 +194,7 @@ def sharded_selective_scan(sharding: Sharding, call: SelectiveCall) -> tuple[tor
 
 
 def _alone(sharding: Sharding, state: torch.Tensor | None) -> bool:
-    """Whether no rank needs the state of another; the same answer on all ranks."""
+    """Return whether no rank needs the state of another; the same answer on all ranks."""
     layout = sharding.layout
     return layout.size == 1 or (bool(layout.documents) and state is None and not layout.crosses_cuts)
 

@@ -42,7 +42,7 @@ class ShardedRoutes:
         return rows
 
     def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
-        """What the experts made of their rows, at the tokens they are of: [R, D] -> [K, N, D]; zeros where dropped.
+        """Bring the experts' answers back to their tokens: [R, D] -> [K, N, D]; zeros where dropped.
 
         Cost: one all-to-all of the rows that change ranks.
         """
@@ -105,7 +105,7 @@ def sharded_route_tokens(
 
 
 def _by_slot(counts_PKE: torch.Tensor) -> torch.Tensor:
-    """Where the rows of each expert, choice and sender stand among those received, in order of slots, [R].
+    """The places of the rows of each expert, choice and sender among those received, in order of slots, [R].
 
     Rows come by sender, expert, choice; slots go by expert, choice, sender.
     """

@@ -121,7 +121,7 @@ def _chosen(
 
 
 def _share_of_ranks(comm: Communicator, score_N: torch.Tensor, counts: list[int], at_most: int) -> list[int]:
-    """How many of each rank's candidates are among the `at_most` highest of all; of equal ones earlier ranks' first."""
+    """Count each rank's candidates among the `at_most` highest of all; of equal ones earlier ranks' come first."""
     width = min(max(counts), at_most)
     padded_W = score_N.new_full((width,), -torch.inf)
     highest_N = highest_scores(score_N, width)

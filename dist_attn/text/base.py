@@ -30,7 +30,7 @@ WORD_TAIL_BYTES = 1024
 
 
 def check_bytes(data: Bytes) -> None:
-    """Raises TokenError if `data` is text, or anything else that is not plain bytes."""
+    """Raise TokenError if `data` is text, or anything else that is not plain bytes."""
     if isinstance(data, memoryview) and data.contiguous and data.itemsize == 1 and data.ndim == 1:
         return
     if not isinstance(data, bytes | bytearray):

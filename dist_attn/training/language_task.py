@@ -197,7 +197,7 @@ class LanguageTask(ModelTask):
 
 
 def _check_positions(model: LanguageModelConfig, data: TextDataConfig) -> None:
-    """Raises ConfigError where the streams run beyond the positions that the model has."""
+    """Raise ConfigError where the streams run beyond the positions that the model has."""
     positions = model.positions
     if not isinstance(positions, LearnedPositions) or positions.beyond == "repeat":
         return
@@ -214,7 +214,7 @@ def _check_positions(model: LanguageModelConfig, data: TextDataConfig) -> None:
 
 
 def _check_pools(model: LanguageModelConfig, data: TextDataConfig) -> None:
-    """Raises ConfigError where a carried state would be one of other random features than those that read it."""
+    """Raise ConfigError where a carried state would be one of other random features than those that read it."""
     for mixer in mixers_of_layers(model.mixer, model.num_layers):
         pool = getattr(mixer, "pool", 0)
         if data.stateful and pool:

@@ -55,7 +55,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def check_folder(config: TrainingConfig, resume: bool) -> None:
-    """Raises ConfigError for a folder that holds another run, or this one without `resume`."""
+    """Raise ConfigError for a folder that holds another run, or this one without `resume`."""
     folder, written = config.run.folder, config.model_dump(mode="json")
     path = folder / "config.json"
     try:

@@ -74,7 +74,7 @@ class TextClassificationTask(ClassificationTask[TextExamples], _TextTask):
 
 
 def _check_packs(model: TextClassifierConfig) -> None:
-    """Raises ConfigError for mixers that would tell packed texts from single ones."""
+    """Raise ConfigError for mixers that would tell packed texts from single ones."""
     for mixer in mixers_of_layers(model.encoder.mixer, model.encoder.num_layers):
         if isinstance(mixer, ScaleformerConfig):
             raise ConfigError(

@@ -40,7 +40,7 @@ AffineTensors = Inputs[torch.Tensor | None]
 
 
 class AffineBuffers(NamedTuple):
-    """Where an implementation may write: outputs, and in its backward pass gradients."""
+    """The memory that an implementation may write to: outputs, and in its backward pass gradients."""
 
     out: torch.Tensor | None
     grads: Inputs[Place | None]
@@ -88,7 +88,7 @@ class AffineCall:
 
     @property
     def erases(self) -> bool:
-        """Whether tokens take something from the state, so that its transition is a matrix."""
+        """Return whether tokens take something from the state, so that its transition is a matrix."""
         return self.erase is not None or self.beta_BHL is not None
 
     @property
@@ -103,7 +103,7 @@ class AffineCall:
         return Inputs(q, k, v, log_decay, a, b, beta, self.bonus_HK, first_BHKV)
 
     def with_sequence(self, sequence: tuple[torch.Tensor | None, ...]) -> "AffineCall":
-        """The same call of other tensors along the tokens, in the order of `sequence`."""
+        """Return this call with other tensors along the tokens, in the order of `sequence`."""
         q, k, v, log_decay, a, b, beta = sequence
         assert q is not None and k is not None and v is not None and log_decay is not None
         erase = None if a is None or b is None else (a, b)
@@ -132,7 +132,7 @@ class AffineCall:
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether autograd is to differentiate it."""
+        """Return whether autograd is to differentiate it."""
         state = None if self.state is None else self.state.s_BHKV
         tensors = (*self.sequence, self.bonus_HK, state)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -144,7 +144,7 @@ class AffineCall:
         return self.state.s_BHKV.to(dtype)
 
     def check(self) -> None:
-        """Raises ShapeError for tensors that do not fit together, InputError for settings that mean nothing."""
+        """Raise ShapeError for tensors that do not fit together, InputError for settings that mean nothing."""
         q, k, v, decay = self.q_BHLK, self.k_BHLK, self.v_BHLV, self.log_decay_BHLG
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, log_decay {tuple(decay.shape)}"
         if not (q.dim() == k.dim() == v.dim() == decay.dim() == 4):
@@ -167,7 +167,7 @@ class AffineCall:
 
 
 def check_read(read: Read, bonus_HK: torch.Tensor | None) -> None:
-    """Raises InputError for another `read` than there is, and for a bonus where a query sees its token already."""
+    """Raise InputError for another `read` than there is, and for a bonus where a query sees its token already."""
     if read not in ("after", "before"):
         raise InputError(f"read is {read!r}; needed is 'after' or 'before'")
     if bonus_HK is not None and read == "after":

@@ -1,4 +1,4 @@
-"""Which implementation computes a call of an affine recurrence, and why: by its name or by what the tensors are."""
+"""The choice of an implementation for a call of an affine recurrence, and the reason: its name or the tensors."""
 
 import torch
 
@@ -24,7 +24,7 @@ FEWEST = 64  # tokens of a chunk of flash-linear-attention's: of fewer it measur
 
 
 def choose(call: AffineCall) -> Choice:
-    """What computes a call: the implementation asked for by name; "auto" takes C kernels for tensors of a CPU.
+    """Choose the implementation of a call: the one asked for by name; "auto" takes C kernels for tensors of a CPU.
 
     On a GPU "auto" takes flash-linear-attention's kernels unless something is known against them there or their trial
     (`trial`), which this begins, did not come out right. A call without tokens is one of the streaming form, unless
@@ -78,7 +78,7 @@ def _why_not_fla(call: AffineCall) -> str | None:
 
 
 def fla_operation(call: AffineCall) -> FlaOperation | None:
-    """Which of flash-linear-attention's operations a call is, if any; a decay is taken as a vector where it must be."""
+    """The operation of flash-linear-attention that a call is, if any; a decay is taken as a vector where it must be."""
     if call.read == "before":
         return None if call.erases else "fla_rwkv6"
     if call.erase is not None:
@@ -90,9 +90,10 @@ def fla_operation(call: AffineCall) -> FlaOperation | None:
 
 
 def why_not_by_default(call: AffineCall, on: Surroundings, name: str, record: GpuRecord | None) -> str | None:
-    """Why flash-linear-attention does not compute a call by default on devices of this name, before any trial, or None.
+    """The reason why flash-linear-attention does not compute a call by default on devices of this name, or None.
 
-    What `make gpu` has found counts for the Triton that it found it with. Its cases are right or wrong with gradients.
+    Trials are not looked at. What `make gpu` has found counts for the Triton that it found it with; its cases are
+    right or wrong with gradients.
     """
     if (reason := _unsupported_by_fla(call) or why_known_not(_asked(call, by_name=False), on)) is not None:
         return reason
@@ -110,7 +111,7 @@ def why_not_by_default(call: AffineCall, on: Surroundings, name: str, record: Gp
 
 
 def recurrences_taken(device: torch.device) -> str:
-    """What "auto" computes affine recurrences with on a GPU, in words for the first line of a command."""
+    """Name what "auto" computes affine recurrences with on a GPU, in words for the first line of a command."""
     reason = why_no_fla(torch.empty(0, device=device), interpreted_is_fine=False)
     if reason is None:
         on = surroundings_of(device)
@@ -138,7 +139,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _unsupported_by_fla(call: AffineCall) -> str | None:
-    """Why flash-linear-attention has no kernels of this call in any version, or None."""
+    """The reason why flash-linear-attention has no kernels of this call in any version, or None."""
     if fla_operation(call) is None:
         return "the state is read before a token that erases from it: flash-linear-attention has no kernels of that"
     if call.sums_dtype() != torch.float32:
@@ -156,7 +157,7 @@ def _unsupported_by_fla(call: AffineCall) -> str | None:
 
 
 def why_no_library() -> str | None:
-    """Why the C kernels are not to be had on this machine, or None; the first call compiles them."""
+    """The reason why this machine has no C kernels, or None; the first call compiles them."""
     try:
         kernels()
     except NoLibraryError as error:
@@ -165,7 +166,7 @@ def why_no_library() -> str | None:
 
 
 def _unsupported_by_c(call: AffineCall) -> str | None:
-    """Why the C kernels cannot take a call, or None."""
+    """The reason why the C kernels cannot take a call, or None."""
     state = None if call.state is None else call.state.s_BHKV
     there = [t for t in (*call.sequence, call.bonus_HK, state) if t is not None]
     if (reason := why_not_for_c(there)) is not None:

@@ -207,7 +207,7 @@ def recur_by_chunks(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
 
 
 def absorb(call: AffineCall) -> AffineState:
-    """What the call's tokens leave behind and what they do to a state before them; its state counts for nothing.
+    """The state that the call's tokens leave and their effect on a state before them; the call's own state is ignored.
 
     Raises: as `affine_recurrence`.
     """

@@ -46,7 +46,7 @@ def stream_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
 
 
 def stream_absorb(call: AffineCall, dtype: torch.dtype) -> AffineState:
-    """What the call's keys leave behind and do to a state before them; its queries and state count for nothing."""
+    """The state that the call's keys leave and their effect on a state before them; queries and state are ignored."""
     return absorbed(call, dtype, stream_sums)
 
 
@@ -107,7 +107,7 @@ def _scanned(
 
 
 class _Written(NamedTuple):
-    """One kind of columns in every chunk, and with which values it is written: fixed + of_state S.
+    """One kind of columns in every chunk, and the values with which it is written: fixed + of_state S.
 
     Columns are decayed to the chunk's end; `pairs` are those of queries with them.
     """
@@ -222,7 +222,7 @@ def _to_end(decay_nCG: torch.Tensor) -> torch.Tensor:
 def _decayed_pairs(
     rows: list[tuple[torch.Tensor, bool]], columns: list[torch.Tensor], decay_nCG: torch.Tensor
 ) -> torch.Tensor:
-    """For tokens i < t the products of row t and column i, decayed in between; 0 elsewhere. [.., n, r, c, C, C].
+    """The products of row t and column i for tokens i < t, decayed in between; 0 elsewhere. [.., n, r, c, C, C].
 
     Rows that are exclusive leave out the decay of t itself.
     """

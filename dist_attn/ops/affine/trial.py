@@ -1,4 +1,4 @@
-"""Whether flash-linear-attention's kernels come out right on this GPU: one trial of each kind of call in a process.
+"""Trials of flash-linear-attention's kernels on this GPU: one of each kind of call in a process.
 
 A trial first runs the kernels on the call itself, which is when Triton measures tiles for its sizes. It keeps them in
 TRITON_CACHE_DIR, so that this is quick the next time, and all ranks of a host have the same. Then outputs, the state
@@ -92,7 +92,7 @@ _ended = False
 
 
 def why_not_right_here(call: AffineCall, kind: Kind) -> str | None:
-    """Why the kernels did not come out right in the trial of this kind, which runs now if none did; or None."""
+    """The reason why the kernels did not come out right in the trial of this kind, or None; it runs now if none did."""
     if kind not in _outcomes:
         if _ended:
             return f"flash-linear-attention's were not tried before this rank was ready ({kind.words})"

@@ -25,7 +25,7 @@ CLOSED = {torch.float32: -104.0, torch.float64: -746.0}  # exp gives 0 from here
 
 
 class Carry(NamedTuple):
-    """What travels from block to block: [S | z] as one [B, H, M, V + 1], the mass and the log decay [B, H]."""
+    """The values that go from block to block: [S | z] as one [B, H, M, V + 1], the mass and the log decay [B, H]."""
 
     sz_BHMW: torch.Tensor
     mass_BH: torch.Tensor
@@ -33,7 +33,7 @@ class Carry(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a block has along its tokens; without queries its keys are only absorbed."""
+    """The tensors of a block along its tokens; without queries its keys are only absorbed."""
 
     q_BHTK: torch.Tensor | None
     k_BHTK: torch.Tensor
@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """Where documents start in the chunks of a block."""
+    """The documents in the chunks of a block, as masks."""
 
     same_nCC: torch.Tensor  # whether query t and key i are of one document
     first_nC: torch.Tensor  # whether a token is of the document that the state before the chunk is of
@@ -97,7 +97,10 @@ class AttentionBlock:
     def sums(
         self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, Carry]:
-        """What `attend` divides: numerators beside denominators [B, H, T, V + 1], masses [B, H, T]; the carry after."""
+        """Sum up numerators beside denominators, [B, H, T, V + 1], which `attend` divides, and masses [B, H, T].
+
+        Returns them and the carry after the block.
+        """
         assert tokens.q_BHTK is not None  # only keys that are absorbed come without queries
         batch, heads, length, values = tokens.v_BHTV.shape
         size = min(self.chunk, length)
@@ -242,7 +245,7 @@ class AttentionBlock:
             assert keys.within_GnC is not None  # where there are gates
             within_GnC = keys.within_GnC if keys.scale_GnC is None else keys.within_GnC * keys.scale_GnC
             end_Gn = keys.decay_GnC[..., -1]
-            # What is left before chunk j of what chunk i - 1 has added: sums of the gates between, and no differences
+            # The share left before chunk j of what chunk i - 1 has added: sums of the gates between, and no differences
             # of sums from the first one, which lose their digits.
             later_nn = torch.ones(chunks, chunks, dtype=torch.bool, device=end_Gn.device).triu()
             log_left_GnN = F.pad(end_Gn[:, None].where(later_nn, 0.0).cumsum(-1), (1, 0))
@@ -265,7 +268,7 @@ class AttentionBlock:
         return keys.scale_GnC.reshape(groups, tokens).cumsum(-1)
 
     def _pairs(self, keys: _Chunked) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is left of key i at query t of its chunk, [G or 1, n, C, C], and of the state before it, [G or 1, n, C].
+        """The shares left of key i at query t of its chunk, [G or 1, n, C, C], and of the state before, [G or 1, n, C].
 
         Both are 0 across the start of a document, the first also for keys after the query.
         """

@@ -22,7 +22,7 @@ Implementation = Literal["auto", "streaming", "native", "triton", "fla"]
 
 
 class OutputBuffers(NamedTuple):
-    """Where an implementation may write: outputs, and in its backward pass the gradients of q, k and v."""
+    """The memory that an implementation may write to: outputs, and in its backward pass the gradients of q, k and v."""
 
     out: torch.Tensor | None
     grad_q: Place | None = None
@@ -79,7 +79,7 @@ class LinearCall:
         log_gate_BHS: torch.Tensor | None = None,
         key_scale_BHS: torch.Tensor | None = None,
     ) -> "LinearCall":
-        """The same call of other tensors along the tokens."""
+        """Return this call with other tensors along the tokens."""
         return replace(
             self, q_BHLK=q_BHLK, k_BHSK=k_BHSK, v_BHSV=v_BHSV, log_gate_BHS=log_gate_BHS, key_scale_BHS=key_scale_BHS
         )
@@ -130,13 +130,13 @@ class LinearCall:
         return self.with_sequence(q, k, v)
 
     def contiguous(self) -> "LinearCall":
-        """The same call of contiguous tensors: products of strided views may round in another way."""
+        """Return this call with contiguous tensors: products of strided views may round in another way."""
         q, k, v = (x.contiguous() for x in self.qkv)
         gate, scale = (None if x is None else x.contiguous() for x in (self.log_gate_BHS, self.key_scale_BHS))
         return self.with_sequence(q, k, v, gate, scale)
 
     def streaming_if_empty(self) -> "LinearCall":
-        """The same call, without queries by the streaming form: kernels take no empty slice.
+        """Return this call, by the streaming form if it has no queries: kernels take no empty slice.
 
         For calls that are checked already, so that a rank without tokens is not refused for that.
         """
@@ -164,7 +164,7 @@ class LinearCall:
         return state_dtype(self.q_BHLK, self.k_BHSK, self.v_BHSV, state=self.state, at_least=at_least)
 
     def check(self) -> None:
-        """Raises ShapeError for tensors that do not fit together; InputError for a prefix that means nothing."""
+        """Raise ShapeError for tensors that do not fit together; InputError for a prefix that means nothing."""
         q, k, v = self.q_BHLK, self.k_BHSK, self.v_BHSV
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if not (q.dim() == k.dim() == v.dim() == 4):
@@ -195,7 +195,7 @@ def prefix_then_causal(attend: Attend, call: LinearCall, queries: int, keys: int
 
 
 def check_prefix(prefix: int, *, causal: bool, documents: bool) -> None:
-    """Raises InputError for a prefix that means nothing: below 0, of full attention, or of packed documents."""
+    """Raise InputError for a prefix that means nothing: below 0, of full attention, or of packed documents."""
     if prefix < 0 or (prefix and (not causal or documents)):
         raise InputError(
             f"a prefix of {prefix} tokens was given with causal={causal} and documents={documents}; "

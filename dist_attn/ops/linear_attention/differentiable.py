@@ -37,7 +37,7 @@ LinearTensors = Inputs[torch.Tensor | None]
 
 
 class Results(NamedTuple):
-    """What an attention leaves, or the gradients of it: outputs, S after the last key, z beside the mass."""
+    """The results of an attention, or their gradients: outputs, S after the last key, z beside the mass."""
 
     out: torch.Tensor | None
     s: torch.Tensor

@@ -1,4 +1,4 @@
-"""Which implementation computes a call of linear attention, and why: by its name or by what the tensors are.
+"""The choice of an implementation for a call of linear attention, and the reason: its name or the tensors.
 
 Shape letters: B batch, H heads, S keys, V values.
 """
@@ -32,14 +32,14 @@ ELSEWHERE = "the tensors are on"
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a call, and in words why."""
+    """The implementation of a call, and the reason in words."""
 
     implementation: Literal["streaming", "native", "triton", "fla"]
     reason: str
 
 
 def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
-    """What computes a call: the implementation asked for by name; "auto" takes C kernels for tensors of a CPU.
+    """Choose the implementation of a call: the one asked for by name; "auto" takes C kernels for tensors of a CPU.
 
     For tensors of a GPU it takes Triton's kernels, where these ran right on a device of that name (`gpu_record`). Where
     kernels cannot take the call, "auto" takes the streaming form. `sums` is the precision that is asked for at least.
@@ -78,7 +78,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
 
 
 def choose_attention(call: LinearCall) -> Choice:
-    """As `choose`, of attention with its division: for that "auto" may also take flash-linear-attention's kernels.
+    """Choose for attention with its division: there "auto" may also take flash-linear-attention's kernels.
 
     It does so on a GPU by whose record they are right and faster than ours; see `why_not_faster`.
 
@@ -98,7 +98,7 @@ def choose_attention(call: LinearCall) -> Choice:
 
 
 def why_not_faster(call: LinearCall, name: str, record: GpuRecord | None) -> str | None:
-    """Why flash-linear-attention is not the faster one for a call, by the record of devices of this name, or None."""
+    """The reason why flash-linear-attention is not faster for a call, by the record of devices named so, or None."""
     dtype = str(call.v_BHSV.dtype).removeprefix("torch.")
     work = "forward and backward" if _needs_gradients(call) else "forward"
     gated = "" if call.log_gate_BHS is None else " gated"
@@ -106,7 +106,7 @@ def why_not_faster(call: LinearCall, name: str, record: GpuRecord | None) -> str
 
 
 def why_case_not_faster(operation: Operation, case: str, name: str, record: GpuRecord | None) -> str | None:
-    """The same of a case by its name, of one of flash-linear-attention's operations."""
+    """The reason why one of flash-linear-attention's operations is not faster in a case, given by its name, or None."""
     if record is None or case not in cases_of_fla(record):
         return f"flash-linear-attention was not seen to be faster on {name} ({case})"
     return why_not_right(operation, name, record)
@@ -136,7 +136,7 @@ def check_choice(call: LinearCall, *, sums: torch.dtype = torch.float32) -> None
 
 
 def check_implementation(implementation: Implementation) -> None:
-    """Raises ConfigError for an implementation that does not exist."""
+    """Raise ConfigError for an implementation that does not exist."""
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation {implementation!r} is unknown; use {', '.join(IMPLEMENTATIONS)}")
 
@@ -176,7 +176,7 @@ def resolve(
 
 
 def kernels_taken(device: torch.device) -> str:
-    """What "auto" computes linear attention with on this device, in words for the first line of a command."""
+    """The kernels with which "auto" computes linear attention on this device, in words for a command's first line."""
     if device.type != "cuda":
         reason = why_no_library() if device.type == "cpu" else f"{device.type} has no kernels"
         return "C's" if reason is None else f"torch's operations; {reason}"
@@ -193,7 +193,7 @@ def kernels_taken(device: torch.device) -> str:
 
 
 def choose_step(call: LinearCall) -> Choice:
-    """As `choose_attention`, of a decode step: our kernel has no backward pass.
+    """Choose for a decode step: `choose_attention`, but our kernel has no backward pass.
 
     Raises: as `choose`.
     """
@@ -212,7 +212,7 @@ def _needs_gradients(call: LinearCall) -> bool:
 
 
 def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
-    """Why no kernel at all can take these values, or None; by name also the interpreter will do."""
+    """The reason why no kernel at all can take these values, or None; by name also the interpreter will do."""
     interpreted = environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
     elsewhere = v_BHSV.device.type != "cuda" and kernel_target() is None
     if elsewhere and not (interpreted_is_fine and interpreted):
@@ -225,7 +225,7 @@ def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | 
 
 
 def why_no_fla(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
-    """Why flash-linear-attention's kernels cannot take these values at all, or None; by name the interpreter will do.
+    """The reason why flash-linear-attention cannot take these values at all, or None; by name the interpreter will do.
 
     It is not asked for where there are no kernels: finding a package takes time.
     """
@@ -267,7 +267,7 @@ def _unsupported_call(call: LinearCall, *, any_lengths: bool) -> str | None:
 
 
 def why_no_library() -> str | None:
-    """Why the C kernels are not to be had on this machine, or None; the first call compiles them."""
+    """The reason why this machine has no C kernels, or None; the first call compiles them."""
     try:
         kernels()
     except NoLibraryError as error:
@@ -276,7 +276,7 @@ def why_no_library() -> str | None:
 
 
 def why_not_for_c(tensors: Iterable[torch.Tensor]) -> str | None:
-    """Why C kernels cannot read these tensors, or None; their types are the operation's to judge."""
+    """The reason why C kernels cannot read these tensors, or None; their types are the operation's to judge."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"{ELSEWHERE} {tensor.device.type}"

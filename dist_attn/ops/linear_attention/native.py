@@ -134,7 +134,7 @@ class _Read(KernelOperation[ReadTensors]):
 
 
 class _SecondWalk(NamedTuple):
-    """What the second of `TwoWalks` began with and left: the same in every backward pass through one graph."""
+    """The start and the results of the second of `TwoWalks`: the same in every backward pass through one graph."""
 
     s: torch.Tensor
     zm: torch.Tensor
@@ -144,7 +144,7 @@ class _SecondWalk(NamedTuple):
 
 @dataclass
 class _Shared:
-    """What both walks know. The second one is at hand from its backward pass to the first one's, and then freed."""
+    """The values that both walks share; the second walk's are there from its backward pass to the first one's."""
 
     terms: Terms
     second: _SecondWalk | None = None

@@ -43,7 +43,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def half_products() -> bool:
-    """Whether bfloat16 tensors are multiplied by bfloat16 instructions here, in place of float32 ones.
+    """Return whether bfloat16 tensors are multiplied by bfloat16 instructions here, in place of float32 ones.
 
     Raises: NoLibraryError where there are no kernels.
     """
@@ -68,12 +68,12 @@ class KernelCall(CCall):
     """A call of linear attention being filled in."""
 
     def __init__(self, tokens: torch.Tensor, values: int, chunks: Chunks) -> None:
-        """For queries or keys of this shape, [B, H, L, K], and so many values."""
+        """Begin a call for queries or keys of this shape, [B, H, L, K], and so many values."""
         batch, heads, length, size = tokens.shape
         super().__init__(kernels(), Call(batch, heads, length, size, values), chunks)
 
     def compute(self, feature_map: FeatureMap | None, w_HDK: torch.Tensor | None, policy: Denominator) -> None:
-        """By which features and with which denominators."""
+        """Set the features and the denominators to compute with."""
         fields = self.fields
         fields.projections = fields.size if w_HDK is None else w_HDK.shape[1]
         fields.features = num_features(feature_map, fields.size)

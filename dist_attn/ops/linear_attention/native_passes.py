@@ -31,7 +31,7 @@ ReadTensors = ReadInputs[torch.Tensor | None]
 
 
 class Passed(NamedTuple):
-    """What a forward pass leaves: outputs (None of no queries), the state's sums, and states for the backward pass.
+    """The results of a forward pass: outputs (None of no queries), the state's sums, and states for the backward pass.
 
     den_mass: denominators and masses [2, B, H, L], where they were asked for.
     """
@@ -181,7 +181,7 @@ def _gradient(x: torch.Tensor | None, need: object, buffer: Place | None = None)
 
 
 def _whole_gradient(x: torch.Tensor | None, need: object) -> torch.Tensor | None:
-    """The same in float32 and in one piece."""
+    """Memory for the gradient of x in float32 and in one piece, where it is asked for."""
     return None if x is None or not need else torch.empty(x.shape)
 
 

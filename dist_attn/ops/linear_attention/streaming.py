@@ -84,7 +84,7 @@ def stream_completed_sums(call: LinearCall, sums_BHLX: torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True)
 class _Stream:
-    """What all blocks of a call have in common, and what they begin with."""
+    """The terms that all blocks of a call have in common, and the values that they begin with."""
 
     block: AttentionBlock
     carry: Carry
@@ -207,7 +207,7 @@ class _Complete:
 
 
 def _vanished(log_decay_BH: torch.Tensor) -> bool:
-    """Whether every head's decay is below the smallest normal number; not asked of a GPU, which would have to wait."""
+    """Return whether all decays are below the smallest normal number; not asked of a GPU, which would have to wait."""
     if log_decay_BH.device.type != "cpu" or torch.compiler.is_compiling() or not log_decay_BH.numel():
         return False
     return bool(log_decay_BH.detach().max() < math.log(torch.finfo(log_decay_BH.dtype).tiny))

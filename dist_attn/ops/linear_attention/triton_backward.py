@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What the gradient of queries' or keys' features is made of; see `features_gradient_kernel`."""
+    """The inputs of the gradient of queries' or keys' features; see `features_gradient_kernel`."""
 
     own: torch.Tensor
     other: torch.Tensor

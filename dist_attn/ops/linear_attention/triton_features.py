@@ -24,7 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def sine_and_cosine(x):
-    """Both to 1e-7 while |x| < 1e4, by polynomials on a quarter turn: the library's sine may go through local memory.
+    """Compute both to 1e-7 while |x| < 1e4, by polynomials on a quarter turn: the library's sine may use local memory.
 
     The coefficients are least-squares fits on [-pi/4, pi/4] with errors of 3e-9 and 1e-10.
     """
@@ -119,7 +119,7 @@ def load_projections(w_ptr, inputs, outputs, K, D):
 
 @triton.jit
 def map_of_head(w_ptr, head, K, D, PRECISION: tl.constexpr):
-    """Where the w of a head begins: float32 [D, K], or its two parts, [2, D, K]; see `triton_forward.map_operand`."""
+    """The address of a head's w: float32 [D, K], or its two parts, [2, D, K]; see `triton_forward.map_operand`."""
     if PRECISION == "ieee":
         return w_ptr + head * D * K
     else:

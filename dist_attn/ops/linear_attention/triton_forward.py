@@ -28,7 +28,7 @@ CLOSED_GATE = CLOSED[torch.float32]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the same for all stretches of a call."""
+    """The settings that all stretches of a call share."""
 
     map: str
     unit_norm: bool
@@ -40,7 +40,7 @@ class Plan:
 
     @staticmethod
     def of(size: int, values: int, feature_map: FeatureMap | None, policy: Denominator, tiles: Tiles) -> "Plan":
-        """How a map of this form and these sizes is computed."""
+        """Plan the computation of a map of this form and these sizes."""
         form: FusedForm | None = None
         tensors: tuple[torch.Tensor, ...] = ()
         if feature_map is not None:
@@ -59,11 +59,11 @@ class Plan:
 
     @property
     def scale(self) -> float:
-        """What features are multiplied by."""
+        """The factor of features."""
         return float(self.projections**-0.5)
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What the kernels that make features are compiled for."""
+        """The constants that the kernels that make features are compiled for."""
         return {
             "MAP": self.map,
             "UNIT": self.unit_norm,
@@ -128,7 +128,7 @@ class Stretch(NamedTuple):
 
     @property
     def options(self) -> dict[str, bool]:
-        """Which optional inputs there are."""
+        """The optional inputs that are there, as flags of kernels."""
         return {
             "HAS_GATE": self.log_gate is not None,
             "HAS_SCALE": self.key_scale is not None,
@@ -137,7 +137,7 @@ class Stretch(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Of every token [G, N T] and of every chunk [G, N]; see `gates_kernel`. The key scale is filled up with zeros."""
+    """The gates of every token [G, N T] and of every chunk [G, N]; see `gates_kernel`. Zeros fill the key scale up."""
 
     decay: torch.Tensor
     left: torch.Tensor
@@ -147,12 +147,12 @@ class Gates(NamedTuple):
 
     @property
     def kept(self) -> torch.Tensor:
-        """What enters the state after the chunk."""
+        """The weight of each token in the state after the chunk."""
         return self.left if self.key_scale is None else self.left * self.key_scale
 
 
 class Weights(NamedTuple):
-    """Of every token [G, N T]: the weights of its values, of its features in z, and of its mass."""
+    """The weights of every token [G, N T]: of its values, of its features in z, and of its mass."""
 
     values: torch.Tensor
     z: torch.Tensor
@@ -160,7 +160,7 @@ class Weights(NamedTuple):
 
     @staticmethod
     def all(weight: torch.Tensor) -> "Weights":
-        """The same one three times."""
+        """Take one weight for all three."""
         return Weights(weight, weight, weight)
 
 
@@ -188,7 +188,7 @@ class Attended(NamedTuple):
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How tiles enter matrix units; see `triton_features`."""
+    """The precision in which tiles enter matrix units; see `triton_features`."""
     if dtype == torch.bfloat16:
         return "bf16_interpreted" if INTERPRETED else "bf16"
     return "fp16" if dtype == torch.float16 else "ieee"
@@ -321,12 +321,12 @@ def read(
 
 
 def blocks(size: int, block: int) -> int:
-    """How many blocks cover so much."""
+    """The number of blocks that cover `size`."""
     return -(-size // block)
 
 
 def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Of batch, head and token of each."""
+    """The strides of batch, head and token of each tensor."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
 
 
@@ -336,7 +336,7 @@ def rowwise(x: torch.Tensor) -> torch.Tensor:
 
 
 def tile_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What states are kept as where they only enter products: sums themselves are always float32."""
+    """The type of states that only enter products: sums themselves are always float32."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
@@ -346,5 +346,5 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def either(x: torch.Tensor | None, filler: torch.Tensor) -> torch.Tensor:
-    """What a kernel gets in the place of an input that is not there: it never looks at it."""
+    """Fill the place of an input that is not there: a kernel never looks at the filler."""
     return filler if x is None else x

@@ -257,7 +257,7 @@ def features_gradient_kernel(
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk, the gradient of the projections of q over |q|; of k for `KEYS`, where own and other change places.
+    """Compute a chunk's gradient of the projections of q over |q|; of k for `KEYS`, where own and other change places.
 
     For maps without w it is that of q or k itself. Sums of E over the other; see above. Without `PAIRS` all that a
     token sees went through one state, [G, M, V] and [G, M + 1], and `other` is not read.

@@ -28,7 +28,7 @@ def pair_weights(
     decay_ptr, documents_ptr, queries, keys, L,
     KEYS_FIRST: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What is left of each key at each query of a chunk, [queries, keys], or [keys, queries] for `KEYS_FIRST`.
+    """The share left of each key at each query of a chunk, [queries, keys], or [keys, queries] for `KEYS_FIRST`.
 
     0 for keys after the query, of another document, or behind the end.
     """

@@ -14,7 +14,7 @@ from dist_attn.ops.kernel_target import kernel_target
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one call is cut. Sizes are powers of two, 16 at least: what matrix units take.
+    """The tiles that one call is cut into. Sizes are powers of two, 16 at least: what matrix units take.
 
     chunk           tokens that attend to each other directly; states are stored once a chunk.
     block_d         projections of a tile of features (twice as many features of a Gaussian map).
@@ -48,7 +48,7 @@ class Tiles:
 
 
 def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dtype, generation: int = 9) -> Tiles:
-    """Those with which no kernel spills registers at sizes of 128, on a GPU of compute capability `generation`.x.
+    """The tiles with which no kernel spills registers at sizes of 128, on a GPU of compute capability `generation`.x.
 
     `dist-attn bench kernel-registers` has the table of them.
     """
@@ -74,7 +74,7 @@ def generation_of(device: torch.device) -> int:
 
 
 def tiles_for(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMap | None) -> Tiles:
-    """What was measured for such tensors on this GPU, if it was; else the tiles that fit any."""
+    """The tiles measured for such tensors on this GPU, if any were; else those that fit any."""
     sizes = (q_BHLK.shape[3], _projections(q_BHLK, feature_map), v_BHLV.shape[3])
     record = record_of(q_BHLK.device)
     measured = None if record is None else record.tiles.get(tiles_key(q_BHLK, v_BHLV, feature_map))
@@ -84,7 +84,7 @@ def tiles_for(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMa
 
 
 def tiles_key(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMap | None) -> str:
-    """What a measurement holds for besides the GPU: the type, the map, the sizes of heads, projections and values."""
+    """The key of a measurement on one GPU: the type, the map, the sizes of heads, projections and values."""
     sizes = (q_BHLK.shape[3], _projections(q_BHLK, feature_map), v_BHLV.shape[3])
     dtype = str(q_BHLK.dtype).removeprefix("torch.")
     return f"{dtype} {type(feature_map).__name__} {'x'.join(map(str, sizes))}"
@@ -96,7 +96,7 @@ def _projections(q_BHLK: torch.Tensor, feature_map: FeatureMap | None) -> int:
 
 
 def candidates(projections: int, values: int) -> list[Tiles]:
-    """What a measurement may choose from, without doubles."""
+    """The tiles that a measurement may choose from, without doubles."""
     tried = [
         Tiles(chunk, block_d, block_v, warps, stages, gradient_stages)
         for chunk, warps in ((64, 4), (128, 8))

@@ -68,7 +68,7 @@ class RelativeCall:
         return self.phi_q_BHLK, self.phi_k_BHSK, self.v_BHSV, self.phi_rp_HRK
 
     def with_qkv(self, phi_q_BHLK: torch.Tensor, phi_k_BHSK: torch.Tensor, v_BHSV: torch.Tensor) -> "RelativeCall":
-        """The same call of other queries, keys and values."""
+        """Return this call with other queries, keys and values."""
         return replace(self, phi_q_BHLK=phi_q_BHLK, phi_k_BHSK=phi_k_BHSK, v_BHSV=v_BHSV)
 
     def widened(self) -> WideInputs:

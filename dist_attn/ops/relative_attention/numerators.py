@@ -32,7 +32,7 @@ CHUNK_TOKENS = 64
 
 
 class Carry(NamedTuple):
-    """What the causal walk carries: kernel sums (of no features where there are no keys), far values, near ones."""
+    """The values a causal walk carries: kernel sums (of no features where there are no keys), far values, near ones."""
 
     sz_BHMW: torch.Tensor
     far_BHW: torch.Tensor
@@ -266,7 +266,7 @@ def _windows(seen_BHJW: torch.Tensor, width: int, chunk: int) -> torch.Tensor:
 
 
 def _scores_before(positions_BHNCR: torch.Tensor, *, own: bool) -> torch.Tensor:
-    """Of every query for all older keys as one, the k - 1 before its chunk, and the chunk's own; 0 behind the query.
+    """The scores of every query: all older keys as one, the k - 1 before its chunk, its chunk; 0 behind the query.
 
     Shapes: positions of the rows -k .. 0, R = k + 1 -> [B, H, N, C, 1 + max(k - 1, 0) + C]. `own`: whether a query sees
         its own key.
@@ -278,7 +278,7 @@ def _scores_before(positions_BHNCR: torch.Tensor, *, own: bool) -> torch.Tensor:
 
 
 def _scores_on_both_sides(positions_BHNCR: torch.Tensor) -> torch.Tensor:
-    """Of every query for all older keys as one, k - 1 keys, the chunk's own, k - 1 more, and all later ones as one.
+    """The scores of every query: all older keys as one, k - 1 keys, the chunk's own, k - 1 more, all later ones as one.
 
     Shapes: positions of the rows -k .. k, k >= 1, R = 2 k + 1 -> [B, H, N, C, C + 2 k].
     """

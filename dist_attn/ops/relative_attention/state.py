@@ -65,7 +65,7 @@ class WindowState:
 
 @dataclass(frozen=True)
 class RelativeState:
-    """What causal relative attention carries: sum of phi(k) [v, 1]^T, [B, H, M, W], and the window of values."""
+    """The state of causal relative attention: sum of phi(k) [v, 1]^T, [B, H, M, W], and the window of values."""
 
     sz_BHMW: torch.Tensor
     window: WindowState

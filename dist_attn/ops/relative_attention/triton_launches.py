@@ -39,7 +39,7 @@ BLOCK_R = 32  # rows of phi_rp that enter a product at once
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all launches of a call; `reach` is k."""
+    """The settings that all launches of a call share; `reach` is k."""
 
     causal: bool
     reach: int
@@ -47,15 +47,15 @@ class Setting:
 
     @property
     def blocks(self) -> int:
-        """How many chunks a window reaches into on a side: all keys beyond are at least `reach` away."""
+        """The number of chunks that a window reaches into on a side: all keys beyond are at least `reach` away."""
         return self.chunks(max(0, self.reach - 1))
 
     def chunks(self, tokens: int) -> int:
-        """How many chunks so many tokens are."""
+        """The number of chunks that hold so many tokens."""
         return blocks(tokens, self.tiles.chunk)
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What kernels over values of this type are compiled for."""
+        """The constants that kernels over values of this type are compiled for."""
         tiles = self.tiles
         return {
             "CAUSAL": self.causal,
@@ -103,7 +103,7 @@ class KernelInputs(NamedTuple):
 
     @staticmethod
     def of(setting: Setting, x: RelativeTensors) -> "KernelInputs":
-        """What the kernels get of these tensors."""
+        """Lay these tensors out as the kernels take them."""
         keys = x.v.shape[2]
         return KernelInputs(
             setting,
@@ -142,7 +142,7 @@ class KernelInputs(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What outputs are made of.
+    """The tensors that outputs are made of.
 
     Shapes: position scores [G, L, R]; the state before each chunk (of all keys, N = 1, where attention is not causal)
         as it enters products [G, N, K, V] and [G, N, K + 1], and the one after the last [G, K, V] and [G, K + 1]; sums
@@ -157,14 +157,14 @@ class Walk(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Of every query, [G, N T]: one over its denominator (0 without weight on any key), and that one's gradient."""
+    """The rows of queries, [G, N T]: one over the denominator (0 without weight on any key), and its gradient."""
 
     inverse: torch.Tensor
     grad_den: torch.Tensor
 
 
 class _Side(NamedTuple):
-    """What the gradient of queries' or keys' features is made of; see `relative_features_gradient_kernel`."""
+    """The inputs of the gradient of queries' or keys' features; see `relative_features_gradient_kernel`."""
 
     own: torch.Tensor
     other: torch.Tensor
@@ -175,7 +175,7 @@ class _Side(NamedTuple):
 
 
 def walk(x: KernelInputs) -> Walk:
-    """Everything that outputs, and later gradients, are made of."""
+    """Compute everything that outputs, and later gradients, are made of."""
     scanned = _states(x, x.k, x.v, Weights.all(x.ones), x.state)
     count = x.ones.view(x.groups, -1, x.setting.tiles.chunk).sum(-1, keepdim=True)
     of_chunks = torch.cat([_row_sums(x, x.v, x.ones), count], dim=-1)
@@ -211,7 +211,7 @@ def relative_gradients(
     q, k, v, (batch, heads, keys, values) = x.q, x.k, x.v, x.v.shape
     grad_out, walked = rowwise(grad_out), walk(x)
     rows = _query_rows(x.setting, out, den, grad_out)
-    # What queries send back through the states of the keys before them.
+    # The gradients that queries send back through the states of the keys before them.
     grad_end = Sums(grad_s.flatten(0, 1).float().contiguous(), F.pad(grad_z.flatten(0, 1).float(), (0, 1)))
     weights = Weights(rows.inverse, rows.grad_den, rows.grad_den)
     after = _states(x, q, grad_out, weights, grad_end, reverse=True)
@@ -287,7 +287,7 @@ def _query_rows(setting: Setting, out: torch.Tensor, den: torch.Tensor, grad_out
 
 
 def _scores_gradient(x: KernelInputs, walked: Walk, grad_out: torch.Tensor, rows: QueryRows) -> torch.Tensor:
-    """Of position scores, [G, L, R]."""
+    """The gradient of position scores, [G, L, R]."""
     v, (heads, tokens, values) = x.v, grad_out.shape[1:]
     grad = torch.empty_like(walked.positions)
     positions_gradient_kernel[(x.chunks * x.groups,)](

@@ -25,7 +25,7 @@ from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
 # On CPUs torch's fused kernel goes backward through short half-precision sequences up to 10 times more slowly than
 # through the same in float32: 190 against 21 ms at 128 x 8 heads of 16 tokens; even at about 200 tokens.
 WIDE_TOKENS = 128
-# So many tokens of whole documents share one masked score matrix. On CPUs calls cost less than scores that are hidden:
+# The tokens of whole documents that share one masked score matrix. On CPUs calls cost less than scores that are hidden:
 # 4 ms in place of 9 for 64 sentences of 16 tokens and 12 heads of size 32, forward alone; 14 for 25 with gradients.
 TOGETHER_TOKENS_CPU = 64
 TOGETHER_TOKENS = 256
@@ -191,7 +191,7 @@ def _fused_of_unequal(call: SoftmaxCall) -> torch.Tensor:
 def for_kernel(
     q_BHLK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor, device: torch.device, *, masked: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same attention, with zeros and copies where torch would else hold all scores on this device.
+    """Prepare the same attention with zeros and copies, where torch would else hold all scores on this device.
 
     Keys and values need one size, which GPUs want to be a multiple of 8. In float32 or with a mask GPUs have no kernel
     for groups of query heads. What is as wide already is not padded, because that copies it.
@@ -208,7 +208,7 @@ def for_kernel(
 
 
 def _is_slow_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a backward pass is to come that takes longer in the precision given than in float32."""
+    """Return whether a backward pass is to come that takes longer in the precision given than in float32."""
     short_halves = v.dtype in (torch.bfloat16, torch.float16) and max(q.shape[2], k.shape[2]) <= WIDE_TOKENS
     on_cpu = v.device.type == "cpu" and q.dtype == k.dtype == v.dtype
     return short_halves and on_cpu and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))

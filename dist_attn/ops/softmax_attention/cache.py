@@ -24,7 +24,7 @@ class _Room:
     taken: int
 
     def takes(self, token: int, k_BG1K: torch.Tensor) -> bool:
-        """Whether the next token is to be this one, which may be written here."""
+        """Return whether token number `token` comes next and its key and value may be written here."""
         fits = self.taken == token < self.first + self.k_BGRK.shape[2] and self.k_BGRK.dtype == k_BG1K.dtype
         return fits and (torch.is_inference_mode_enabled() or not self.k_BGRK.is_inference())
 
@@ -47,7 +47,7 @@ class KeyValueCache:
 
     @property
     def whole(self) -> bool:
-        """Whether the keys of all tokens are here."""
+        """Return whether the keys of all tokens are here."""
         return self.blocks is None
 
     @property
@@ -58,7 +58,7 @@ class KeyValueCache:
     def appended(
         self, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, blocks: tuple[tuple[int, ...], ...] | None = None
     ) -> "KeyValueCache":
-        """With the keys and values of more tokens behind those that are here, in memory of its own."""
+        """Append the keys and values of more tokens, in memory of its own."""
         k_BGSK = torch.cat([self.k_BGSK.to(k_BGLK.dtype), k_BGLK], dim=2)
         v_BGSV = torch.cat([self.v_BGSV.to(v_BGLV.dtype), v_BGLV], dim=2)
         return KeyValueCache(k_BGSK, v_BGSV, blocks, self.dropped)
@@ -227,7 +227,7 @@ def softmax_attention_of_rows(
 
 
 def streaming_placement(past: int, length: int, documents: tuple[int, ...], dropped: int) -> Placement:
-    """Where a block of `length` tokens stands after `past` ones, which belong to one document, and all these keys.
+    """The placement of `length` tokens after `past` ones, which belong to one document, and of all these keys.
 
     There are none of the first `dropped` tokens.
     """

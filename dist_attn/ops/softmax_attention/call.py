@@ -53,7 +53,7 @@ class Placement:
     def hidden(
         self, *, causal: bool, window: int | None = None, rows: slice = slice(None), columns: slice = slice(None)
     ) -> torch.Tensor:
-        """Which keys the queries do not see, [rows, columns]; with a window, also those out of its reach."""
+        """Mark the keys that queries do not see, [rows, columns]; with a window, also those out of its reach."""
         queries_L, keys_S = self.queries_L[rows], self.keys_S[columns]
         hidden_LS = torch.zeros(len(queries_L), len(keys_S), dtype=torch.bool, device=keys_S.device)
         if causal:
@@ -111,7 +111,7 @@ class RelativePositions:
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxOptions:
-    """What a layer of softmax attention computes beside softmax(q k^T / sqrt(K)) v.
+    """The options of softmax attention in one layer, beside softmax(q k^T / sqrt(K)) v.
 
     `scale`: what scores are multiplied by, K^-1/2 by default. `window`: a token sees itself and the window - 1 tokens
     before it. `softcap`: a score s becomes softcap tanh(s / softcap). `sinks_H`: for each query head a score that
@@ -134,17 +134,17 @@ class SoftmaxOptions:
             raise InputError(f"a softcap of {self.softcap} was given; give a positive one, or None for no cap")
 
     def of_heads(self, start: int, stop: int) -> "SoftmaxOptions":
-        """Those of query heads [start, stop)."""
+        """The options of query heads [start, stop)."""
         sinks_H = None if self.sinks_H is None else self.sinks_H[start:stop]
         return replace(self, sinks_H=sinks_H, relative=self.relative and self.relative.of_heads(start, stop))
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """What may have gradients, by name."""
+        """The tensors that may have gradients, by name."""
         near = (None, None) if self.relative is None else (self.relative.keys_HRK, self.relative.values_HRV)
         return {"sinks": self.sinks_H, "relative_keys": near[0], "relative_values": near[1]}
 
     def settings(self) -> dict[str, torch.Tensor | float | int | None]:
-        """What ranks that attend together must have in common, by name."""
+        """The settings that ranks that attend together must have in common, by name."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap, **self.tensors()}
 
     def check(self, heads: int, size: int, values: int) -> None:
@@ -187,13 +187,13 @@ class SoftmaxCall:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by: the scale of the options, or K^-1/2."""
+        """The factor of scores: the scale of the options, or K^-1/2."""
         scale = self.options.scale
         return float(self.q_BHLK.shape[3] ** -0.5) if scale is None else scale
 
     @property
     def needs_tiles(self) -> bool:
-        """Whether torch's fused kernels, which hold no score matrix, cannot express it."""
+        """Return whether torch's fused kernels, which hold no score matrix, cannot express this call."""
         options = self.options
         narrow = options.window is not None and options.window < self.keys
         special = (options.softcap, options.sinks_H, options.relative)
@@ -206,11 +206,11 @@ class SoftmaxCall:
         return batch, heads, queries, self.v_BGSV.shape[3]
 
     def with_qkv(self, q_BHLK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor) -> "SoftmaxCall":
-        """The same call of other queries, keys and values."""
+        """Return this call with other queries, keys and values."""
         return replace(self, q_BHLK=q_BHLK, k_BGSK=k_BGSK, v_BGSV=v_BGSV)
 
     def over(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor, placement: Placement | None) -> "SoftmaxCall":
-        """The same queries over these keys and values."""
+        """Return this call's queries over other keys and values."""
         return replace(self, k_BGSK=k_BGSK, v_BGSV=v_BGSV, placement=placement)
 
     def tokens(self, start: int, stop: int) -> "SoftmaxCall":

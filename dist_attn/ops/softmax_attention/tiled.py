@@ -29,7 +29,7 @@ TILE_ELEMENTS = 1 << 19
 
 
 class TileTerms(NamedTuple):
-    """What a call is about beside its tensors."""
+    """The terms of a call beside its tensors."""
 
     causal: bool
     scale: float
@@ -39,7 +39,7 @@ class TileTerms(NamedTuple):
 
     @staticmethod
     def of(call: SoftmaxCall) -> "TileTerms":
-        """Those of a call; without a placement its tokens are in order."""
+        """The terms of a call; without a placement its tokens are in order."""
         placement = Placement.in_order(call.queries, call.keys) if call.placement is None else call.placement
         return TileTerms(call.causal, call.score_scale, placement, call.options.window, call.options.softcap)
 
@@ -77,7 +77,7 @@ class TileTensors(NamedTuple):
         return TileTensors(q, self.k_BGSK.flatten(0, 1), self.v_BGSV.flatten(0, 1), *near)
 
     def zeros(self, dtype: torch.dtype) -> "TileTensors":
-        """As many zeros, for sums of gradients."""
+        """Zeros in the shapes of these tensors, for sums of gradients."""
         return _tensors(None if t is None else torch.zeros(t.shape, dtype=dtype, device=t.device) for t in self)
 
     def like(self, other: "TileTensors") -> "TileTensors":

@@ -29,7 +29,7 @@ Algorithm = StateExchange
 
 @dataclass(frozen=True)
 class Exchange:
-    """How states travel between ranks; equal on all ranks.
+    """A way of moving states between ranks; equal on all ranks.
 
     `auto` is what `dist-attn doctor --measure` found fastest on the machine of rank 0, else `costs.default_exchange`.
     `pieces` is into how many parts the pipelined ring cuts a state; `hosts` are the ranks of each host for the

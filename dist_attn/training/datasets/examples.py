@@ -33,7 +33,7 @@ def examples_of_step(step: int, batch: int, count: int, seed: int) -> NDArray[np
 
 
 def check_enough(count: int, batch: int, what: str) -> None:
-    """Raises ConfigError for fewer examples than a batch has."""
+    """Raise ConfigError for fewer examples than a batch has."""
     if count < batch:
         raise ConfigError(f"there are {count} {what}; a batch needs {batch}. Give more, or a smaller data.batch")
 
@@ -62,7 +62,7 @@ class LabelNames:
         return self._numbers[label]
 
     def check(self, num_classes: int) -> None:
-        """Raises ConfigError unless a model of so many classes has one for each label."""
+        """Raise ConfigError unless a model of so many classes has one for each label."""
         if len(self.names) != num_classes:
             raise ConfigError(
                 f"the training examples have {len(self.names)} labels, {self._shown()}; model.num_classes is "
