@@ -15,7 +15,7 @@ Priority = Literal["high", "normal", "low"]
 
 
 class Drawing(TypedDict, total=False):
-    """How tokens are drawn; docs/reference/service.md says what each option does, and which values it takes."""
+    """How tokens are drawn; docs/reference/http.md says what each option does, and which values it takes."""
 
     max_tokens: int
     temperature: float

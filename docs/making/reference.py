@@ -16,6 +16,8 @@ from dist_attn.shipped import default_model_folder
 __all__ = ["PAGES", "commands_page", "configuration_page", "http_page", "write"]
 
 FOLDER = Path("docs/reference")
+NOT_LOOKED_AT = "not looked at"
+LARGE = 1 << 53  # numbers beyond which a bound is no news
 METHODS = ("get", "head", "post", "put", "patch", "delete", "options")
 NOTE = "<!-- Written by `python -m docs.making.reference`; a test compares it with the code. -->\n"
 
@@ -115,15 +117,17 @@ def http_page() -> str:
     """Every route and every shape of its bodies, from the service's own OpenAPI text."""
     from dist_attn_service.app import create_app
     from dist_attn_service.base.settings import Settings
+    from dist_attn_service.schemas.completions import AnswerOptions, DrawingOptions, HowSoon
+    from dist_attn_service.schemas.neutral_fields import NeutralDrawing
 
     app = create_app(Settings(api_address="ipc:///unused", model=default_model_folder()))
     document = app.openapi()
     parts = [
         "# Every route\n",
         NOTE,
-        "What the service says of itself at `/openapi.json` and, for people, at `/docs`.",
-        "[The service](service.md) explains it. Every refusal is a problem document (RFC 9457) that also holds",
-        "OpenAI's error object.\n",
+        "What the service says of itself at `/openapi.json` and, for people, at `/docs`. [The service](service.md) has",
+        "what no option says. A field that is not needed may be null. Any other field or value is a 400 that names it.",
+        "Every refusal is a [Problem](#problem). `GET /` and `/page/…` are the [web page](../page.md).\n",
     ]
     groups: dict[str, list[str]] = {}
     for path, operations in document["paths"].items():
@@ -133,28 +137,52 @@ def http_page() -> str:
                 groups.setdefault(operation.get("tags", ["other"])[0], []).append(_route(path, method, operation))
     for tag, routes in groups.items():
         parts += [f"## {tag}\n", *routes]
-    parts.append("## Shapes\n")
-    parts += [_shape(name, shape) for name, shape in sorted(document["components"]["schemas"].items())]
+    shapes = document["components"]["schemas"]
+    sent = _sent(document)
+    parts += ["## Shapes of requests\n"]
+    shared = {kind.__name__: kind for kind in (HowSoon, DrawingOptions, AnswerOptions, NeutralDrawing)}
+    own = {name: set(kind.__annotations__) for name, kind in shared.items()}
+    complete = shapes["CompletionRequest"]["properties"]
+    for name, kind in shared.items():
+        fields = {field: complete[field] for field in kind.__annotations__}
+        parts.append(_request(name, {"description": kind.__doc__, "properties": fields}, ()))
+    for name in sorted(sent):
+        fields = shapes[name].get("properties", {})
+        has = [each for each, names in own.items() if all(fields.get(one) == complete[one] for one in names)]
+        left = {field: value for field, value in fields.items() if not any(field in own[each] for each in has)}
+        parts.append(_request(name, {**shapes[name], "properties": left}, has))
+    parts += ["## Shapes of answers\n"]
+    parts += [_answer(name, shapes[name]) for name in sorted(shapes.keys() - sent)]
     return "\n".join(parts)
+
+
+def _sent(document: dict[str, Any]) -> set[str]:
+    """The shapes of what clients send, and those inside them."""
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    found: set[str] = set()
+    waiting = [str([one.get("requestBody") for one in operations])]
+    while waiting:
+        names = set(re.findall(r"#/components/schemas/(\w+)", waiting.pop())) - found
+        found |= names
+        waiting += [str(document["components"]["schemas"][name]) for name in names]
+    return found
 
 
 def _route(path: str, method: str, operation: dict[str, Any]) -> str:
     parts = [f"### {method.upper()} `{path}`\n", _sentence(operation.get("description") or operation["summary"]) + "\n"]
-    rows = [
-        (f"`{one['name']}`", one["in"], _kind(one["schema"]), one["schema"].get("description", ""))
-        for one in operation.get("parameters", ())
-    ]
-    if rows:
-        parts.append(_table(("parameter", "where", "value", "what"), rows))
-    bodies = [_content(content) for content in (operation.get("requestBody", {}).get("content", {}),) if content]
-    if bodies:
-        parts.append(f"Body: {bodies[0]}.\n")
+    given = [one for one in operation.get("parameters", ()) if one["in"] != "path"]
+    if given:
+        parts.append(
+            "\n".join(_field(f"{one['name']}", one["schema"], "header" * (one["in"] == "header")) for one in given)
+            + "\n"
+        )
     answers = [
-        f"{status} {_content(answer.get('content', {}))}".strip()
+        f"{'' if status == '200' else status} {_content(answer.get('content', {}))}".strip()
         for status, answer in operation.get("responses", {}).items()
         if status != "default"
     ]
-    parts.append(f"Answers: {'; '.join(answers)}.\n")
+    said = [("Body", _content(operation.get("requestBody", {}).get("content", {}))), ("Answer", "; ".join(answers))]
+    parts.append(" ".join(f"{what}: {words}." for what, words in said if words) + "\n")
     return "\n".join(parts)
 
 
@@ -162,17 +190,34 @@ def _content(content: dict[str, Any]) -> str:
     said = []
     for kind, value in content.items():
         shape = _kind(value.get("schema", {}))
-        said.append(f"`{kind}` {shape}".strip())
+        said.append(shape if kind == "application/json" else f"`{kind}`")
     return ", ".join(said)
 
 
-def _shape(name: str, shape: dict[str, Any]) -> str:
-    rows = [
-        (f"`{field}`", _kind(value), "yes" if field in shape.get("required", ()) else "", value.get("description", ""))
-        for field, value in shape.get("properties", {}).items()
+def _request(name: str, shape: dict[str, Any], shared: Sequence[str]) -> str:
+    fields, needed = shape["properties"], shape.get("required", ())
+    unused = [f"`{field}`" for field, value in fields.items() if value.get("description", "").startswith(NOT_LOOKED_AT)]
+    lines = [f"* All of {', '.join(f'[{each}](#{each.lower()})' for each in shared)}."] if shared else []
+    lines += [
+        _field(field, value, "needed" * (field in needed))
+        for field, value in fields.items()
+        if f"`{field}`" not in unused
     ]
-    head = f"### {name}\n\n{_sentence(shape.get('description', ''))}\n"
-    return head + ("\n" + _table(("field", "value", "needed", "what"), rows) if rows else "")
+    lines += [f"* {', '.join(unused)}: taken and {NOT_LOOKED_AT}"] if unused else []
+    return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n" + "\n".join(lines) + "\n"
+
+
+def _field(name: str, schema: dict[str, Any], more: str = "") -> str:
+    """A line of what may be sent; a field that takes one value alone says so in its words."""
+    words = _sentence(schema.get("description", ""))
+    kind = "" if words.startswith("only ") else _kind(schema).removesuffix(" or null")
+    said = ", ".join(one for one in (kind, more) if one)
+    return f"* `{name}`{f' {said}' if said else ''}{f': {words}' if words else ''}"
+
+
+def _answer(name: str, shape: dict[str, Any]) -> str:
+    fields = ", ".join(f"`{field}` {_kind(value)}" for field, value in shape.get("properties", {}).items())
+    return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n{fields}.\n"
 
 
 def _kind(schema: dict[str, Any]) -> str:
@@ -183,14 +228,15 @@ def _kind(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if options := schema.get("enum"):
-        return ", ".join(f"`{option}`" for option in options)
+        return " or ".join(f"`{option}`" for option in options)
     for several in ("anyOf", "oneOf"):
         if several in schema:
             return " or ".join(dict.fromkeys(_kind(one) for one in schema[several]))
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {}))}"
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
-    bounds = (f" from {low}" if low is not None else "") + (f" to {high}" if high is not None else "")
+    low, above, high = schema.get("minimum"), schema.get("exclusiveMinimum"), schema.get("maximum")
+    bounds = f" from {low}" if low is not None and low > -LARGE else "" if above is None else f" above {above}"
+    bounds += f" to {high}" if high is not None and high < LARGE else ""
     return f"{schema.get('type', 'anything')}{bounds}"
 
 
