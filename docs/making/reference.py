@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -17,6 +18,7 @@ __all__ = ["PAGES", "commands_page", "configuration_page", "http_page", "write"]
 
 FOLDER = Path("docs/reference")
 NOT_LOOKED_AT = "not looked at"
+SHARED_BY = 3  # commands with the very same option, which is then told once
 LARGE = 1 << 53  # numbers beyond which a bound is no news
 METHODS = ("get", "head", "post", "put", "patch", "delete", "options")
 NOTE = "<!-- Written by `python -m docs.making.reference`; a test compares it with the code. -->\n"
@@ -33,20 +35,36 @@ def commands_page() -> str:
         "sense. Exit codes: 0 done, 1 the work failed, 2 the input was not usable, 130 Ctrl-C.",
         "[The command line](command-line.md) says more.\n",
     ]
-    parts += _commands(app, "dist-attn")
+    commands = dict(_commands(app, "dist-attn"))
+    options = {name: [_option(*one) for one in _parameters(callback)] for name, callback in commands.items()}
+    uses = Counter(line for lines in options.values() for line in lines)
+    often = [line for line, count in uses.most_common() if count >= SHARED_BY]
+    shared = list({line.partition(":")[0]: line for line in reversed(often)}.values())  # of one name the commonest
+    parts += ["## Options of several commands\n", "\n".join(shared) + "\n"]
+    for name, callback in commands.items():
+        own = [line for line in options[name] if line not in shared]
+        also = ", ".join(line.split(":")[0].removeprefix("* ") for line in options[name] if line in shared)
+        own += [f"* {also}: as [above](#options-of-several-commands)."] if also else []
+        parts += [f"## {name}\n", _help(callback.__doc__ or "") + "\n", "\n".join(own) + "\n"]
     return "\n".join(parts)
 
 
-def _commands(program: typer.Typer, name: str) -> Iterator[str]:
+def _commands(program: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Each command under its whole name."""
     for command in program.registered_commands:
         if command.callback is not None and not command.hidden:
-            word = command.name or command.callback.__name__.replace("_", "-")
-            yield f"## {name} {word}\n"
-            yield f"{_help(command.callback.__doc__ or '')}\n"
-            yield _table(("argument or option", "what", "values", "default"), list(_parameters(command.callback)))
+            yield f"{name} {command.name or command.callback.__name__.replace('_', '-')}", command.callback
     for group in program.registered_groups:
         if group.typer_instance is not None:
             yield from _commands(group.typer_instance, f"{name} {group.typer_instance.info.name}")
+
+
+def _option(name: str, words: str, values: str, default: str) -> str:
+    """A line of what a command takes."""
+    said = "; ".join(
+        one for one in (values, "needed" if default == "needed" else default and f"default {default}") if one
+    )
+    return f"* {name}: {_sentence(words)}{f' ({said})' if said else ''}"
 
 
 def _help(text: str) -> str:
@@ -78,6 +96,7 @@ def _values(kind: Any, low: float | None, high: float | None) -> str:
         return f"{_values(get_args(kind)[0], low, high)}, repeatable"
     if get_args(kind):  # an option that may be left out
         return _values(next(one for one in get_args(kind) if one is not type(None)), low, high)
+    high = None if high is not None and high >= LARGE else high
     words = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: ""}[kind]
     return words + (f" from {low}" if low is not None else "") + (f" to {high}" if high is not None else "")
 
@@ -105,12 +124,12 @@ def configuration_page() -> str:
 
 
 def _settings(fields: Sequence[tuple[str, Any]], prefix: str) -> str:
-    rows = []
+    lines = []
     for name, field in fields:
         default = None if field.default_factory else field.get_default()  # what depends on the machine is in the words
-        shown = "" if default in (None, "", ()) else f"`{default}`"
-        rows.append((f"`{prefix}{name}`", field.description or "", shown))
-    return _table(("key", "what", "default"), rows)
+        shown = "" if default in (None, "", ()) else f" = `{default}`"
+        lines.append(f"* `{prefix}{name}`{shown}: {_sentence(field.description or '')}")
+    return "\n".join(lines) + "\n"
 
 
 def http_page() -> str:
@@ -242,14 +261,6 @@ def _kind(schema: dict[str, Any]) -> str:
 
 def _sentence(text: str) -> str:
     return " ".join(text.split())
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    cells = [[_sentence(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
-    lines = [head, ["---"] * len(head), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {
