@@ -99,10 +99,7 @@ def test_pages_name_files_that_exist() -> None:
 
 
 def test_decisions_are_numbered_once_and_listed() -> None:
-    """Decisions count from 0001 without gap or double, name themselves so, and stand in the list with their titles.
-
-    Those that no longer decide stand in the list of the archive.
-    """
+    """Decisions count from 0001 without gap or double, name themselves so, and stand in the list of their folder."""
     folder = ROOT / "docs" / "decisions"
     pages = sorted(folder.rglob("[0-9]*.md"), key=lambda page: page.name)
     assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
