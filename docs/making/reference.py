@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from dist_attn_service.schemas.base import MODEL_WORDS
 from typer.models import ArgumentInfo
 
 from dist_attn.settings import Settings as SettingsTree
@@ -146,6 +147,7 @@ def http_page() -> str:
         NOTE,
         "What the service says of itself at `/openapi.json` and, for people, at `/docs`. [The service](service.md) has",
         "what no option says. A field that is not needed may be null. Any other field or value is a 400 that names it.",
+        f"`model`, in nearly all of them, is {MODEL_WORDS}.",
         "Every refusal is a [Problem](#problem). `GET /` and `/page/…` are the [web page](../page.md).\n",
     ]
     groups: dict[str, list[str]] = {}
@@ -190,6 +192,7 @@ def _sent(document: dict[str, Any]) -> set[str]:
 def _route(path: str, method: str, operation: dict[str, Any]) -> str:
     parts = [f"### {method.upper()} `{path}`\n", _sentence(operation.get("description") or operation["summary"]) + "\n"]
     given = [one for one in operation.get("parameters", ()) if one["in"] != "path"]
+    given = [one for one in given if one["schema"].get("description") != MODEL_WORDS]
     if given:
         parts.append(
             "\n".join(_field(f"{one['name']}", one["schema"], "header" * (one["in"] == "header")) for one in given)
@@ -215,6 +218,7 @@ def _content(content: dict[str, Any]) -> str:
 
 def _request(name: str, shape: dict[str, Any], shared: Sequence[str]) -> str:
     fields, needed = shape["properties"], shape.get("required", ())
+    fields = {field: value for field, value in fields.items() if value.get("description") != MODEL_WORDS}
     unused = [f"`{field}`" for field, value in fields.items() if value.get("description", "").startswith(NOT_LOOKED_AT)]
     lines = [f"* All of {', '.join(f'[{each}](#{each.lower()})' for each in shared)}."] if shared else []
     lines += [
@@ -235,8 +239,12 @@ def _field(name: str, schema: dict[str, Any], more: str = "") -> str:
 
 
 def _answer(name: str, shape: dict[str, Any]) -> str:
-    fields = ", ".join(f"`{field}` {_kind(value)}" for field, value in shape.get("properties", {}).items())
-    return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n{fields}.\n"
+    """What an answer holds, by kind of value."""
+    fields: dict[str, list[str]] = {}
+    for field, value in shape.get("properties", {}).items():
+        fields.setdefault(_kind(value), []).append(f"`{field}`")
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in fields.items())
+    return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n{said}.\n"
 
 
 def _kind(schema: dict[str, Any]) -> str:

@@ -33,7 +33,8 @@ def digits(value: Any) -> Any:
     return value
 
 
-ModelName = Annotated[str | None, Field(description="the served model's id; any other is a 404")]
+MODEL_WORDS = "the served model's id; any other is a 404"
+ModelName = Annotated[str | None, Field(description=MODEL_WORDS)]
 Cut = Literal["sentence", "paragraph", "chapter"]
 Granularity = Literal["token", "window", "document", Cut]
 Pooling = Literal["mean", "last"]
