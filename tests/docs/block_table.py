@@ -48,19 +48,7 @@ source_layout, target_layout = SequenceLayout.even(6, comm.size), SequenceLayout
 """
 
 BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
-    "README.md": (
-        Not(STAYS),
-        Run("shell", says=("encoding.summary", "data: [DONE]")),
-        Run(
-            "shell",
-            leave={
-                ".venv/bin/python examples": "it takes minutes; tests/examples/test_examples.py trains less",
-            },
-            instead={"--max-tokens 100": "--max-tokens 5"},
-        ),
-        Run("python", instead={"100_000": "1_000"}),
-        DRAWING,
-    ),
+    "README.md": (Not(STAYS), Run("shell")),
     "CONTRIBUTING.md": (Not(INSTALLS), Not(GATE)),
     "docs/adding-a-mixer.md": (*[Elsewhere("tests/mixers/test_adding_a_mixer.py")] * 3,),
     "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
