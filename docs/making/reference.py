@@ -3,11 +3,13 @@
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from dist_attn_service.schemas.base import MODEL_WORDS
 from typer.models import ArgumentInfo
 
 from dist_attn.settings import Settings as SettingsTree
@@ -16,6 +18,9 @@ from dist_attn.shipped import default_model_folder
 __all__ = ["PAGES", "commands_page", "configuration_page", "http_page", "write"]
 
 FOLDER = Path("docs/reference")
+NOT_LOOKED_AT = "not looked at"
+SHARED_BY = 3  # commands with the very same option, which is then told once
+LARGE = 1 << 53  # numbers beyond which a bound is no news
 METHODS = ("get", "head", "post", "put", "patch", "delete", "options")
 NOTE = "<!-- Written by `python -m docs.making.reference`; a test compares it with the code. -->\n"
 
@@ -31,20 +36,36 @@ def commands_page() -> str:
         "sense. Exit codes: 0 done, 1 the work failed, 2 the input was not usable, 130 Ctrl-C.",
         "[The command line](command-line.md) says more.\n",
     ]
-    parts += _commands(app, "dist-attn")
+    commands = dict(_commands(app, "dist-attn"))
+    options = {name: [_option(*one) for one in _parameters(callback)] for name, callback in commands.items()}
+    uses = Counter(line for lines in options.values() for line in lines)
+    often = [line for line, count in uses.most_common() if count >= SHARED_BY]
+    shared = list({line.partition(":")[0]: line for line in reversed(often)}.values())  # of one name the commonest
+    parts += ["## Options of several commands\n", "\n".join(shared) + "\n"]
+    for name, callback in commands.items():
+        own = [line for line in options[name] if line not in shared]
+        also = ", ".join(line.split(":")[0].removeprefix("* ") for line in options[name] if line in shared)
+        own += [f"* {also}: as [above](#options-of-several-commands)."] if also else []
+        parts += [f"## {name}\n", _help(callback.__doc__ or "") + "\n", "\n".join(own) + "\n"]
     return "\n".join(parts)
 
 
-def _commands(program: typer.Typer, name: str) -> Iterator[str]:
+def _commands(program: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Each command under its whole name."""
     for command in program.registered_commands:
         if command.callback is not None and not command.hidden:
-            word = command.name or command.callback.__name__.replace("_", "-")
-            yield f"## {name} {word}\n"
-            yield f"{_help(command.callback.__doc__ or '')}\n"
-            yield _table(("argument or option", "what", "values", "default"), list(_parameters(command.callback)))
+            yield f"{name} {command.name or command.callback.__name__.replace('_', '-')}", command.callback
     for group in program.registered_groups:
         if group.typer_instance is not None:
             yield from _commands(group.typer_instance, f"{name} {group.typer_instance.info.name}")
+
+
+def _option(name: str, words: str, values: str, default: str) -> str:
+    """A line of what a command takes."""
+    said = "; ".join(
+        one for one in (values, "needed" if default == "needed" else default and f"default {default}") if one
+    )
+    return f"* {name}: {_sentence(words)}{f' ({said})' if said else ''}"
 
 
 def _help(text: str) -> str:
@@ -76,6 +97,7 @@ def _values(kind: Any, low: float | None, high: float | None) -> str:
         return f"{_values(get_args(kind)[0], low, high)}, repeatable"
     if get_args(kind):  # an option that may be left out
         return _values(next(one for one in get_args(kind) if one is not type(None)), low, high)
+    high = None if high is not None and high >= LARGE else high
     words = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: ""}[kind]
     return words + (f" from {low}" if low is not None else "") + (f" to {high}" if high is not None else "")
 
@@ -103,27 +125,30 @@ def configuration_page() -> str:
 
 
 def _settings(fields: Sequence[tuple[str, Any]], prefix: str) -> str:
-    rows = []
+    lines = []
     for name, field in fields:
         default = None if field.default_factory else field.get_default()  # what depends on the machine is in the words
-        shown = "" if default in (None, "", ()) else f"`{default}`"
-        rows.append((f"`{prefix}{name}`", field.description or "", shown))
-    return _table(("key", "what", "default"), rows)
+        shown = "" if default in (None, "", ()) else f" = `{default}`"
+        lines.append(f"* `{prefix}{name}`{shown}: {_sentence(field.description or '')}")
+    return "\n".join(lines) + "\n"
 
 
 def http_page() -> str:
     """Every route and every shape of its bodies, from the service's own OpenAPI text."""
     from dist_attn_service.app import create_app
     from dist_attn_service.base.settings import Settings
+    from dist_attn_service.schemas.completions import AnswerOptions, DrawingOptions, HowSoon
+    from dist_attn_service.schemas.neutral_fields import NeutralDrawing
 
     app = create_app(Settings(api_address="ipc:///unused", model=default_model_folder()))
     document = app.openapi()
     parts = [
         "# Every route\n",
         NOTE,
-        "What the service says of itself at `/openapi.json` and, for people, at `/docs`.",
-        "[The service](service.md) explains it. Every refusal is a problem document (RFC 9457) that also holds",
-        "OpenAI's error object.\n",
+        "What the service says of itself at `/openapi.json` and, for people, at `/docs`. [The service](service.md) has",
+        "what no option says. A field that is not needed may be null. Any other field or value is a 400 that names it.",
+        f"`model`, in nearly all of them, is {MODEL_WORDS}.",
+        "Every refusal is a [Problem](#problem). `GET /` and `/page/…` are the [web page](../page.md).\n",
     ]
     groups: dict[str, list[str]] = {}
     for path, operations in document["paths"].items():
@@ -133,28 +158,53 @@ def http_page() -> str:
                 groups.setdefault(operation.get("tags", ["other"])[0], []).append(_route(path, method, operation))
     for tag, routes in groups.items():
         parts += [f"## {tag}\n", *routes]
-    parts.append("## Shapes\n")
-    parts += [_shape(name, shape) for name, shape in sorted(document["components"]["schemas"].items())]
+    shapes = document["components"]["schemas"]
+    sent = _sent(document)
+    parts += ["## Shapes of requests\n"]
+    shared = {kind.__name__: kind for kind in (HowSoon, DrawingOptions, AnswerOptions, NeutralDrawing)}
+    own = {name: set(kind.__annotations__) for name, kind in shared.items()}
+    complete = shapes["CompletionRequest"]["properties"]
+    for name, kind in shared.items():
+        fields = {field: complete[field] for field in kind.__annotations__}
+        parts.append(_request(name, {"description": kind.__doc__, "properties": fields}, ()))
+    for name in sorted(sent):
+        fields = shapes[name].get("properties", {})
+        has = [each for each, names in own.items() if all(fields.get(one) == complete[one] for one in names)]
+        left = {field: value for field, value in fields.items() if not any(field in own[each] for each in has)}
+        parts.append(_request(name, {**shapes[name], "properties": left}, has))
+    parts += ["## Shapes of answers\n"]
+    parts += [_answer(name, shapes[name]) for name in sorted(shapes.keys() - sent)]
     return "\n".join(parts)
+
+
+def _sent(document: dict[str, Any]) -> set[str]:
+    """The shapes of what clients send, and those inside them."""
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    found: set[str] = set()
+    waiting = [str([one.get("requestBody") for one in operations])]
+    while waiting:
+        names = set(re.findall(r"#/components/schemas/(\w+)", waiting.pop())) - found
+        found |= names
+        waiting += [str(document["components"]["schemas"][name]) for name in names]
+    return found
 
 
 def _route(path: str, method: str, operation: dict[str, Any]) -> str:
     parts = [f"### {method.upper()} `{path}`\n", _sentence(operation.get("description") or operation["summary"]) + "\n"]
-    rows = [
-        (f"`{one['name']}`", one["in"], _kind(one["schema"]), one["schema"].get("description", ""))
-        for one in operation.get("parameters", ())
-    ]
-    if rows:
-        parts.append(_table(("parameter", "where", "value", "what"), rows))
-    bodies = [_content(content) for content in (operation.get("requestBody", {}).get("content", {}),) if content]
-    if bodies:
-        parts.append(f"Body: {bodies[0]}.\n")
+    given = [one for one in operation.get("parameters", ()) if one["in"] != "path"]
+    given = [one for one in given if one["schema"].get("description") != MODEL_WORDS]
+    if given:
+        parts.append(
+            "\n".join(_field(f"{one['name']}", one["schema"], "header" * (one["in"] == "header")) for one in given)
+            + "\n"
+        )
     answers = [
-        f"{status} {_content(answer.get('content', {}))}".strip()
+        f"{'' if status == '200' else status} {_content(answer.get('content', {}))}".strip()
         for status, answer in operation.get("responses", {}).items()
         if status != "default"
     ]
-    parts.append(f"Answers: {'; '.join(answers)}.\n")
+    said = [("Body", _content(operation.get("requestBody", {}).get("content", {}))), ("Answer", "; ".join(answers))]
+    parts.append(" ".join(f"{what}: {words}." for what, words in said if words) + "\n")
     return "\n".join(parts)
 
 
@@ -162,17 +212,39 @@ def _content(content: dict[str, Any]) -> str:
     said = []
     for kind, value in content.items():
         shape = _kind(value.get("schema", {}))
-        said.append(f"`{kind}` {shape}".strip())
+        said.append(shape if kind == "application/json" else f"`{kind}`")
     return ", ".join(said)
 
 
-def _shape(name: str, shape: dict[str, Any]) -> str:
-    rows = [
-        (f"`{field}`", _kind(value), "yes" if field in shape.get("required", ()) else "", value.get("description", ""))
-        for field, value in shape.get("properties", {}).items()
+def _request(name: str, shape: dict[str, Any], shared: Sequence[str]) -> str:
+    fields, needed = shape["properties"], shape.get("required", ())
+    fields = {field: value for field, value in fields.items() if value.get("description") != MODEL_WORDS}
+    unused = [f"`{field}`" for field, value in fields.items() if value.get("description", "").startswith(NOT_LOOKED_AT)]
+    lines = [f"* All of {', '.join(f'[{each}](#{each.lower()})' for each in shared)}."] if shared else []
+    lines += [
+        _field(field, value, "needed" * (field in needed))
+        for field, value in fields.items()
+        if f"`{field}`" not in unused
     ]
-    head = f"### {name}\n\n{_sentence(shape.get('description', ''))}\n"
-    return head + ("\n" + _table(("field", "value", "needed", "what"), rows) if rows else "")
+    lines += [f"* {', '.join(unused)}: taken and {NOT_LOOKED_AT}"] if unused else []
+    return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n" + "\n".join(lines) + "\n"
+
+
+def _field(name: str, schema: dict[str, Any], more: str = "") -> str:
+    """A line of what may be sent; a field that takes one value alone says so in its words."""
+    words = _sentence(schema.get("description", ""))
+    kind = "" if words.startswith("only ") else _kind(schema).removesuffix(" or null")
+    said = ", ".join(one for one in (kind, more) if one)
+    return f"* `{name}`{f' {said}' if said else ''}{f': {words}' if words else ''}"
+
+
+def _answer(name: str, shape: dict[str, Any]) -> str:
+    """What an answer holds, by kind of value."""
+    fields: dict[str, list[str]] = {}
+    for field, value in shape.get("properties", {}).items():
+        fields.setdefault(_kind(value), []).append(f"`{field}`")
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in fields.items())
+    return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n{said}.\n"
 
 
 def _kind(schema: dict[str, Any]) -> str:
@@ -183,27 +255,20 @@ def _kind(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if options := schema.get("enum"):
-        return ", ".join(f"`{option}`" for option in options)
+        return " or ".join(f"`{option}`" for option in options)
     for several in ("anyOf", "oneOf"):
         if several in schema:
             return " or ".join(dict.fromkeys(_kind(one) for one in schema[several]))
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {}))}"
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
-    bounds = (f" from {low}" if low is not None else "") + (f" to {high}" if high is not None else "")
+    low, above, high = schema.get("minimum"), schema.get("exclusiveMinimum"), schema.get("maximum")
+    bounds = f" from {low}" if low is not None and low > -LARGE else "" if above is None else f" above {above}"
+    bounds += f" to {high}" if high is not None and high < LARGE else ""
     return f"{schema.get('type', 'anything')}{bounds}"
 
 
 def _sentence(text: str) -> str:
     return " ".join(text.split())
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    cells = [[_sentence(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
-    lines = [head, ["---"] * len(head), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {

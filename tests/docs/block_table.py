@@ -48,19 +48,7 @@ source_layout, target_layout = SequenceLayout.even(6, comm.size), SequenceLayout
 """
 
 BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
-    "README.md": (
-        Not(STAYS),
-        Run("shell", says=("encoding.summary", "data: [DONE]")),
-        Run(
-            "shell",
-            leave={
-                ".venv/bin/python examples": "it takes minutes; tests/examples/test_examples.py trains less",
-            },
-            instead={"--max-tokens 100": "--max-tokens 5"},
-        ),
-        Run("python", instead={"100_000": "1_000"}),
-        DRAWING,
-    ),
+    "README.md": (Not(STAYS), Run("shell")),
     "CONTRIBUTING.md": (Not(INSTALLS), Not(GATE)),
     "docs/adding-a-mixer.md": (*[Elsewhere("tests/mixers/test_adding_a_mixer.py")] * 3,),
     "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
@@ -176,17 +164,16 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/reference/service.md": (
         Run("shell", leave={"make serve": STAYS}),
         Run("python"),
+        Run("answer", of="PromptProgress"),
         Run("shell", says=("encoding.summary",)),
-        Run("shell"),
         Run("shell", instead={'"job_…"': "\"'job_…'\""}, says=("search.results",)),
         Run("answer", of="SearchResults"),
+        Run("shell"),
         Run("shell", instead={**SMALLER, **BREAKS_OFF, "+5242881": "+5243"}),
         Run("shell", instead={**SMALLER, **BREAKS_OFF}),
-        Run("answer", of="PromptProgress"),
         Run("shell", says=('"position":9000', "data: [DONE]", '"object":"session"')),
         Run("answer", of="AppendSummary"),
         Run("settings", instead={'"…"': f'"{"0" * 64}"'}),
-        Run("settings"),
     ),
     "docs/measurements/shipped-models.md": (Run("shell"),),
     "docs/state.md": (
@@ -203,6 +190,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         ),
         Not("it needs a store that was lost; tests/service/test_lost_catalogue.py repairs one"),
     ),
+    "docs/reference/ops.md": (Run("python", instead={"100_000": "1_000"}),),
     "docs/reference/training-data.md": (
         Not("it needs three trained models; tests/training/test_tasks.py reads such folders"),
     ),

@@ -99,7 +99,8 @@ def query_parameters(kind: type[BaseModel], leave_out: Sequence[str] = ()) -> Pa
 
     def parameter(name: str, schema: Json) -> Json:
         values = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
-        return {"name": name, "in": "query", "required": False, "schema": values[0] if values else schema}
+        words = {key: schema[key] for key in ("description",) if key in schema}
+        return {"name": name, "in": "query", "required": False, "schema": {**values[0], **words} if values else schema}
 
     fields = kind.model_json_schema()["properties"]
     return [parameter(name, schema) for name, schema in fields.items() if name not in leave_out]

@@ -15,6 +15,11 @@ class Input(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+def optional(words: str) -> Any:
+    """A field that may be left out, and what it does in words for `/docs` and docs/reference/http.md."""
+    return Field(default=None, description=words)
+
+
 class Query(BaseModel):
     """The base of queries: texts, from which numbers are made."""
 
@@ -28,6 +33,8 @@ def digits(value: Any) -> Any:
     return value
 
 
+MODEL_WORDS = "the served model's id; any other is a 404"
+ModelName = Annotated[str | None, Field(description=MODEL_WORDS)]
 Cut = Literal["sentence", "paragraph", "chapter"]
 Granularity = Literal["token", "window", "document", Cut]
 Pooling = Literal["mean", "last"]

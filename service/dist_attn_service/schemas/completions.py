@@ -7,8 +7,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_api.types import Answer, CompletionUsage, FinishReason
-from dist_attn_service.schemas.base import Input
+from dist_attn_service.schemas.base import Input, ModelName, optional
 from dist_attn_service.schemas.neutral_fields import (
+    UNUSED,
     EmptyList,
     NeutralChat,
     NeutralCompletion,
@@ -32,25 +33,47 @@ Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 class HowSoon(BaseModel):
     """The priority of a request, and the time for which its answer is of use; they override the headers."""
 
-    priority: Literal["high", "normal", "low"] | None = None
-    deadline_seconds: Annotated[float, Field(gt=0, le=2_592_000)] | None = None
+    priority: Literal["high", "normal", "low"] | None = optional(
+        "how urgent it is, default normal; high asks for an admin key where there are any; over `x-request-priority`"
+    )
+    deadline_seconds: Annotated[float, Field(gt=0, le=2_592_000)] | None = optional(
+        "seconds after which the answer is of no use and the work is dropped; over `x-request-deadline`"
+    )
 
 
 class DrawingOptions(HowSoon):
     """The options of each request that draws tokens; each kind adds `max_tokens` and `logprobs` with its own bounds."""
 
-    model: str | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
-    stream: bool | None = None
-    user: str | None = None
+    model: ModelName = None
+    temperature: Annotated[float, Field(ge=0)] | None = optional(
+        "0 takes the likeliest token; default 1, or what a downloaded folder says"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = optional(
+        "draw from the likeliest tokens that have this probability together"
+    )
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = optional(
+        "draw from so many of the likeliest tokens; 0 or -1: from all; vLLM's"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = optional(
+        "of the tokens that `top_k` leaves, draw from those whose probability at this temperature is at least so many "
+        "times that of the likeliest; `top_p` is then applied to these; vLLM's"
+    )
+    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = optional(
+        "of 64 bits: the same request draws the same text; choice 0 draws what it draws alone"
+    )
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = optional(
+        "texts that end what is drawn, up to `limits.stop_strings` of up to `limits.stop_characters` characters; "
+        "default of chats: those of the model folder; an empty list: none"
+    )
+    presence_penalty: Penalty | None = optional(
+        "subtracted from the logit of each token that was drawn before; those of the prompt do not count"
+    )
+    frequency_penalty: Penalty | None = optional("likewise, once for each time it was drawn")
+    logit_bias: Biases | None = optional(
+        "by token id, -100 to 100, at most 1,024: added to its logit; -100 as good as rules it out, the end token too"
+    )
+    stream: bool | None = optional("answer as server-sent events")
+    user: str | None = UNUSED
 
     def spec(
         self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None, defaults: Mapping[str, float | int]
@@ -65,18 +88,22 @@ class DrawingOptions(HowSoon):
 class StreamOptions(NeutralStream, Input):
     """Options of a streamed answer."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | None = optional("a last event with the usage")
+    continuous_usage_stats: bool | None = optional("the usage so far in every event; vLLM's")
 
 
 class AnswerOptions(DrawingOptions):
     """Further options of completions and chats; those whose description begins with `only` are taken at one value."""
 
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    stream_options: StreamOptions | None = None
-    return_progress: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = optional(
+        "up to `max_tokens`: before so many tokens no end token is drawn and stop strings are not looked for; vLLM's"
+    )
+    ignore_eos: bool | None = optional("end tokens do not end the text and count as tokens, without text; vLLM's")
+    n: Annotated[int, Field(ge=1)] | None = optional(
+        "answers for each prompt, each with a seed of its own; up to `limits.max_choices` over all prompts"
+    )
+    stream_options: StreamOptions | None = optional("with `stream` alone")
+    return_progress: bool | None = optional("with `stream`: events that say how far the prompt is read; ours")
     repetition_penalty: One | None = only(
         "1: penalties are subtracted; use presence_penalty or frequency_penalty, which the prompt does not count for"
     )
@@ -98,7 +125,7 @@ class AnswerOptions(DrawingOptions):
 
 
 _TEXTS_SCHEMA = {
-    "description": "A text, a list of texts, a list of token ids, or a list of such lists.",
+    "description": "a text, a list of texts, a list of token ids, or a list of such lists; none may be empty",
     "anyOf": [
         {"type": "string", "minLength": 1},
         {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
@@ -119,10 +146,18 @@ class CompletionRequest(NeutralCompletion, AnswerOptions, Input):
     """
 
     prompt: Texts
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = optional(
+        "1 to `limits.max_tokens`, default 16; with `echo` 0 too, which draws nothing"
+    )
+    logprobs: Annotated[int, Field(ge=0)] | None = optional(
+        "up to `limits.max_logprobs`: log-probabilities of the drawn tokens and of so many likeliest, the model's own, "
+        "before biases, penalties, temperature and filters"
+    )
+    echo: bool | None = optional("the prompt before the text; with `logprobs` those of its tokens too")
+    best_of: Annotated[int, Field(ge=1)] | None = optional(
+        "from `n` to `limits.max_choices` over all prompts: so many are drawn, and the `n` with the highest mean "
+        "log-probability per token are answered, the best first; all count in `usage`; more than `n` not with `stream`"
+    )
 
 
 # ---- /v1/chat/completions ----------------------------------------------------------------------
@@ -166,7 +201,7 @@ class ChatMessage(NeutralMessage, Input):
     model_config = ConfigDict(json_schema_extra=_SAYS_SOMETHING)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = optional("needed without `tool_calls`")
     name: str | None = None
     tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -181,14 +216,22 @@ class ChatMessage(NeutralMessage, Input):
 class ChatRequest(NeutralChat, AnswerOptions, Input):
     """OpenAI's chat completion request, with the further options of completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True, description="at least one")]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = optional(
+        "told to the template, and refused where it does not look at them; what is called stands in `content` as drawn"
+    )
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = optional(
+        "told to the template, and refused where it does not look at them"
+    )
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "further values for the template, such as `enable_thinking`; none that has a field of its own"
+    )
+    max_tokens: Annotated[int, Field(ge=1)] | None = optional("up to `limits.max_tokens`, default 1,024")
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = optional("another name of `max_tokens`")
+    logprobs: bool | None = optional("each drawn token with its log-probability and bytes")
+    top_logprobs: Annotated[int, Field(ge=0)] | None = optional(
+        "with `logprobs`: so many likeliest tokens, up to `limits.max_logprobs`"
+    )
 
 
 class LikelyToken(Answer):

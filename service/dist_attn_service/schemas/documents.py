@@ -10,19 +10,22 @@ from dist_attn_service.schemas.base import (
     Cut,
     Granularity,
     Input,
+    ModelName,
     Pooling,
     Position,
     Query,
     QueryNumber,
     RowFormatName,
     digits,
+    optional,
 )
 from dist_attn_service.schemas.completions import HowSoon, Texts
-from dist_attn_service.schemas.neutral_fields import NeutralEmbedding, NeutralRerank
+from dist_attn_service.schemas.neutral_fields import UNUSED, NeutralEmbedding, NeutralRerank
 
 MOST_BOUNDARIES = 1_000_000
 MOST_SEARCHED = 256
-ShortText = Annotated[str, Field(min_length=1, max_length=8192)]
+ShortText = Annotated[str, Field(min_length=1, max_length=8192, description="at most 8,192 characters")]
+FILE_INSTEAD = "a file of the caller in place of `input`"
 
 
 Boundaries = Annotated[
@@ -30,7 +33,8 @@ Boundaries = Annotated[
     Field(
         min_length=1,
         max_length=MOST_BOUNDARIES,
-        description="in place of `granularity`: rising byte offsets at which rows end, but for the last row",
+        description="in place of `granularity` and `window`: rising byte offsets at which rows end, up to 1,000,000; "
+        "the last row ends with the document",
     ),
 ]
 
@@ -38,39 +42,43 @@ Boundaries = Annotated[
 class EmbeddingRequest(NeutralEmbedding, Input):
     """OpenAI's embeddings request: the mean of the hidden states over each input, or a text encoder's vector of it."""
 
-    model: str | None = None
+    model: ModelName = None
     input: Texts
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
+    encoding_format: Literal["float", "base64"] | None = optional("default float; base64 is of little-endian float32")
+    dimensions: Annotated[int, Field(ge=1)] | None = optional("the model's own width alone")
+    user: str | None = UNUSED
 
 
 class TokenizeRequest(Input):
     """A text to be cut into tokens, including those that frame every text unless `add_special_tokens` is false."""
 
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    model: ModelName = None
+    prompt: Annotated[str, Field(description="may be empty")]
+    add_special_tokens: bool | None = optional(
+        "false leaves out the tokens that a downloaded model's files put around every text; default true"
+    )
+    return_token_strs: bool | None = optional("each token's text too")
 
 
 class DetokenizeRequest(Input):
     """Tokens to be put together again."""
 
-    model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    model: ModelName = None
+    tokens: Annotated[list[int], Field(fail_fast=True, description="ids of the vocabulary")]
 
 
 class EncodingOptions(Query):
     """The choice of rows to return, in the query of any request or in a JSON body."""
 
-    model: str | None = None
-    granularity: Granularity = "window"
+    model: ModelName = None
+    granularity: Granularity = Field(default="window", description="where rows end")
     window: Annotated[int, BeforeValidator(digits)] = Field(
-        default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
+        default=512, ge=1, le=MAX_WINDOW, description="tokens per row; default 512"
     )
-    pooling: Pooling = "mean"
-    format: RowFormatName = "ndjson"
+    pooling: Pooling = Field(default="mean", description="of the hidden states in a row")
+    format: RowFormatName = Field(
+        default="ndjson", description="left out: what `Accept` prefers of their types, else ndjson"
+    )
     from_row: QueryNumber = Field(
         default=0, description="leave out the rows before this one, which are computed all the same"
     )
@@ -87,8 +95,8 @@ class EncodingRequest(EncodingOptions):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    input: str | None = None
-    file_id: str | None = Field(default=None, description="a file in place of `input`")
+    input: str | None = optional("the text, not empty")
+    file_id: str | None = optional(FILE_INSTEAD)
     boundaries: Boundaries = None
 
 
@@ -111,12 +119,12 @@ class EstimateRequest(Input):
     caller: the tokens of a short one are counted, those of a long one estimated from samples.
     """
 
-    model: str | None = None
+    model: ModelName = None
     input: str | None = Field(default=None, description="the text, or beside `bytes` a sample of it")
     file_id: str | None = Field(default=None, description="a file in place of `input` and `bytes`")
     bytes: Position | None = Field(default=None, description="size of the text")
     tokens: Position | None = Field(default=None, description="size in tokens")
-    granularity: CountableRows = "window"
+    granularity: CountableRows = Field(default="window", description="the rows whose bytes are asked for")
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
     max_tokens: int | None = Field(default=None, ge=1, le=MOST, description="of a completion; left out: an encoding")
 
@@ -142,16 +150,18 @@ def _not_too_many(value: Any) -> Any:
 class SearchRequest(HowSoon, Input):
     """A query, and the documents whose rows may answer it; `granularity` and `window` are for those without a job."""
 
-    model: str | None = None
+    model: ModelName = None
     query: ShortText
     documents: Annotated[
         list[SearchDocument | str],
-        Field(min_length=1, max_length=MOST_SEARCHED, fail_fast=True),
+        Field(min_length=1, max_length=MOST_SEARCHED, fail_fast=True, description="up to 256"),
         BeforeValidator(_not_too_many),
     ]
-    mode: Literal["hybrid", "dense", "lexical"] = "hybrid"
-    top_k: Annotated[int, Field(ge=1, le=100)] = 10
-    granularity: Literal["window", "document", Cut] = "window"
+    mode: Literal["hybrid", "dense", "lexical"] = Field(
+        default="hybrid", description="by words, by vectors, or by both"
+    )
+    top_k: Annotated[int, Field(ge=1, le=100)] = Field(default=10, description="how many rows; default 10")
+    granularity: Literal["window", "document", Cut] = Field(default="window", description="where rows end")
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
 
 
@@ -169,12 +179,12 @@ RerankTexts = Annotated[list[str | RerankText], Field(min_length=1, fail_fast=Tr
 class RerankRequest(HowSoon, NeutralRerank, Input):
     """A query and documents to put in order, as Cohere and Jina send them, or text-embeddings-inference (`texts`)."""
 
-    model: str | None = None
+    model: ModelName = None
     query: ShortText
-    documents: RerankTexts | None = None
+    documents: RerankTexts | None = optional("not empty, up to `limits.embedding_inputs`")
     texts: RerankTexts | None = Field(default=None, description="another name of `documents`")
-    top_n: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    return_documents: bool | None = None
+    top_n: Annotated[int, Field(ge=1, le=MOST)] | None = optional("so many of the best; left out: all")
+    return_documents: bool | None = optional("each result with its document")
     return_text: bool | None = Field(default=None, description="another name of `return_documents`")
     max_tokens_per_doc: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
         default=None, description="of a document so many tokens are read"
@@ -184,12 +194,12 @@ class RerankRequest(HowSoon, NeutralRerank, Input):
 class JobRequest(Input):
     """Work that outlives its connection: the encoding of `input` or of a file, or a completion."""
 
-    model: str | None = None
+    model: ModelName = None
     input: str | None = Field(default=None, description="the text of an encoding")
-    file_id: str | None = Field(default=None, description="a file in place of `input`")
-    granularity: Granularity | None = None
+    file_id: str | None = optional(f"{FILE_INSTEAD}, which is copied")
+    granularity: Granularity | None = optional("where rows end")
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
-    pooling: Pooling | None = None
+    pooling: Pooling | None = optional("of the hidden states in a row")
     boundaries: Boundaries = None
     completion: dict[str, Any] | None = Field(
         default=None, description="the body of a request to /v1/completions, without stream"
@@ -199,7 +209,7 @@ class JobRequest(Input):
 class EstimateOptions(Query):
     """The options of an estimate beside a body of text, which is the `input`."""
 
-    model: str | None = None
+    model: ModelName = None
     bytes: QueryNumber | None = None
     granularity: CountableRows = "window"
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW), BeforeValidator(digits)] | None = None
@@ -209,11 +219,11 @@ class EstimateOptions(Query):
 class EventOptions(Query):
     """The choice of events: those after number `after`."""
 
-    after: QueryNumber = 0
+    after: QueryNumber = Field(default=0, description="leave out the events up to this one")
 
 
 class ResultOptions(Query):
     """The format of a job's rows, and the first row to send."""
 
-    format: RowFormatName | None = None
-    from_row: QueryNumber = 0
+    format: RowFormatName | None = optional("left out: what `Accept` prefers of their types, else ndjson")
+    from_row: QueryNumber = Field(default=0, description="leave out the rows before this one")

@@ -1,13 +1,14 @@
 """Fields of OpenAI's and other servers' requests that are taken at the values that change nothing here.
 
-Clients and benchmarks send many of them always. Where a field has a description, any other value would ask for
-something that this service does not do: it is refused, in the words of the description. A field without one may have
-any value of its type.
+Clients and benchmarks send many of them always. Where a field's words begin with "only", any other value would ask for
+what this service does not do: it is refused, in these words. The other fields may have any value of their type.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from dist_attn_service.schemas.base import optional
 
 
 def _bool(value: Any) -> Any:
@@ -26,7 +27,10 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 def only(words: str) -> Any:
     """A field that takes only the value that `words` begin with; any other is refused with these words."""
-    return Field(default=None, description=f"only {words}")
+    return optional(f"only {words}")
+
+
+UNUSED = optional("not looked at: nothing of the answer depends on it")
 
 
 class PlainText(BaseModel):
@@ -40,7 +44,7 @@ class PlainText(BaseModel):
 class NeutralEmbedding(BaseModel):
     """The neutral fields of embeddings."""
 
-    safety_identifier: str | None = None
+    safety_identifier: str | None = UNUSED
     truncate_prompt_tokens: None = only("null: a text is read whole, or as far as the model reads")
     add_special_tokens: Yes | None = only("true: the tokens around a text are the model's own")
 
@@ -50,11 +54,11 @@ class NeutralRerank(BaseModel):
     model reads, in one piece, and a cosine has one form.
     """
 
-    max_chunks_per_doc: int | None = None
-    truncation: bool | None = None
-    truncate: bool | None = None
+    max_chunks_per_doc: int | None = UNUSED
+    truncation: bool | None = UNUSED
+    truncate: bool | None = UNUSED
     truncation_direction: Literal["right", "Right"] | None = only('"right": a text is read from its beginning')
-    raw_scores: bool | None = None
+    raw_scores: bool | None = UNUSED
     rank_fields: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = only(
         '["text"]: documents are put in order by their text; put other fields into it'
     )
@@ -63,10 +67,12 @@ class NeutralRerank(BaseModel):
 class NeutralDrawing(BaseModel):
     """The neutral fields of completions and chats."""
 
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    add_special_tokens: bool | None = None
+    metadata: dict[str, Any] | None = UNUSED
+    safety_identifier: str | None = UNUSED
+    prompt_cache_key: str | None = UNUSED
+    add_special_tokens: bool | None = optional(
+        "false leaves out the tokens that a downloaded model's files put around every text; of chats not looked at"
+    )
     store: No | None = only("false: answers are not kept; a job keeps its result")
     service_tier: Literal["auto", "default"] | None = only('"auto" or "default"; use priority for how soon it is done')
     response_format: PlainText | None = only('{"type": "text"}: what is drawn is not held to a form')
@@ -82,7 +88,7 @@ class NeutralCompletion(NeutralDrawing):
 class NeutralChat(NeutralDrawing):
     """The neutral fields of chats alone."""
 
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = UNUSED
     tool_choice: Literal["none", "auto"] | None = only('"none" or "auto": a model is not held to calling tools')
     functions: EmptyList | None = only("an empty list: no functions are called")
     function_call: Literal["none", "auto"] | None = only('"none" or "auto": no functions are called')

@@ -4,57 +4,62 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from dist_attn_service.schemas.base import Input, Position, Query, QueryNumber, digits
+from dist_attn_service.schemas.base import Input, ModelName, Position, Query, QueryNumber, digits, optional
 from dist_attn_service.schemas.completions import DrawingOptions, HowSoon
 
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
+STANDS = "where the session must stand; elsewhere nothing is done, and the answer is a 409"
 
 
 class _NewSession(Input):
-    name: Annotated[str, Field(max_length=256)] | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
-    ttl_seconds: Annotated[float, Field(ge=1)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = optional("at most 256 characters")
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = optional(
+        "at most 16 texts of 512 characters under keys of 64"
+    )
+    ttl_seconds: Annotated[float, Field(ge=1)] | None = optional(
+        "it ends when it was not written to for so long; up to `store.longest_ttl_s`, default `store.session_ttl_s`"
+    )
 
 
 class CreateSession(_NewSession):
     """A new session: its name, its metadata, and the seconds that it lives without being written to."""
 
-    model: str | None = None
+    model: ModelName = None
 
 
 class ForkSession(_NewSession):
     """A new fork: `position` must be that of a checkpoint; without one it begins at the session's position."""
 
-    position: Position | None = None
+    position: Position | None = optional("one of the checkpoints")
 
 
 class StateOptions(Query):
     """The choice of a state: that of the checkpoint at `position`, or the newest."""
 
-    position: QueryNumber | None = None
+    position: QueryNumber | None = optional("one of the checkpoints; left out: the newest state")
 
 
 class AppendOptions(Query):
     """The position that the caller expects of the session, in the query of any append or in a JSON body."""
 
-    expected_position: QueryNumber | None = None
+    expected_position: QueryNumber | None = optional(STANDS)
 
 
 class AppendRequest(HowSoon, Input):
     """The JSON form of an append: a text, or a file that was uploaded; a long text is better sent as the body."""
 
-    input: str | None = None
+    input: str | None = optional("the text")
     file_id: str | None = Field(default=None, description="a file in place of `input`")
-    expected_position: Position | None = None
+    expected_position: Position | None = optional(STANDS)
 
 
 class GenerateRequest(DrawingOptions, Input):
     """The options by which the model goes on with the text of a session; they are those of completions."""
 
-    expected_position: Position | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    expected_position: Position | None = optional(STANDS)
+    max_tokens: Annotated[int, Field(ge=1)] | None = optional("up to `limits.max_tokens`, default 16")
+    logprobs: Annotated[int, Field(ge=0)] | None = optional("as of completions")
 
 
 # ---- files and uploads -------------------------------------------------------------------------

@@ -254,6 +254,6 @@ def fused(cosines_N: Floats, shares_N: Floats) -> Floats:
     """Scores by meaning and by words: the cosine, and `WORDS` times the share of the query (`bm25`), [N].
 
     Ranks are not added: among passages of one line, the first that shares an "a" with the query would come before the
-    best by meaning (docs/decisions/0038-hybrid-search-adds-cosines-and-words.md).
+    best by meaning (docs/decisions/archive/0038-hybrid-search-adds-cosines-and-words.md).
     """
     return cosines_N + WORDS * shares_N
