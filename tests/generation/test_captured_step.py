@@ -128,6 +128,20 @@ def test_full_slots_are_doubled(enough: bool, monkeypatch: pytest.MonkeyPatch) -
     assert (capture.count, captured.how) == ((3, "a CUDA graph") if enough else (1, f"operation by operation: {GROWS}"))
 
 
+def test_the_first_token_brings_the_precision_of_keys() -> None:
+    """A text that begins with a step keeps its keys as plain steps do, in bfloat16 under autocast, and is captured."""
+    model = model_of("softmax").cpu()
+    state = model.initial_state(2)
+    captured = CapturedStep(model, state, graphs=StepGraphs(torch.device("cpu"), Recaptured()))
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        for token_B in tokens_of(model, 4):
+            want_BV, state = model.step(token_B.cpu(), state)
+            torch.testing.assert_close(captured.step(token_B.cpu()), want_BV, rtol=0.05, atol=0.05)
+    types = [[t.dtype for t in tensors_of(each.select(0))] for each in (captured.state, state)]
+    assert types[0] == types[1]
+    assert captured.how == "a CUDA graph"
+
+
 def test_requests_in_slots_change_no_bit_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of any lengths draw the same logits alone and beside others, however these fill their slots."""
     monkeypatch.setattr(attention_slots, "LEAST_PLACES", 4)

@@ -17,7 +17,7 @@ from benchmarks.setting import ROOT
 from dist_attn.control.ranks import child_environment
 from dist_attn.generation import CapturedStep
 from dist_attn.model_config.mixer import MixerConfig
-from dist_attn.model_config.mixers.attention import ScaleformerConfig
+from dist_attn.model_config.mixers.attention import ScaleformerConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.ops import Watch, watching
@@ -58,7 +58,7 @@ def compared(want: Path, got: Path, dtype: torch.dtype) -> Row:
 
 
 BATCH = 8  # as many sequences as `engine.decode_slots` puts side by side
-KINDS = ("rfa_gate", "scaleformer")
+KINDS = ("rfa_gate", "scaleformer", "softmax")
 
 
 def captured_cases(*, tiny: bool) -> Cases:
@@ -72,6 +72,8 @@ def _model(kind: str, tiny: bool) -> LanguageModel:
     mixer: MixerConfig = RandomFeatureConfig(kind="rfa_gate", hidden_size=size, num_heads=heads)
     if kind == "scaleformer":
         mixer = ScaleformerConfig(kind="scaleformer", hidden_size=size, num_heads=heads)
+    if kind == "softmax":
+        mixer = SoftmaxConfig(kind="softmax", hidden_size=size, num_heads=heads)
     config = LanguageModelConfig(
         vocab_size=vocabulary, hidden_size=size, num_layers=layers, mlp_size=4 * size, mixer=mixer
     )
@@ -94,7 +96,8 @@ def _captured_values(kind: str, tiny: bool) -> Row:
                 got_BV = captured.step(token_B)
     found: list[dict[str, torch.Tensor | None]] = []
     for logits_BV, after in ((want_BV, state), (got_BV, captured.state)):
-        tensors = {f"state {n} {i}": t for n, layer in enumerate(after.layers) for i, t in enumerate(layer.tensors())}
+        last = after.select(BATCH - 1)  # keys and values lie in slots where steps are captured
+        tensors = {f"state {n} {i}": t for n, layer in enumerate(last.layers) for i, t in enumerate(layer.tensors())}
         # A log decay of no gate, and what has not left a window yet, are zeros, and errors relative to nothing.
         found.append({"logits": logits_BV, **{n: t for n, t in tensors.items() if t.is_floating_point() and t.any()}})
     row = judged(found[0], found[1], torch.float32)
