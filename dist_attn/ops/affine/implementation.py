@@ -64,7 +64,7 @@ def fla_operation(call: AffineCall) -> FlaOperation | None:
 
 
 def why_not_faster(call: AffineCall, name: str, record: GpuRecord | None) -> str | None:
-    """The reason why flash-linear-attention is not faster for a call, by the record of devices named so, or None."""
+    """The reason why flash-linear-attention is not faster for a call on devices `name`, by their record, or None."""
     operation = fla_operation(call)
     if operation is None:
         return _unsupported_by_fla(call)
