@@ -87,7 +87,7 @@ class SpreadLayers:
             layer.forward = self._around(number, layer.forward)
 
     def _all_weights(self) -> list[list[tuple[nn.Module, str, nn.Parameter, int]]]:
-        """The weights of each layer that some rank lacks, their places, and the remainders of their owner's addresses.
+        """The weights of each layer that some rank lacks, where they lie, and address remainders on the layer's rank.
 
         A product's last bits may depend on where its numbers begin, so copies of weights begin as these do.
         """

@@ -1,4 +1,4 @@
-"""The checks of `dist-attn doctor`: by trying, each with a deadline, whether the service would work on this machine."""
+"""The trials of `dist-attn doctor`, each with a deadline, that tell whether the service would work on this machine."""
 
 import contextlib
 import json

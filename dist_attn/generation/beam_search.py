@@ -68,7 +68,7 @@ def length_penalty(length: int, penalty: float) -> float:
 def beam_search(
     model: CausalModel, prompts: Sequence[Tokens], spec: BeamSpec, *, end_tokens: Collection[int] = ()
 ) -> list[list[Hypothesis]]:
-    """Search hypotheses for each prompt, best first; prompts whose states have one shape go side by side.
+    """Find hypotheses for each prompt, best first; prompts whose states have one shape go side by side.
 
     Raises: InputError for an empty prompt; TokenError for ids the model does not know; EngineError for logits of NaN.
     """
@@ -90,7 +90,7 @@ def beam_search(
 def translate(
     model: EncoderDecoder, sources: Sequence[Tokens], spec: BeamSpec, *, end_token: int
 ) -> list[list[Hypothesis]]:
-    """Search hypotheses for each source, its end token included, best first.
+    """Find hypotheses for each source, its end token included, best first.
 
     A target begins with the end token, as in training, and has at most `spec.max_tokens` tokens, and at most 2 S + 10
     for a source of S tokens. Width 1 is the greedy choice.

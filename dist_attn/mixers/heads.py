@@ -43,7 +43,7 @@ class ShortConvolution(nn.Module):
         return self._shifted((window_BKD * self.weight_KD.flip(0)).sum(dim=1)), window_BKD[:, 1:]
 
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """The last tokens before any: zeros."""
+        """The tail before any token: zeros."""
         taps, hidden_size = self.weight_KD.shape
         return state_zeros(self.weight_KD, (batch, taps - 1, hidden_size))
 
@@ -130,7 +130,7 @@ class ProjectedAttention(TokenMixer):
         return HeadInputs(*(split_heads(part, self.config.num_heads) for part in parts))
 
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """The last tokens before any."""
+        """The tail before any token."""
         if self.convolution is None:
             return state_zeros(empty_output(self.qkv), (batch, 0, self.config.hidden_size))
         return self.convolution.initial_tail(batch)

@@ -79,7 +79,7 @@ class KernelMixer(TokenMixer):
 
     @abstractmethod
     def initial_tail(self, batch: int) -> torch.Tensor:
-        """The last tokens before any."""
+        """The tail before any token."""
 
     def initial_state(self, batch: int) -> KernelState:
         config, tail_BKD = self.config, self.initial_tail(batch)

@@ -73,7 +73,7 @@ class ModelState:
         return ModelState(tuple(layers), torch.cat([s.position_B for s in filled]))
 
     def detach(self) -> "ModelState":
-        """Cut the values off from the gradient: how training passes state from segment to segment."""
+        """Return the values cut off from the gradient, as training passes state from segment to segment."""
         layers = tuple(s.replace(tuple(t.detach() for t in s.tensors())) for s in self.layers)
         return ModelState(layers, self.position_B)
 

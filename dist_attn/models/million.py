@@ -23,7 +23,7 @@ POSITION_SCALE = 0.02  # that of embeddings at first
 
 @dataclass(frozen=True)
 class Tally:
-    """The fate of a sequence's tokens: kept of all, and assignments to experts that found no room, of all."""
+    """The counts of a sequence: its kept tokens of all, and assignments to experts that found no room, of all."""
 
     kept: int
     tokens: int

@@ -222,7 +222,7 @@ def _trusted_owners() -> set[int]:
 
 
 def _own_group(group: int) -> bool:
-    """Return whether the group has this user alone; many systems make one for each user."""
+    """Return whether the group is this user's private one, which many systems make for each user."""
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

@@ -135,7 +135,7 @@ def _walk(sequence: MaybeTensors, carry: Tensors) -> tuple[torch.Tensor, torch.T
 
 
 def _weights(t_RT: torch.Tensor, size: int) -> torch.Tensor:
-    """The weights of the coefficients before a chunk and of its tokens in those at each time, [R, T, N, N + T]."""
+    """The weights of earlier coefficients and of tokens in those at each time of a chunk, [R, T, N, N + T]."""
     with torch.no_grad():
         forget_RTNN = forgetting(t_RT, size)
         rows, length = t_RT.shape

@@ -29,7 +29,7 @@ def denormals_flushed() -> Iterator[None]:
 
 
 def flushes_denormals() -> bool:
-    """Return whether this thread takes denormals for 0; torch does not say, so it tries half the smallest normal."""
+    """Return whether this thread takes denormals for 0: torch does not say, so one of them is tried."""
     smallest = torch.finfo(torch.float32).tiny
     return not bool(torch.tensor(smallest, device="cpu") * 0.5)
 

@@ -168,7 +168,7 @@ class LinearState:
         return (self.s_BHMV, self.z_BHM, self.mass_BH, self.log_decay_BH, self.reset_BH)
 
     def detach(self) -> "LinearState":
-        """Cut the values off from the gradient (RFA's stateful segments)."""
+        """Return the values cut off from the gradient (RFA's stateful segments)."""
         return LinearState(*(t.detach() for t in self.tensors()))
 
     def to(self, dtype: torch.dtype) -> "LinearState":

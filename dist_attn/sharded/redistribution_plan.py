@@ -195,7 +195,7 @@ def _inside(ranges: Sequence[Range], block: Sequence[Range]) -> tuple[Range, ...
 
 
 def _players(kept: list[list[int]]) -> tuple[int, ...]:
-    """Choose the rank that plays each part, so that the most numbers stay; `kept[rank][part]` do."""
+    """Choose the rank that plays each part, so that the most numbers stay; `kept[rank][part]` of them do."""
     # Imported here: a rank that never redistributes need not wait for SciPy to load.
     from scipy.optimize import linear_sum_assignment
 

@@ -104,7 +104,7 @@ class AffineState:
         return tuple(t for t in (self.s_BHKV, self.log_decay_BHK, self.change_BHKK) if t is not None)
 
     def detach(self) -> "AffineState":
-        """Cut the values off from the gradient."""
+        """Return the values cut off from the gradient."""
         log_decay, change = (None if t is None else t.detach() for t in (self.log_decay_BHK, self.change_BHKK))
         return AffineState(self.s_BHKV.detach(), log_decay, change)
 

@@ -78,7 +78,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
 
 
 def choose_attention(call: LinearCall) -> Choice:
-    """Choose for attention with its division: there "auto" may also take flash-linear-attention's kernels.
+    """Choose as `choose` does, for attention with its division: "auto" may then take flash-linear-attention's kernels.
 
     It does so on a GPU by whose record they are right and faster than ours; see `why_not_faster`.
 
@@ -98,7 +98,7 @@ def choose_attention(call: LinearCall) -> Choice:
 
 
 def why_not_faster(call: LinearCall, name: str, record: GpuRecord | None) -> str | None:
-    """The reason why flash-linear-attention is not faster for a call, by the record of devices named so, or None."""
+    """The reason why flash-linear-attention is not faster for a call on devices `name`, by their record, or None."""
     dtype = str(call.v_BHSV.dtype).removeprefix("torch.")
     work = "forward and backward" if _needs_gradients(call) else "forward"
     gated = "" if call.log_gate_BHS is None else " gated"
@@ -193,7 +193,7 @@ def kernels_taken(device: torch.device) -> str:
 
 
 def choose_step(call: LinearCall) -> Choice:
-    """Choose for a decode step: `choose_attention`, but our kernel has no backward pass.
+    """Choose as `choose_attention` does, for a decode step: our kernel has no backward pass.
 
     Raises: as `choose`.
     """
