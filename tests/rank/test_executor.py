@@ -336,7 +336,9 @@ def test_work_out_of_order_is_refused():
         made.decode(DecodeOp([DecodeEntry(1, 3)]))
 
 
-@pytest.mark.parametrize(("device", "positions", "tokens"), [("cpu", None, 8), ("meta", None, GPU_TOKENS), ("meta", 300, 300)])
+@pytest.mark.parametrize(
+    ("device", "positions", "tokens"), [("cpu", None, 8), ("meta", None, GPU_TOKENS), ("meta", 300, 300)]
+)
 def test_it_warms_up_with_a_block_on_a_device(device, positions, tokens, monkeypatch):
     """Before any request the kernels of a device see as many tokens as a block has, or as the model has positions."""
 
