@@ -33,13 +33,18 @@ ssl.create_default_context = cache(ssl.create_default_context)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long the soak test runs."""
+    """How long the soak test runs, and whether packages of gigabytes may be fetched."""
     parser.addoption(
         "--soak-seconds",
         type=float,
         default=10.0,
         metavar="N",
         help="seconds of mixed work in tests/system/test_soak.py (default 10; `make soak` takes 600)",
+    )
+    parser.addoption(
+        "--stand-in",
+        action="store_true",
+        help="run both calls of `make gpu` in an environment like that of a GPU machine: fetches 2.5 GB, takes minutes",
     )
 
 
