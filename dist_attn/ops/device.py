@@ -1,10 +1,11 @@
 """Working on a device other than the CPU: precision kept, numbers sent without waiting, sums in a fixed order."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import Function
 
 __all__ = ["products_in", "running_sums", "send", "sum_rows", "take_rows", "without_autocast"]
 
@@ -51,6 +52,18 @@ def take_rows(x_NC: torch.Tensor, number_R: torch.Tensor) -> torch.Tensor:
 
 def sum_rows(x_RC: torch.Tensor, number_R: torch.Tensor, count: int) -> torch.Tensor:
     """The sums of the rows of each number, in their order: [R, C] -> [count, C]; the transpose of `take_rows`."""
-    # The gradient of a table that is looked up: GPUs sort by number and add pieces in order, index_add is atomic there.
-    sums = torch.ops.aten.embedding_dense_backward(x_RC, number_R, count, -1, False)
-    return cast(torch.Tensor, sums)
+    return cast(torch.Tensor, _Sums.apply(x_RC, number_R, count))  # type: ignore[no-untyped-call]
+
+
+class _Sums(Function):
+    """torch's own gradient of it cannot tell the size of no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RC: torch.Tensor, number_R: torch.Tensor, count: int) -> Any:
+        ctx.save_for_backward(number_R)
+        # The gradient of a table that is looked up: GPUs sort by number and add in order; index_add is atomic there.
+        return torch.ops.aten.embedding_dense_backward(x_RC, number_R, count, -1, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NC: torch.Tensor) -> Any:
+        return take_rows(grad_NC, *ctx.saved_tensors), None, None

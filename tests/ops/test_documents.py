@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops import LinearState, LocalSequenceOps, absorb_keys
-from dist_attn.ops.documents import document_groups, document_ranges, document_runs, sums_of_documents
+from dist_attn.ops.documents import (
+    document_groups,
+    document_places,
+    document_ranges,
+    document_runs,
+    sums_of_documents,
+)
 from dist_attn.ops.linear_attention import linear_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
@@ -83,6 +89,15 @@ def test_sums_are_added_in_the_order_of_the_tokens(documents, dtype):
     assert torch.equal(got_BND, want_BND)
     (got_BND * want_BND).sum().backward()
     assert torch.equal(x_BLD.grad, want_BND[:, places.number_L].to(dtype))
+
+
+def test_sums_of_no_tokens_have_gradients():
+    """A rank without tokens has zeros for each document, and a way back for the exchange behind them."""
+    x_BLD = torch.zeros(2, 0, 3, requires_grad=True)
+    sums_BND = sums_of_documents(x_BLD, document_places(((0, 5), (5, 9)), 9, 9, (5,)))
+    assert torch.equal(sums_BND, torch.zeros(2, 2, 3))
+    sums_BND.sum().backward()
+    assert x_BLD.grad.shape == x_BLD.shape
 
 
 def test_a_state_with_the_flag_drops_what_came_before():
