@@ -68,7 +68,9 @@ def test_a_stopped_rank_is_noticed_and_named_while_streams_go_on(tmp_path, monke
     # Real ranks take seconds to load; fake ones could be back between two looks at them.
     monkeypatch.setenv("FAKE_RANK_STARTS_S", "2")
     # Texts that do not change: none of the tokens of the streams is one that makes a fake rank fail.
-    model = model_folder(tmp_path, train_bpe(sorted((ROOT / "docs" / "decisions").glob("000*.md")), fake_rank.VOCAB))
+    model = model_folder(
+        tmp_path, train_bpe(sorted((ROOT / "docs/decisions/archive").glob("000*.md")), fake_rank.VOCAB)
+    )
     sizes = {"vocab_size": fake_rank.VOCAB, "hidden_size": fake_rank.DIM, "kind": "tiny"}
     (model / "config.json").write_text(json.dumps(sizes))
     streams = [Stream(f"text {number}", "It was a dark night. " * (20_000 + number)) for number in range(2)]

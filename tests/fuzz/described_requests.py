@@ -61,6 +61,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
         r"(prompt|input)(\[[0-9]+\])* is .*; token ids are",
         "logit_bias names",
         "a stop string must have",
+        "stop holds",
         "a session's life of",
         "[a-z_]+=.* is over this service's limit",
         "[a-z_]+=.* of [0-9]+ prompts makes",
