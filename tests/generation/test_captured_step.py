@@ -10,6 +10,7 @@ from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.generation import CapturedStep, StepGraphs, captured_step, generate, takes_captured_steps
 from dist_attn.generation.captured_step import GROWS, Replayed
 from dist_attn.generation.decode import prefill
+from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.model_config.mixers.attention import ScaleformerConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig
@@ -19,7 +20,7 @@ from dist_attn.ops import Watch, watching
 from dist_attn.ops.softmax_attention import slots as attention_slots
 from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.rank_messages import DecodeEntry, Drawn
+from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 
 VOCAB = 30
 MIXERS: dict[str, MixerConfig] = {
@@ -164,6 +165,30 @@ def test_requests_in_slots_change_no_bit_of_each_other(monkeypatch: pytest.Monke
     together = drawn({1: 2, 2: 5, 3: 14, 4: 3})
     for request, length in {1: 2, 3: 14}.items():
         assert drawn({request: length})[request] == together[request]
+
+
+def test_numbers_that_a_request_leaves_in_slots_reach_no_other() -> None:
+    """After a request whose state held NaN, the next one in its row draws what it draws alone."""
+    model = model_of("softmax")
+    spec = SamplingSpec(max_tokens=20, temperature=0.0, logprobs=1)
+
+    def drawn(value: float) -> list[Drawn | RequestFault]:
+        made = DecodeSlots(model, steps="captured", graphs=StepGraphs(torch.device("cpu"), Recaptured()))
+        with torch.inference_mode():
+            earlier = prefill(model, torch.arange(20))
+            layer = earlier.layers[0]
+            assert isinstance(layer, SoftmaxState)
+            layer.cache.v_BGSV[0, 0, 10, 0] = value
+            made.take_in(1, earlier, spec)
+            made.take_in(2, prefill(model, torch.arange(4) + 3), spec)
+            made.draw([DecodeEntry(1, 3), DecodeEntry(2, 4)])
+            made.forget(1)
+            made.take_in(3, prefill(model, torch.arange(5)), spec)
+            found = made.draw([DecodeEntry(3, 4), DecodeEntry(2, None)])
+        assert made.how == {"a CUDA graph"}
+        return found
+
+    assert drawn(float("nan")) == drawn(0.5) and all(isinstance(one, Drawn) for one in drawn(float("nan")))
 
 
 def test_another_state_is_loaded_into_the_same_buffers() -> None:

@@ -57,6 +57,7 @@ class CacheSlots:
 
         Raises: InputError for a cache that is spread over ranks.
         """
+        self.v_BGRV.zero_()  # hidden places weigh 0, and 0 times a NaN that another request has left is NaN
         for row, cache in enumerate(caches):
             tokens = 0
             if cache is not None:
