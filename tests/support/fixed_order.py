@@ -53,6 +53,8 @@ EXACT = "_scaled_dot_product_flash_attention_for_cpu_backward"
 ALLOWED: dict[tuple[str, str], str] = {
     ("index_put", "ops/documents.py"): "one value, true, wherever a document starts",
     ("index_put", "ops/token_routing.py"): "each assignment has one place",
+    ("index_copy", "ops/softmax_attention/slots.py"): "each token has one place",
+    ("scatter", "ops/softmax_attention/slots.py"): "each row has one new token",
     ("index_copy", "ops/token_routing.py"): "each assignment has one row",
     ("index_copy", "sharded/token_routing.py"): "each assignment has one row",
     ("scatter", "ops/relative_rows.py"): "a row that several keys share is written over",
