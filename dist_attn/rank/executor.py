@@ -19,7 +19,8 @@ from dist_attn.errors import EngineError, InputError, StateMismatchError, WireEr
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.host_limits import given_threads
 from dist_attn.layout import SequenceLayout
-from dist_attn.model_config.figures import SLOTS, tokens_at_once
+from dist_attn.model_config.figures import SLOTS, tokens_of_block
+from dist_attn.model_config.folder import OTHER_KINDS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.affine.trial import end_trials
@@ -88,7 +89,9 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         compute.autocast().__enter__()  # as long; weights are rounded once
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
-    kind, chunk_tokens = kind_of_model(folder), settings.chunk_tokens or tokens_at_once(compute.device.type)
+    kind = kind_of_model(folder)
+    of_device = tokens_of_block(compute.device.type, writes=kind not in OTHER_KINDS)
+    chunk_tokens = settings.chunk_tokens or of_device
     if kind == "text_encoder":
         encoder = load_text_encoder(folder).to(compute.device)
         for block in encoder.encoder.blocks:
@@ -438,7 +441,8 @@ class ModelExecutor:
 
         On a GPU as many as a block has: kernels are compiled, measured and tried here, and not in a request.
         """
-        length = max(tokens_at_once(self._device.type, on_cpu=8), self._model.grain)
+        writes = isinstance(self._model, CausalModel)
+        length = max(tokens_of_block(self._device.type, writes=writes, on_cpu=8), self._model.grain)
         if (positions := self._model.learned_positions) is not None:
             length = max(1, min(length, positions // self._comm.size))
         lengths = [length] * self._comm.size
