@@ -17,6 +17,7 @@ from dist_attn.control.preflight import check_weights_fit
 from dist_attn.devices import ON_CPU, choose_compute, present_compute
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
+from dist_attn.generation.captured_step import SLOT_BYTES
 from dist_attn.host_limits import given_threads
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import SLOTS, tokens_of_block
@@ -124,7 +125,13 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     )
     manifest = Manifest(identity_of(model, folder), computed)
     executor = ModelExecutor(
-        model, comm, name=folder.name, end_tokens=_end_tokens(folder, model), finite=finite, manifest=manifest
+        model,
+        comm,
+        name=folder.name,
+        end_tokens=_end_tokens(folder, model),
+        finite=finite,
+        manifest=manifest,
+        slot_bytes=settings.state_bytes,
     )
     for outcome in end_trials() if compute.device.type == "cuda" else ():
         _tell(settings, outcome)
@@ -148,7 +155,8 @@ def _end_tokens(folder: Path, model: StreamingModel) -> tuple[int, ...]:
 class ModelExecutor:
     """The requests of this rank.
 
-    Memory: one state per request; hidden states live no longer than their step, but for that of a session's last token.
+    Memory: one state per request, and where steps are captured slots of `slot_bytes` at most; hidden states live no
+    longer than their step, but for that of a session's last token.
     """
 
     def __init__(
@@ -160,6 +168,7 @@ class ModelExecutor:
         end_tokens: Collection[int] = (),
         finite: FiniteCheck | None = None,
         manifest: Manifest | None = None,
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._model = model
         self._device = model.device
@@ -182,8 +191,9 @@ class ModelExecutor:
         if self._apart is not None:
             held = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
             device += f", {held / MIB:,.0f} MiB of the weights"
-        # None: the model makes vectors alone.
-        self._decoding = DecodeSlots(model, end_tokens, apart=self._apart) if isinstance(model, CausalModel) else None
+        self._decoding: DecodeSlots | None = None  # of a model that makes more than vectors
+        if isinstance(model, CausalModel):
+            self._decoding = DecodeSlots(model, end_tokens, most_bytes=slot_bytes, apart=self._apart)
         self.loaded = LoadedModel(
             name,
             model.hidden_size,

@@ -207,7 +207,8 @@ class RankTerms(Section):
     )
     state_bytes: Bytes = Field(
         default=8 * GIB,
-        description="of states in a rank at once, where they grow with the text (softmax); what takes more is refused",
+        description="of states in a rank at once, where they grow with the text (softmax); what takes more is refused. "
+        "Where decode steps are captured (GPUs), slots for keys and values take as much again at most",
     )
     chunk_tokens: int = Field(
         default=0,
