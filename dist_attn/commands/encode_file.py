@@ -31,7 +31,7 @@ from dist_attn.commands.options import EncodeOptions
 from dist_attn.commands.row_files import About, FileRows, RowsWriter, open_rows
 from dist_attn.devices import ON_CPU, Compute, choose_compute
 from dist_attn.errors import InputError
-from dist_attn.model_config.figures import GRAIN, tokens_at_once
+from dist_attn.model_config.figures import BLOCK_TOKENS, tokens_at_once
 from dist_attn.models import MillionModel, StreamEncoder, StreamingModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
@@ -49,9 +49,8 @@ from dist_attn.wire.specs import SequenceReading, choose_rows
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["CPU_BLOCK_TOKENS", "EncodeReport", "encode_file", "encode_here"]
+__all__ = ["EncodeReport", "encode_file", "encode_here"]
 
-CPU_BLOCK_TOKENS = 4 * GRAIN  # per rank
 _READ_BYTES = 1 << 18
 _READ_TURN_S = 0.5
 
@@ -273,7 +272,7 @@ def _block_tokens(comm: Communicator, reader: BlockReader) -> int:
     """Tokens of a block: some for each rank, in whole grains; of a sequence that lies over all ranks, all of it."""
     if isinstance(reader, WholeReader):
         return reader.grain
-    of_rank = tokens_at_once(reader.device.type, CPU_BLOCK_TOKENS)
+    of_rank = tokens_at_once(reader.device.type, BLOCK_TOKENS)
     return max(1, comm.size * of_rank // reader.grain) * reader.grain
 
 

@@ -25,13 +25,11 @@ from dist_attn.costs import (
 from dist_attn.costs.estimate import PROCESS_BYTES
 from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
-from dist_attn.model_config.figures import FLOAT_BYTES, GRAIN, tokens_at_once
+from dist_attn.model_config.figures import BLOCK_TOKENS, FLOAT_BYTES, tokens_at_once
 from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.wire.specs import tokens_with_room
 
-__all__ = ["BLOCK_TOKENS", "plan"]
-
-BLOCK_TOKENS = 4 * GRAIN  # per rank on a CPU, as `encode` and the controller cut
+__all__ = ["plan"]
 
 
 def plan(options: PlanOptions) -> None:

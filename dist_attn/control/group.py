@@ -188,6 +188,13 @@ class RankGroup:
         if first is not None and not first.same_model(hello):
             self._lose(f"rank {hello.rank} has loaded another model than rank {first.hello.rank}", now)
             return
+        if first is not None and first.hello.model.chunk_tokens != hello.model.chunk_tokens:
+            this, that = (
+                f"rank {one.rank} ({one.model.device}) cuts blocks of {one.model.chunk_tokens} tokens"
+                for one in (hello, first.hello)
+            )
+            self._lose(f"{this}, {that}: give all ranks one engine.device, or set engine.chunk_tokens", now)
+            return
         self.ranks[hello.rank] = RankVitals(hello, now)
         self._heard_at[hello.rank] = now
         if len(self.ranks) == self._settings.ranks:

@@ -23,7 +23,7 @@ from dist_attn.ops.state import steps_in_place
 
 SLOT_BYTES = 2 << 30
 """Of keys and values in the slots of a batch: longer texts keep their own, and decode operation by operation."""
-GROWS = f"the state grows with every token, and its slots would take more than {SLOT_BYTES >> 30} GiB"
+GROWS = "the state grows with every token, and its slots would take too many bytes"
 
 
 class Replayed(Protocol):
@@ -241,12 +241,15 @@ class CapturedStep:
             self._run()
 
     def _warm_up(self) -> None:
-        """Run the step once and restore the state: a kernel that is first loaded during a capture may break it."""
-        kept = [tensor.clone() for tensor in self._state.tensors()]
+        """Run the step once and restore the state: a kernel that is first loaded during a capture may break it.
+
+        Keys and values in slots need no copy: the step that follows writes the same place of each.
+        """
+        kept = [tensor.clone() for tensor in _beside_slots(self._state)]
         try:
             self._run_counted()
         finally:
-            _copy(self._state.tensors(), kept)
+            _copy(_beside_slots(self._state), kept)
 
     def _run(self) -> None:
         """One step over the buffers: states are written where they lie, and what a mixer makes anew is copied there."""
@@ -287,6 +290,14 @@ class CapturedStep:
 def slot_bytes(state: ModelState) -> int:
     """The bytes that keys and values of these sequences would take in slots."""
     return sum(SoftmaxSlots.num_bytes(s) for s in state.layers if isinstance(s, SoftmaxState | SoftmaxRows))
+
+
+def _beside_slots(state: ModelState) -> list[torch.Tensor]:
+    """The tensors of the layers but for keys and values in slots."""
+    found: list[torch.Tensor] = []
+    for layer in state.layers:
+        found += (layer.slots.tokens_B, layer.tail_BKD) if isinstance(layer, SoftmaxSlots) else layer.tensors()
+    return found
 
 
 def _takes(own: MixerState, new: MixerState) -> bool:

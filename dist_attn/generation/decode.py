@@ -9,17 +9,14 @@ import torch
 from dist_attn.errors import InputError
 from dist_attn.generation.captured_step import CapturedStep, StepMode, takes_captured_steps
 from dist_attn.generation.sampling import generator_for, sample
-from dist_attn.model_config.figures import GRAIN, tokens_at_once
+from dist_attn.model_config.figures import tokens_at_once
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.text.base import Tokens
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.specs import check_sampling
 
-__all__ = ["PREFILL_BLOCK", "generate", "prefill"]
-
-PREFILL_BLOCK = GRAIN
-"""Tokens of a prompt that are fed at a time on a CPU; memory does not grow with the prompt."""
+__all__ = ["generate", "prefill"]
 
 
 def generate(
@@ -75,6 +72,6 @@ def prefill(model: CausalModel, tokens_L: torch.Tensor, state: ModelState | None
     Raises: TokenError for ids the model does not know.
     """
     state = model.initial_state(1) if state is None else state
-    for block_L in tokens_L.split(tokens_at_once(model.device.type, PREFILL_BLOCK)) if len(tokens_L) else ():
+    for block_L in tokens_L.split(tokens_at_once(model.device.type)) if len(tokens_L) else ():
         _, state = model.hidden(block_L[None], LocalSequenceOps(), state)
     return state

@@ -6,6 +6,7 @@ Letters: B batch, L tokens, P ranks.
 from dataclasses import dataclass
 
 GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
+BLOCK_TOKENS = 4 * GRAIN  # of a rank: in a step of an engine, and in a block that `encode` reads on a CPU
 GPU_TOKENS = 8192  # in a pass: of two blocks of 256 a GPU would launch kernels for longer than it computes
 SLOTS = 8  # sequences in a batch of decoding steps, empty ones included: products of fewer rows have other bits
 FLOAT_BYTES = 4
@@ -19,6 +20,14 @@ def tokens_at_once(device: str, on_cpu: int = GRAIN) -> int:
     On CPUs they decide the last bits of a text, which are the same on any number of ranks.
     """
     return on_cpu if device == "cpu" else max(on_cpu, GPU_TOKENS)
+
+
+def tokens_of_block(device: str, *, writes: bool, on_cpu: int = GRAIN) -> int:
+    """Tokens of a rank in a block of an engine: as many as a pass takes, or fewer where the model writes.
+
+    States of prompts are kept at the ends of blocks alone, and those who wait for a token wait for a whole one.
+    """
+    return min(tokens_at_once(device, on_cpu), BLOCK_TOKENS if writes else GPU_TOKENS)
 
 
 @dataclass(frozen=True)

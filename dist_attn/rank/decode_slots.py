@@ -2,7 +2,8 @@
 
 The states of a batch stay side by side from token to token; they are taken apart only when requests come or go. A
 key-value cache is not copied for that: each request keeps its own, of whatever length. Where steps are captured it is:
-into a slot whose size the request's length alone decides, so that what lies beside it changes no bit.
+into a slot whose size the request's length alone decides, so that what lies beside it changes no bit. Batches for which
+there is no room at once take turns in the slots.
 """
 
 from collections import Counter
@@ -68,8 +69,9 @@ class DecodeSlots:
 
     `steps` says whether batches are decoded over buffers that stay, see `generation.takes_captured_steps`. `graphs` is
     where their graphs come from; a step that was captured serves any number of requests up to SLOTS, and what is kept
-    for batches to come is given up with the last request. With layers `apart` every rank decodes the same requests, and
-    all but the last are told what was drawn: their `Drawn` have no probabilities.
+    for batches to come is given up with the last request. All slots together take `most_bytes` at most. With layers
+    `apart` every rank decodes the same requests, and all but the last are told what was drawn: their `Drawn` have no
+    probabilities.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class DecodeSlots:
         *,
         steps: StepMode = "auto",
         graphs: StepGraphs | None = None,
+        most_bytes: int = SLOT_BYTES,
         apart: LayersApart | None = None,
     ) -> None:
         self._model = model
@@ -90,6 +93,7 @@ class DecodeSlots:
         device = model.device
         self._captures = takes_captured_steps("eager" if apart is not None else steps, device)
         self._graphs = StepGraphs(device) if graphs is None else graphs
+        self._most_bytes = most_bytes
         self._free: list[CapturedStep] = []  # those of batches that are no more
         self._whole: WholeVectors | None = WholeVectors() if device.type == "cpu" else None
 
@@ -101,6 +105,12 @@ class DecodeSlots:
         return frozenset(
             f"operation by operation: {GROWS}" if b.captured is None else b.captured.how for b in self._batches
         )
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all slots, also of those that are kept for batches to come."""
+        held = (batch.captured for batch in self._batches if batch.captured is not None)
+        return sum(step.slot_bytes for step in (*held, *self._free))
 
     def __contains__(self, request: int) -> bool:
         return request in self._drawings
@@ -165,9 +175,12 @@ class DecodeSlots:
                 # Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
                 drawing.counts[drawing.token] += 1
             fed.append(entry.request)
-        self._arrange(fed)
+        new = self._arrange(fed)
         for batch in self._batches:
             results += self._draw_batch(batch)
+        for requests in new:  # one after the other: a batch that has drawn may make room for the next
+            self._batches.append(self._stack(requests))
+            results += self._draw_batch(self._batches[-1])
         return results
 
     def _draw_kept(self, entry: DecodeEntry, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | RequestFault | None:
@@ -234,35 +247,41 @@ class DecodeSlots:
             for (request, _, _), token in zip(due, tokens, strict=True)
         ]
 
-    def _arrange(self, fed: list[int]) -> None:
-        """Put exactly these requests into batches, and leave full batches as they are."""
+    def _arrange(self, fed: list[int]) -> list[tuple[int, ...]]:
+        """Leave full batches of these requests alone as they are, and return which others go side by side."""
         for batch in list(self._batches):
             if not set(batch.requests) <= set(fed) or (batch.captured is not None and batch.captured.full):
                 self._dissolve(batch)
         batched = {request for batch in self._batches for request in batch.requests}
         if set(fed) == batched:
-            return
+            return []
         for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
         alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for request in fed:
             if request in self._unbatched:
                 alike.setdefault(_shapes(self._unbatched[request], self._captures), []).append(request)
-        for requests in alike.values():
-            for at in range(0, len(requests), SLOTS):
-                self._batches.append(self._stack(tuple(requests[at : at + SLOTS])))
+        return [tuple(each[at : at + SLOTS]) for each in alike.values() for at in range(0, len(each), SLOTS)]
 
     def _stack(self, requests: tuple[int, ...]) -> _Batch:
         state = ModelState.beside([self._unbatched.pop(request) for request in requests], SLOTS)
-        if not self._captures or slot_bytes(state) > SLOT_BYTES:
+        if not self._captures or slot_bytes(state) > min(SLOT_BYTES, self._most_bytes):
             return _Batch(requests, state)
-        captured = next((step for step in self._free if step.fits(state)), None)
-        if captured is None:
-            captured = CapturedStep(self._model, state, rows=len(requests), graphs=self._graphs)
-        else:
-            self._free.remove(captured)
-            captured.load(state, rows=len(requests))
+        captured = self._captured(state, len(requests))
         return _Batch(requests, captured.state, captured)
+
+    def _captured(self, state: ModelState, rows: int) -> CapturedStep:
+        """A captured step that goes on from this state: a free one, or a new one once there is room for its slots."""
+        while (captured := next((step for step in self._free if step.fits(state)), None)) is None:
+            if slot_bytes(state) + self.held_bytes <= self._most_bytes:
+                return CapturedStep(self._model, state, rows=rows, graphs=self._graphs)
+            if self._free:
+                self._free.pop()
+            else:  # the newest, so that most of them stay where all take turns
+                self._dissolve(next(batch for batch in reversed(self._batches) if batch.captured is not None))
+        self._free.remove(captured)
+        captured.load(state, rows=rows)
+        return captured
 
     def _dissolve(self, batch: _Batch) -> None:
         self._batches.remove(batch)

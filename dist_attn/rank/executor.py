@@ -17,9 +17,11 @@ from dist_attn.control.preflight import check_weights_fit
 from dist_attn.devices import ON_CPU, choose_compute, present_compute
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
+from dist_attn.generation.captured_step import SLOT_BYTES
 from dist_attn.host_limits import given_threads
 from dist_attn.layout import SequenceLayout
-from dist_attn.model_config.figures import SLOTS, tokens_at_once
+from dist_attn.model_config.figures import SLOTS, tokens_of_block
+from dist_attn.model_config.folder import OTHER_KINDS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.affine.trial import end_trials
@@ -88,7 +90,9 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         compute.autocast().__enter__()  # as long; weights are rounded once
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
-    kind, chunk_tokens = kind_of_model(folder), settings.chunk_tokens or tokens_at_once(compute.device.type)
+    kind = kind_of_model(folder)
+    of_device = tokens_of_block(compute.device.type, writes=kind not in OTHER_KINDS)
+    chunk_tokens = settings.chunk_tokens or of_device
     if kind == "text_encoder":
         encoder = load_text_encoder(folder).to(compute.device)
         for block in encoder.encoder.blocks:
@@ -121,7 +125,13 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     )
     manifest = Manifest(identity_of(model, folder), computed)
     executor = ModelExecutor(
-        model, comm, name=folder.name, end_tokens=_end_tokens(folder, model), finite=finite, manifest=manifest
+        model,
+        comm,
+        name=folder.name,
+        end_tokens=_end_tokens(folder, model),
+        finite=finite,
+        manifest=manifest,
+        slot_bytes=settings.state_bytes,
     )
     for outcome in end_trials() if compute.device.type == "cuda" else ():
         _tell(settings, outcome)
@@ -145,7 +155,8 @@ def _end_tokens(folder: Path, model: StreamingModel) -> tuple[int, ...]:
 class ModelExecutor:
     """The requests of this rank.
 
-    Memory: one state per request; hidden states live no longer than their step, but for that of a session's last token.
+    Memory: one state per request, and where steps are captured slots of `slot_bytes` at most; hidden states live no
+    longer than their step, but for that of a session's last token.
     """
 
     def __init__(
@@ -157,6 +168,7 @@ class ModelExecutor:
         end_tokens: Collection[int] = (),
         finite: FiniteCheck | None = None,
         manifest: Manifest | None = None,
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._model = model
         self._device = model.device
@@ -179,8 +191,9 @@ class ModelExecutor:
         if self._apart is not None:
             held = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
             device += f", {held / MIB:,.0f} MiB of the weights"
-        # None: the model makes vectors alone.
-        self._decoding = DecodeSlots(model, end_tokens, apart=self._apart) if isinstance(model, CausalModel) else None
+        self._decoding: DecodeSlots | None = None  # of a model that makes more than vectors
+        if isinstance(model, CausalModel):
+            self._decoding = DecodeSlots(model, end_tokens, most_bytes=slot_bytes, apart=self._apart)
         self.loaded = LoadedModel(
             name,
             model.hidden_size,
@@ -438,7 +451,8 @@ class ModelExecutor:
 
         On a GPU as many as a block has: kernels are compiled, measured and tried here, and not in a request.
         """
-        length = max(tokens_at_once(self._device.type, on_cpu=8), self._model.grain)
+        writes = isinstance(self._model, CausalModel)
+        length = max(tokens_of_block(self._device.type, writes=writes, on_cpu=8), self._model.grain)
         if (positions := self._model.learned_positions) is not None:
             length = max(1, min(length, positions // self._comm.size))
         lengths = [length] * self._comm.size

@@ -207,12 +207,14 @@ class RankTerms(Section):
     )
     state_bytes: Bytes = Field(
         default=8 * GIB,
-        description="of states in a rank at once, where they grow with the text (softmax); what takes more is refused",
+        description="of states in a rank at once, where they grow with the text (softmax); what takes more is refused. "
+        "Where decode steps are captured (GPUs), slots for keys and values take as much again at most",
     )
     chunk_tokens: int = Field(
         default=0,
         ge=0,
-        description="every text is cut into blocks of so many, always the same; 0: 512 on CPUs, 8192 on GPUs",
+        description="every text is cut into blocks of so many, always the same; 0: 512 on CPUs, on GPUs 2048 where the "
+        "model writes and 8192 where it makes vectors alone",
     )
     start_deadline_s: Seconds = Field(
         default=180.0,
@@ -239,7 +241,9 @@ class EngineSettings(RankTerms):
     insecure_network: bool = Field(
         default=False, description="listen on and connect to networks without keys: only where nobody else is on them"
     )
-    block_tokens: Number = Field(default=2048, description="of a document in one step, at most")
+    block_tokens: Number = Field(
+        default=2048, description="of a document in one step, at most; less than a block is raised to one"
+    )
     beside_decode_tokens: Number = Field(default=512, description="likewise, beside requests that draw tokens")
     save_tokens: Number = Field(
         default=8192, description="between two saved states: so much is read again at most after a loss of ranks"

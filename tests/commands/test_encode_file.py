@@ -12,9 +12,9 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands import encode_file as module
 from dist_attn.commands.encode_blocks import StreamReader
-from dist_attn.commands.encode_file import CPU_BLOCK_TOKENS, EncodeReport, Encoding, _block_tokens, encode_file
+from dist_attn.commands.encode_file import EncodeReport, Encoding, _block_tokens, encode_file
 from dist_attn.errors import InputError, StorageError
-from dist_attn.model_config.figures import GPU_TOKENS
+from dist_attn.model_config.figures import BLOCK_TOKENS, GPU_TOKENS
 from dist_attn.text import ByteTokeniser
 from dist_attn.text.cuts import CutFinder, marked_ends
 from dist_attn.wire.messages import RowSpec
@@ -23,7 +23,7 @@ from tests.support.models import SIZE, small_config, small_model
 from tests.support.tokenisers import PROSE, small_bpe
 
 # More than two blocks of one rank, and the end is on no grid.
-TEXT = (5 * PROSE.encode())[: 2 * CPU_BLOCK_TOKENS + 1003]
+TEXT = (5 * PROSE.encode())[: 2 * BLOCK_TOKENS + 1003]
 SPECS = {
     "token": RowSpec("token"),
     "window": RowSpec("window", 512),
@@ -53,7 +53,7 @@ def test_a_block_has_as_many_tokens_as_the_device_wants() -> None:
         devices = ("cpu", "meta")
         return [_block_tokens(comm, StreamReader(comm, small_model().to(d), RowSpec("token"))) for d in devices]
 
-    assert run_simulated(rank, 2) == [[2 * CPU_BLOCK_TOKENS, 2 * GPU_TOKENS]] * 2
+    assert run_simulated(rank, 2) == [[2 * BLOCK_TOKENS, 2 * GPU_TOKENS]] * 2
 
 
 @pytest.fixture

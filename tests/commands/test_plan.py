@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dist_attn.commands import encode_file
 from dist_attn.commands.options import PlanOptions
-from dist_attn.commands.plan import BLOCK_TOKENS, plan
+from dist_attn.commands.plan import plan
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.control.settings import ControlSettings
 from dist_attn.costs import Calibration, ScanTime, calibration_file, default_exchange, estimate, read_model_costs
 from dist_attn.errors import ConfigError, InputError, ModelFolderError
-from dist_attn.model_config.figures import GPU_TOKENS
+from dist_attn.model_config.figures import BLOCK_TOKENS, GPU_TOKENS
 from tests.support.model_cases import write_config
 from tests.support.tokenisers import foreign_contents
 
@@ -148,9 +147,8 @@ def test_refuses_a_model_without_formulas(tmp_path: Path) -> None:
         plan(PlanOptions(tokens="2M", ranks=1, model=str(tmp_path), as_json=True))
 
 
-def test_blocks_are_those_of_the_engine() -> None:
-    """The block that is planned with is the one that `encode` and the controller cut."""
-    assert encode_file.CPU_BLOCK_TOKENS == BLOCK_TOKENS
+def test_blocks_are_as_long_as_a_step_of_the_engine() -> None:
+    """A step of the engine has as many tokens as a block of `encode`, which plans count with."""
     assert ControlSettings(api_address="ipc:///tmp/x", model="m").block_tokens == BLOCK_TOKENS
 
 

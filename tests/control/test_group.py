@@ -259,13 +259,14 @@ def test_a_stopped_rank_keeps_the_engine_away_for_a_bounded_time(seed):
     ("fields", "reason"),
     [
         ({"model": LoadedModel("m", 4, 8)}, "another model"),
+        ({"model": LoadedModel("m", 4, 9, device="cuda:0", chunk_tokens=2048)}, "rank 1 (cuda:0) cuts blocks of 2048"),
         ({"size": 3}, "needed"),
         ({"protocol_version": 99}, "needed"),
         ({"rank": 2}, "rank 2 has (protocol, ranks)"),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused(fields, reason):
-    """Another model, group size or protocol ends the epoch before any work is given to it."""
+    """Another model, length of blocks, group size or protocol ends the epoch before any work is given to it."""
     scene = Scene()
     scene.wait(1, beats=())
     scene.hello(0)

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.generation import CapturedStep, StepGraphs, captured_step, generate, takes_captured_steps
 from dist_attn.generation.captured_step import GROWS, Replayed
 from dist_attn.generation.decode import prefill
-from dist_attn.mixers.softmax import SoftmaxState
+from dist_attn.mixers.softmax import SoftmaxSlots, SoftmaxState
+from dist_attn.model_config.figures import SLOTS
 from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.model_config.mixers.attention import ScaleformerConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig
@@ -189,6 +191,60 @@ def test_numbers_that_a_request_leaves_in_slots_reach_no_other() -> None:
         return found
 
     assert drawn(float("nan")) == drawn(0.5) and all(isinstance(one, Drawn) for one in drawn(float("nan")))
+
+
+def test_slots_of_all_batches_keep_to_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches for which there is no room at once take turns in the slots, and draw the same bits in more steps."""
+    monkeypatch.setattr(attention_slots, "LEAST_PLACES", 4)
+    model = model_of("softmax")
+    spec = SamplingSpec(max_tokens=40, temperature=0.0, logprobs=3)
+    lengths = {1: 2, 2: 5, 3: 18, **dict.fromkeys(range(4, 14), 9)}
+    of_place = SLOTS * 2 * 2 * 8 * 4  # layers, keys and values
+
+    def drawn(most_bytes: int) -> tuple[dict[int, list[Drawn]], int]:
+        graphs = StepGraphs(torch.device("cpu"), Recaptured())
+        made = DecodeSlots(model, steps="captured", graphs=graphs, most_bytes=most_bytes)
+        found: dict[int, list[Drawn]] = {request: [] for request in lengths}
+        held = 0
+        with torch.inference_mode():
+            for request, length in lengths.items():
+                made.take_in(request, prefill(model, torch.arange(length) % VOCAB), spec)
+            for turn in range(9):
+                for one in made.draw([DecodeEntry(request, token=5 if turn == 0 else None) for request in lengths]):
+                    assert isinstance(one, Drawn)
+                    found[one.request].append(one)
+                held = max(held, made.held_bytes)
+        assert all(how == "a CUDA graph" or "captured yet" in how for how in made.how), made.how
+        return found, held
+
+    enough, all_bytes = drawn(1 << 30)
+    little, held = drawn(33 * of_place)
+    assert held <= 33 * of_place < all_bytes
+    assert little == enough
+
+
+def test_a_warm_up_copies_no_keys() -> None:
+    """Before a capture the step is tried over the slots as they lie, which takes no second copy of them."""
+    model = model_of("softmax").cpu()
+    copied: list[int] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten.clone.default:
+                copied.append(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    def capture(run: Callable[[], None], warm_up: Callable[[], object], device: torch.device) -> Replayed:
+        with Copies():
+            warm_up()
+        return Rerun(run)
+
+    captured = CapturedStep(model, model.initial_state(2), graphs=StepGraphs(torch.device("cpu"), capture))
+    for token_B in tokens_of(model, 3):
+        captured.step(token_B.cpu())
+    slots = [layer.slots for layer in captured.state.layers if isinstance(layer, SoftmaxSlots)]
+    assert len(slots) == 2 and copied
+    assert not {t.data_ptr() for each in slots for t in (each.k_BGRK, each.v_BGRV)} & set(copied)
 
 
 def test_another_state_is_loaded_into_the_same_buffers() -> None:

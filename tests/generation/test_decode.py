@@ -8,7 +8,8 @@ import torch
 
 from dist_attn.errors import EngineError, InputError, TokenError
 from dist_attn.generation import generate
-from dist_attn.generation.decode import PREFILL_BLOCK, prefill
+from dist_attn.generation.decode import prefill
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.wire.messages import SamplingSpec
@@ -40,7 +41,7 @@ def greedy(max_tokens: int) -> SamplingSpec:
     return SamplingSpec(max_tokens=max_tokens, temperature=0.0)
 
 
-@pytest.mark.parametrize("length", [1, 2, 30, PREFILL_BLOCK + 1, 2 * PREFILL_BLOCK + 6])
+@pytest.mark.parametrize("length", [1, 2, 30, GRAIN + 1, 2 * GRAIN + 6])
 def test_as_the_full_forward_pass(length: int) -> None:
     """Each greedy token is the likeliest one after all tokens before it, fed at once without a state."""
     model = small_model()
@@ -56,7 +57,7 @@ def test_as_the_full_forward_pass(length: int) -> None:
 
 def test_prefill_blocks() -> None:
     """The state after blocks is the state after single steps."""
-    model, tokens = small_model(), prompt(PREFILL_BLOCK + 3)
+    model, tokens = small_model(), prompt(GRAIN + 3)
     with torch.no_grad():
         state = prefill(model, torch.tensor(tokens))
         stepped = model.initial_state(1)

@@ -11,7 +11,7 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.control.scheduler import split
 from dist_attn.errors import EngineError
 from dist_attn.generation import StateShapes, generate
-from dist_attn.model_config.figures import GPU_TOKENS, SLOTS
+from dist_attn.model_config.figures import SLOTS, tokens_of_block
 from dist_attn.models import ModelState
 from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.rank.executor import ModelExecutor
@@ -337,7 +337,8 @@ def test_work_out_of_order_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("device", "positions", "tokens"), [("cpu", None, 8), ("meta", None, GPU_TOKENS), ("meta", 300, 300)]
+    ("device", "positions", "tokens"),
+    [("cpu", None, 8), ("meta", None, tokens_of_block("meta", writes=True)), ("meta", 300, 300)],
 )
 def test_it_warms_up_with_a_block_on_a_device(device, positions, tokens, monkeypatch):
     """Before any request the kernels of a device see as many tokens as a block has, or as the model has positions."""

@@ -13,6 +13,7 @@ from dist_attn_service.engine.metrics import PREFIX_LOOKUPS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_attn.model_config.figures import tokens_of_block
 from dist_attn.settings import PrefixSettings, StoreSettings
 from dist_attn.wire.messages import SamplingSpec, Tokens
 from tests.support.fake_engine import FakeEngine
@@ -242,6 +243,12 @@ def test_it_can_be_switched_off_and_a_full_store_only_keeps_less(tmp_path: Path)
     with running_service(tmp_path / "full", engine(), store=store, prefixes=PATIENT) as service:
         assert [cached(complete(service, BOOK)) for _ in range(2)] == [0, 0]
         assert value(samples(service), "dist_attn_prefix_states_total", outcome="no_room") == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_prompts_of_a_few_thousand_tokens_are_kept_on_any_device(device: str) -> None:
+    """Blocks of a model that writes are short enough that a prompt of 2,500 tokens leaves a state behind."""
+    assert kept_positions(2500, tokens_of_block(device, writes=True), PrefixSettings().min_tokens)
 
 
 @given(st.integers(1, 200_000), st.sampled_from([64, 512, 1000]), st.data())

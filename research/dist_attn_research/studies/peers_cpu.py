@@ -18,8 +18,9 @@ from benchmarks.timing import Times
 from dist_attn.adapters.model import AdaptedModel
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError
-from dist_attn.generation.decode import PREFILL_BLOCK, prefill
+from dist_attn.generation.decode import prefill
 from dist_attn.layout import SequenceLayout
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn_research.studies.gguf_models import write_gguf
 from dist_attn_research.studies.llama_cpp import LlamaCpp
@@ -241,13 +242,13 @@ def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: in
 
     def together(tokens_L: torch.Tensor) -> None:
         state = model.initial_state(1)
-        for block_L in tokens_L.split(PREFILL_BLOCK * comm.size):
+        for block_L in tokens_L.split(GRAIN * comm.size):
             layout = SequenceLayout.even(len(block_L), comm.size)
             own_L = block_L[slice(*layout.range(comm.rank))]
             _, state = model.hidden(own_L[None], ShardedSequenceOps(comm, layout), state)
         comm.barrier()
 
-    _timed(lambda: together(prompt_L[: PREFILL_BLOCK * comm.size]))  # once uncounted
+    _timed(lambda: together(prompt_L[: GRAIN * comm.size]))  # once uncounted
     alone = _timed(lambda: prefill(model, prompt_L)) if comm.rank == 0 else 0.0
     comm.barrier()
     copies = _timed(lambda: prefill(model, prompt_L))
