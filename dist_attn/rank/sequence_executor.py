@@ -12,6 +12,7 @@ from dist_attn.devices import present_compute
 from dist_attn.errors import CommError, EngineError, InputError, NotFiniteError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
+from dist_attn.ops.affine.trial import end_trials
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.row_pieces import tokens_of
@@ -81,6 +82,10 @@ class SequenceExecutor:
     def exchanges(self) -> int:
         """None: a sequence is read by one rank."""
         return 0
+
+    def end_trials(self) -> list[str]:
+        """End this rank's trials of kernels; what they came to."""
+        return end_trials()
 
     def shares(self, op: OpenOp | PrefillOp | SaveOp) -> bool:
         """Never."""

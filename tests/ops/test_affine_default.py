@@ -2,8 +2,10 @@
 
 import fcntl
 import re
+import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,15 @@ from dist_attn.ops.affine.streaming import stream_recurrence
 from dist_attn.ops.affine.trial import Kind, tried
 from dist_attn.ops.fla_known import Asked, Surroundings, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord
-from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import ShardedSequenceOps, trials
 from dist_attn.sharded import affine as sharded_affine
 from tests.ops.kernel_table import BEGIN, END, PAGE, section
 from tests.support.affine import AffineInputs
 from tests.support.fla import fla_adapter
 from tests.support.machines import Machine
 from tests.support.native import needs_kernels
+from tests.support.ranks import run_ranks
+from tests.support.waiting import eventually
 
 __all__ = ["fla_adapter"]
 
@@ -116,19 +120,21 @@ def test_what_the_kernels_do_not_compute_streams(machine, fields, words) -> None
 
 
 def test_a_rank_that_is_ready_tries_nothing_more() -> None:
-    """Once trials have ended, calls of another kind stream, and those of a kind that was tried go on as before."""
+    """Once trials have ended, calls of another kind stream, with one warning, and those of a kind tried as before."""
     with H100.entered():
         assert choose(call_on(H100.device)).implementation == "fla"
         (said,) = trial.end_trials()
         assert said == "flash-linear-attention's for fla_kda bfloat16 forward, 2 x 16 x 16"
         assert choose(call_on(H100.device, tokens=900)).implementation == "fla"
-        other = choose(call_on(H100.device, gradients=True))
+        with pytest.warns(RuntimeWarning, match="forward and backward, .* were not tried before this rank was ready"):
+            other = choose(call_on(H100.device, gradients=True))
+        assert choose(call_on(H100.device, gradients=True)) == other  # and is not warned of again
     assert other.implementation == "streaming"
     assert "not tried before this rank was ready" in other.reason
 
 
 def test_a_rank_with_few_tokens_tries_too() -> None:
-    """Ranks try kernels before they exchange anything, however few tokens one has: none waits for another's trial."""
+    """Ranks try kernels, and meet, before they exchange anything of a call, however few tokens one has."""
     with H100.entered():
         try_kernels(call_on(H100.device, tokens=3))
         assert choose(call_on(H100.device, tokens=3)).implementation == "streaming"
@@ -140,9 +146,70 @@ def test_a_rank_with_few_tokens_tries_too() -> None:
         inputs.run(ShardedSequenceOps(comm, LAYOUT))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_affine, "try_kernels", lambda call: tried_by.append(call.tokens))
+        patch.setattr(sharded_affine, "try_together", lambda sharding, call: tried_by.append(call.tokens))
         run_simulated(on_rank, LAYOUT.size)
     assert sorted(tried_by) == sorted(LAYOUT.lengths)
+
+
+def tries_longer_than_an_exchange_may_take(folder: Path, comm: Communicator) -> tuple[list[str], float]:
+    """Try a call on a GPU that is not there; rank 1 comes first and keeps the others waiting. What was overruled."""
+    with FakeTensorMode():
+        call = call_on(torch.device("cuda"))
+    sharding = ShardedSequenceOps(comm, LAYOUT)._sharding
+    overruled: list[str] = []
+
+    def in_turn(call: AffineCall) -> str | None:
+        if comm.rank != 1:
+            eventually((folder / "held").exists, "rank 1 to try")
+        with trial._in_turn():
+            (folder / "held").touch()
+            time.sleep(1.5 * (comm.rank == 1))
+        return "a state is wrong" if comm.rank == 1 else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        patch.setattr(trials, "try_kernels", in_turn)
+        patch.setattr(trials, "stream_from_now_on", lambda call, reason: overruled.append(reason))
+        comm.barrier()
+        comm.set_deadline(0.3)
+        trials.try_together(sharding, call)
+        left_s = comm.timeout_s
+        comm.set_deadline(60.0)
+        met = comm.traffic.calls
+        trials.try_together(sharding, call)
+        assert comm.traffic.calls == met
+    return overruled, left_s
+
+
+def test_ranks_wait_for_trials_and_agree_on_what_they_came_to(tmp_path: Path) -> None:
+    """A trial may take longer than an exchange; one that failed on a rank streams on all, and they meet once for it."""
+    outcomes = run_ranks("gloo", partial(tries_longer_than_an_exchange_may_take, tmp_path), LAYOUT.size)
+    others = (["rank 1: a state is wrong"], 0.3)
+    assert outcomes == [others, ([], 0.3), others]
+
+
+def test_ranks_end_trials_with_what_all_found_right() -> None:
+    """Kinds that one rank has not found right stream on all."""
+    ended: list[set[str]] = []
+
+    def on_rank(comm: Communicator) -> None:
+        trials.end_trials_together(comm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = iter([["a", "b"], ["b", "c"], ["b"]])
+        patch.setattr(trials, "found_right", lambda: next(found))
+        patch.setattr(trials, "end_trials", lambda also_right: ended.append(also_right))
+        run_simulated(on_rank, 3)
+    assert ended == [{"b"}] * 3
+    with H100.entered():
+        assert choose(call_on(H100.device)).implementation == "fla"
+        (right,) = trial.found_right()
+        assert right == "fla_kda bfloat16 forward, 2 x 16 x 16 (fla 0.6.0, Triton 3.7.1)"
+        trial.end_trials([right])
+        assert choose(call_on(H100.device)).implementation == "fla"
+        with pytest.warns(RuntimeWarning, match="not come out right on all ranks"):
+            trial.end_trials([])
+        assert choose(call_on(H100.device)).implementation == "streaming"
 
 
 def test_processes_of_a_host_measure_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
