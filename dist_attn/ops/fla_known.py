@@ -107,13 +107,13 @@ def surroundings_of(device: torch.device) -> Surroundings:
 
 
 def _triton() -> str:
-    """What Triton says of itself: torch's builds of it are distributions of other names, and trees are none."""
+    """The version that Triton says it is: torch's builds of it are distributions of other names, and trees are none."""
     found = import_module("triton") if find_spec("triton") is not None else None
     return str(getattr(found, "__version__", UNKNOWN))
 
 
 def _fla() -> str:
-    """What its distribution says, of whichever name: importing it takes seconds."""
+    """The version that its distribution says it is, of either name: importing it takes seconds."""
     for package in ("fla-core", "flash-linear-attention"):
         with suppress(PackageNotFoundError):
             return version(package)
