@@ -124,6 +124,10 @@ class Communicator(ABC):
     def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> "Communicator":
         """Make the one of `groups` that this rank is in; every rank makes the call, with the same groups."""
 
+    def set_deadline(self, timeout_s: float) -> None:
+        """End every wait that begins from now on after so many seconds; all ranks make the call."""
+        self.timeout_s = timeout_s
+
     def check_exchanges(self) -> None:
         """Wait for this rank's queued exchanges and raise what failed; a rank calls it alone, where a step ends.
 

@@ -72,10 +72,12 @@ class _Group:
             self._check_counts(rank, step, call, meeting)
             self._changed.notify_all()
 
-    def collect(self, rank: int, step: int, call: Call, senders: Collection[int] | None = None) -> list[_Parcel]:
+    def collect(
+        self, rank: int, step: int, call: Call, timeout_s: float, senders: Collection[int] | None = None
+    ) -> list[_Parcel]:
         """Wait for the parcels of `senders` (of all ranks) in exchange number `step`; returns them in order of rank."""
         wanted = range(self.size) if senders is None else sorted(senders)
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             meeting = self._meetings[step]
             while missing := [other for other in wanted if other not in meeting.parcels]:
@@ -93,7 +95,7 @@ class _Group:
                 if left_s <= 0:
                     self._fail_here(
                         CommError(
-                            f"rank {rank} waited {self.timeout_s:g} s in exchange {step}, {call}, for rank "
+                            f"rank {rank} waited {timeout_s:g} s in exchange {step}, {call}, for rank "
                             f"{', '.join(map(str, missing))}: it hangs, or needs a longer deadline"
                         )
                     )
@@ -175,7 +177,7 @@ class SimulatedCommunicator(Communicator):
         step = self._bring(call, _Parcel(sent.clone()))
 
         def finish() -> Tensor:
-            parcels = self._group.collect(self.rank, step, call)
+            parcels = self._group.collect(self.rank, step, call, self.timeout_s)
             received = torch.full((self.size, sent.numel()), POISON, dtype=torch.uint8, device=sent.device)
             for row, parcel in zip(received, parcels, strict=True):
                 row.copy_(parcel.data)
@@ -201,7 +203,7 @@ class SimulatedCommunicator(Communicator):
         def finish() -> Tensor:
             received = torch.full((sum(recv_bytes),), POISON, dtype=torch.uint8, device=sent.device)
             place = 0
-            for parcel in self._group.collect(self.rank, step, call, senders):
+            for parcel in self._group.collect(self.rank, step, call, self.timeout_s, senders):
                 start, count = sum(parcel.send_bytes[: self.rank]), parcel.send_bytes[self.rank]
                 received[place : place + count].copy_(parcel.data[start : start + count])
                 place += count
@@ -211,7 +213,7 @@ class SimulatedCommunicator(Communicator):
 
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
         step = self._bring(call, _Parcel(sent.clone()))
-        return self._group.collect(self.rank, step, call)[source].data.to(sent.device, copy=True)
+        return self._group.collect(self.rank, step, call, self.timeout_s)[source].data.to(sent.device, copy=True)
 
     def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
         ranks = next(ranks for ranks in groups if self.rank in ranks)

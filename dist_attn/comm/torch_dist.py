@@ -140,8 +140,13 @@ class TorchDistCommunicator(Communicator):
         getattr(dist, _ALL_GATHER)(every, own, group=self._group)
         dist.all_to_all_single(every[: self.size], own, group=self._group)
         self._raise_queued(Call("the first exchange"))
-        if self._owned:
-            _set_pg_timeout(timedelta(seconds=self.timeout_s), self._group)
+        self.set_deadline(self.timeout_s)
+
+    def set_deadline(self, timeout_s: float) -> None:
+        """Set it for a group that was made here; any other one keeps the deadline that it came with."""
+        super().set_deadline(timeout_s)
+        if self._owned and self._group is not None:
+            _set_pg_timeout(timedelta(seconds=timeout_s), self._group)
 
     def _gather(self, call: Call, sent: Tensor) -> Pending:
         source = sent.to(self._device)

@@ -10,11 +10,12 @@ from typing import final
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from dist_attn.checkpoints import kind_of_model, load_causal_model, load_model, load_stream_encoder, load_text_encoder
 from dist_attn.comm import Communicator, Rendezvous, open_communicator
 from dist_attn.control.preflight import check_weights_fit
-from dist_attn.devices import ON_CPU, choose_compute, present_compute
+from dist_attn.devices import ON_CPU, Compute, choose_compute, present_compute
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.generation.captured_step import SLOT_BYTES
@@ -24,7 +25,7 @@ from dist_attn.model_config.figures import SLOTS, tokens_of_block
 from dist_attn.model_config.folder import OTHER_KINDS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
-from dist_attn.ops.affine.trial import end_trials
+from dist_attn.ops.affine.trial import found_right
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import DecodeSlots
@@ -35,6 +36,7 @@ from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snap
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
+from dist_attn.sharded.trials import end_trials_together
 from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.text import end_tokens, load_tokeniser
 from dist_attn.text.cuts import marked_ends
@@ -84,6 +86,13 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     torch.set_num_threads(given_threads(os.environ) or 1)
     torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
     compute = choose_compute(settings.device, settings.dtype)
+    executor = _load(settings, compute, pulse)
+    for outcome in executor.end_trials() if compute.device.type == "cuda" else ():
+        _tell(settings, outcome)
+    return executor
+
+
+def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecutor | SequenceExecutor":
     folder = resolve_model_folder(settings.model)
     downloaded = origin(folder) == "downloaded"
     if compute.dtype == torch.bfloat16 and not downloaded:
@@ -124,7 +133,7 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         model, chunk_tokens=chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
     )
     manifest = Manifest(identity_of(model, folder), computed)
-    executor = ModelExecutor(
+    return ModelExecutor(
         model,
         comm,
         name=folder.name,
@@ -133,9 +142,6 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         manifest=manifest,
         slot_bytes=settings.state_bytes,
     )
-    for outcome in end_trials() if compute.device.type == "cuda" else ():
-        _tell(settings, outcome)
-    return executor
 
 
 def _tell(settings: RankSettings, sentence: str) -> None:
@@ -214,6 +220,14 @@ class ModelExecutor:
     def exchanges(self) -> int:
         """The number of exchanges with other ranks that this one has begun."""
         return self._comm.traffic.calls + self._comm.agreements.calls
+
+    def end_trials(self) -> list[str]:
+        """End the trials of all ranks; what they came to. Stored states tell what came out right."""
+        outcomes, manifest = end_trials_together(self._comm), self.loaded.manifest
+        if manifest is not None:
+            computed = structs.replace(manifest.computed, kernels="; ".join(found_right()))
+            self.loaded = structs.replace(self.loaded, manifest=Manifest(manifest.model, computed))
+        return outcomes
 
     def shares(self, op: OpenOp | PrefillOp | SaveOp) -> bool:
         """Return whether all ranks take part: in a block, in decoding over all of them, in opening what they read."""
@@ -459,5 +473,12 @@ class ModelExecutor:
         ops: SequenceOps = LocalSequenceOps()
         if self._comm.size > 1:
             ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
-        self._model.hidden(torch.zeros(1, length, dtype=torch.int64, device=self._device), ops)
+        text_1L = torch.zeros(1, length, dtype=torch.int64, device=self._device)
+        self._model.hidden(text_1L, ops)
+        if isinstance(self._model, StreamEncoder):
+            # Short texts are read by one rank, alone and packed; an unfinished pair of blocks ends longer ones too.
+            short_1L = text_1L[:, : self._model.grain - 1]
+            self._model.hidden(short_1L)
+            with contextlib.suppress(InputError):
+                self._model.short_hidden([short_1L[0]] * 2)
         self.finish_step()

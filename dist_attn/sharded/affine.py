@@ -17,12 +17,12 @@ from dist_attn.comm import Communicator
 from dist_attn.costs import MOST_TURNS, takes_turns
 from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
 from dist_attn.ops.affine.call import AffineBuffers, Inputs
-from dist_attn.ops.affine.implementation import try_kernels
 from dist_attn.ops.parts import Parts, Whole, connected
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.prefix_scan import exclusive_scan
 from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.trials import try_together
 
 HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
 
@@ -54,7 +54,7 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     ):
         groups = _ByHeads(call, together)
         if not sharding.deterministic:
-            try_kernels(groups.calls[0])
+            try_together(sharding, groups.calls[0])
 
         def work(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             before = AffineState(before_BHX.unflatten(-1, (size, values)))
@@ -67,7 +67,7 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
         return out, AffineState(after_BHX.unflatten(-1, (size, values)))
     dtype, out_dtype = call.sums_dtype(), call.v_BHLV.dtype
     call = replace(call, products=call.products_dtype())  # which tensors that are widened do not show
-    try_kernels(call)
+    try_together(sharding, call)
     wide = (None if t is None else widened_for_grad_accumulation(t, dtype) for t in call.sequence)
     call = call.with_sequence(tuple(wide))
     element = absorb(call)

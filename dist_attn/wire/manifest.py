@@ -12,6 +12,7 @@ from dist_attn.wire.choices import WeightPrecision
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Kind = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,40}\Z")]
 Version = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+_-]{1,64}\Z")]
+Kernels = Annotated[str, Meta(max_length=1 << 14)]
 Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 REVISION_DIGITS = 12
 
@@ -49,6 +50,8 @@ class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `chunk_tokens` is the grid on which blocks are cut, all ranks together, `decode_slots` the rows of a decode batch.
     `denormals_flushed` says whether numbers below the smallest normal one are taken for 0, `dtype` in which precision
     products are; it is left out where that is float32, as in states that were stored before there was a choice.
+    `kernels` names flash-linear-attention's that compute affine recurrences on a GPU, with the versions that they were
+    tried with; it is left out where there are none. Which tiles were measured for them it does not tell.
     """
 
     chunk_tokens: Size
@@ -60,6 +63,7 @@ class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     library_version: Version
     torch_version: Version
     dtype: Literal["float32", "bfloat16"] = "float32"
+    kernels: Kernels = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +107,7 @@ def require_same_model(stored: ModelIdentity, present: ModelIdentity) -> None:
 def why_other_bits(stored: Computation, present: Computation) -> str:
     """Say why further results may have other bits than where the state was made; empty when nothing differs."""
     differences = [
-        f"{name} was {getattr(stored, name)} and is {getattr(present, name)}"
+        f"{name} was {_named(getattr(stored, name))} and is {_named(getattr(present, name))}"
         for name in structs.asdict(stored)
         if getattr(stored, name) != getattr(present, name)
     ]
@@ -124,6 +128,10 @@ def report_restore(
             "other blocks"
         )
     return RestoreReport(position, again, not reasons, "; ".join(reasons))
+
+
+def _named(value: object) -> object:
+    return "none" if value == "" else value
 
 
 def _short(value: object) -> str:

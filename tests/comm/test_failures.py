@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -176,9 +177,11 @@ def dies_on_rank_1(comm: Communicator) -> None:
     comm.all_reduce_sum(torch.zeros(2), label="loss")
 
 
-def hangs_on_rank_1(given_up: Path, comm: Communicator) -> str:
+def hangs_on_rank_1(given_up: Path, then_s: float | None, comm: Communicator) -> str:
     """Rank 1 comes to no more exchanges until the others have given up; their second one is not even tried."""
     comm.barrier()
+    if then_s is not None:
+        comm.set_deadline(then_s)
     if comm.rank == 1:
         eventually(given_up.exists, "rank 0 to give up")
         return "late"
@@ -190,6 +193,18 @@ def hangs_on_rank_1(given_up: Path, comm: Communicator) -> str:
         comm.check_exchanges()
     given_up.touch()
     return str(caught.value)
+
+
+def test_simulated_ranks_wait_as_long_as_they_were_told_last() -> None:
+    """A deadline that is set later holds for what begins from then on."""
+
+    def fn(comm: Communicator) -> None:
+        comm.set_deadline(60.0)
+        if comm.rank:
+            time.sleep(0.5)
+        comm.barrier()
+
+    run_simulated(fn, 2, timeout_s=0.1)
 
 
 def test_gloo_raises_the_first_real_exception() -> None:
@@ -207,9 +222,10 @@ def test_gloo_dead_rank_is_a_comm_error() -> None:
         assert f"rank {rank} of 3 (gloo): all_reduce_sum(float32[2]) for loss failed" in str(outcomes[rank])
 
 
-def test_gloo_wait_has_a_deadline(tmp_path: Path) -> None:
-    """A rank that hangs is a CommError on the others when the deadline has passed."""
-    outcomes = run_processes(partial(hangs_on_rank_1, tmp_path / "given up"), 2, timeout_s=2.5)
+@pytest.mark.parametrize(("timeout_s", "then_s"), [(2.5, None), (3600.0, 2.5)])
+def test_gloo_wait_has_a_deadline(timeout_s: float, then_s: float | None, tmp_path: Path) -> None:
+    """A rank that hangs is a CommError on the others when the deadline has passed, also one that was set later."""
+    outcomes = run_processes(partial(hangs_on_rank_1, tmp_path / "given up", then_s), 2, timeout_s=timeout_s)
     assert outcomes[1] == "late"
     assert "rank 0 of 2 (gloo): all_gather(float32[2]) failed after" in str(outcomes[0])
     assert "2.5 s" in str(outcomes[0])

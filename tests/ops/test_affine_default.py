@@ -2,9 +2,13 @@
 
 import fcntl
 import re
+import sys
+import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,20 +18,22 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import build_mixer
 from dist_attn.model_config.mixer import mixer_config_class
-from dist_attn.ops import AffineState, LocalSequenceOps, local_sequence_ops
+from dist_attn.ops import AffineState, LocalSequenceOps, fla_known, local_sequence_ops
 from dist_attn.ops.affine import AffineCall, recur_by_chunks, trial
 from dist_attn.ops.affine.implementation import choose, recurrences_taken, try_kernels, why_not_by_default
 from dist_attn.ops.affine.streaming import stream_recurrence
 from dist_attn.ops.affine.trial import Kind, tried
-from dist_attn.ops.fla_known import Asked, Surroundings, why_known_not
+from dist_attn.ops.fla_known import Asked, Surroundings, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord
-from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import ShardedSequenceOps, trials
 from dist_attn.sharded import affine as sharded_affine
 from tests.ops.kernel_table import BEGIN, END, PAGE, section
 from tests.support.affine import AffineInputs
 from tests.support.fla import fla_adapter
 from tests.support.machines import Machine
 from tests.support.native import needs_kernels
+from tests.support.ranks import run_ranks
+from tests.support.waiting import eventually
 
 __all__ = ["fla_adapter"]
 
@@ -57,8 +63,8 @@ def call_on(device: torch.device, tokens: int = 128, gradients: bool = False, **
         ({"gradients": True, "operation": "fla_kda"}, {"triton": "3.6.0"}, None),
         ({"gradients": True}, {"triton": "3.6.0", "capability": (8, 0)}, None),
         ({}, {"triton": "3.6.0"}, None),
-        ({}, {"triton": "3.3.1"}, "Triton 3.3.1 is older than 3.4"),
-        ({}, {"fla": "0.4.2"}, "flash-linear-attention 0.4.2 is older than 0.5"),
+        ({}, {"triton": "3.3.1"}, "Triton 3.3.1 is here: 3.4 is the first"),
+        ({}, {"fla": "0.4.2"}, "flash-linear-attention 0.4.2 is here: 0.5 is the first"),
         ({"dtype": torch.float16}, {}, "float16's range is too small"),
         ({"dtype": torch.float32}, {}, "float32 as TF32"),
         ({"dtype": torch.float32, "by_name": True}, {}, None),
@@ -66,7 +72,9 @@ def call_on(device: torch.device, tokens: int = 128, gradients: bool = False, **
         ({}, {"capability": (10, 0)}, "Blackwell GPUs .* Triton 3.7.1"),
         ({}, {"capability": (12, 0), "triton": "3.7.1+git1"}, "Blackwell"),
         ({}, {"capability": (10, 3), "triton": "3.8.0"}, None),
-        ({}, {"capability": None, "fla": "of a source tree"}, None),
+        ({}, {"capability": None}, None),
+        ({}, {"fla": "of an unknown version"}, "flash-linear-attention of an unknown version is here: 0.5"),
+        ({}, {"triton": "of an unknown version"}, "Triton of an unknown version is here: 3.4"),
     ],
 )
 def test_what_is_known_against_the_kernels(asked, on, words) -> None:
@@ -78,6 +86,19 @@ def test_what_is_known_against_the_kernels(asked, on, words) -> None:
         assert found is None
     else:
         assert re.search(words, found or "")
+
+
+def test_triton_says_its_version_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton that is no distribution of that name has a version; one that does not say it is refused by version."""
+    monkeypatch.setitem(sys.modules, "triton", found := ModuleType("triton"))
+    monkeypatch.setattr(fla_known, "find_spec", lambda name: object())
+    found.__version__ = "3.5.1+rocm"
+    assert surroundings_of.__wrapped__(torch.device("cpu")).triton == "3.5.1+rocm"
+    del found.__version__
+    assert surroundings_of.__wrapped__(torch.device("cpu")).triton == "of an unknown version"
+    monkeypatch.setattr(fla_known, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)  # importing it is an error
+    assert surroundings_of.__wrapped__(torch.device("cpu")).triton == "of an unknown version"
 
 
 def test_the_kernels_are_the_default_where_they_come_out_right() -> None:
@@ -116,19 +137,21 @@ def test_what_the_kernels_do_not_compute_streams(machine, fields, words) -> None
 
 
 def test_a_rank_that_is_ready_tries_nothing_more() -> None:
-    """Once trials have ended, calls of another kind stream, and those of a kind that was tried go on as before."""
+    """Once trials have ended, calls of another kind stream, with one warning, and those of a kind tried as before."""
     with H100.entered():
         assert choose(call_on(H100.device)).implementation == "fla"
         (said,) = trial.end_trials()
         assert said == "flash-linear-attention's for fla_kda bfloat16 forward, 2 x 16 x 16"
         assert choose(call_on(H100.device, tokens=900)).implementation == "fla"
-        other = choose(call_on(H100.device, gradients=True))
+        with pytest.warns(RuntimeWarning, match="forward and backward, .* were not tried before this rank was ready"):
+            other = choose(call_on(H100.device, gradients=True))
+        assert choose(call_on(H100.device, gradients=True)) == other  # and is not warned of again
     assert other.implementation == "streaming"
     assert "not tried before this rank was ready" in other.reason
 
 
 def test_a_rank_with_few_tokens_tries_too() -> None:
-    """Ranks try kernels before they exchange anything, however few tokens one has: none waits for another's trial."""
+    """Ranks try kernels, and meet, before they exchange anything of a call, however few tokens one has."""
     with H100.entered():
         try_kernels(call_on(H100.device, tokens=3))
         assert choose(call_on(H100.device, tokens=3)).implementation == "streaming"
@@ -140,19 +163,82 @@ def test_a_rank_with_few_tokens_tries_too() -> None:
         inputs.run(ShardedSequenceOps(comm, LAYOUT))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_affine, "try_kernels", lambda call: tried_by.append(call.tokens))
+        patch.setattr(sharded_affine, "try_together", lambda sharding, call: tried_by.append(call.tokens))
         run_simulated(on_rank, LAYOUT.size)
     assert sorted(tried_by) == sorted(LAYOUT.lengths)
 
 
+def tries_longer_than_an_exchange_may_take(folder: Path, comm: Communicator) -> tuple[list[str], float]:
+    """Try a call on a GPU that is not there; rank 1 comes first and keeps the others waiting. What was overruled."""
+    with FakeTensorMode():
+        call = call_on(torch.device("cuda"))
+    sharding = ShardedSequenceOps(comm, LAYOUT)._sharding
+    overruled: list[str] = []
+
+    def in_turn(call: AffineCall) -> str | None:
+        if comm.rank != 1:
+            eventually((folder / "held").exists, "rank 1 to try")
+        with trial._in_turn():
+            (folder / "held").touch()
+            time.sleep(1.5 * (comm.rank == 1))
+        return "a state is wrong" if comm.rank == 1 else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        patch.setattr(trials, "try_kernels", in_turn)
+        patch.setattr(trials, "stream_from_now_on", lambda call, reason: overruled.append(reason))
+        comm.barrier()
+        comm.set_deadline(0.3)
+        trials.try_together(sharding, call)
+        left_s = comm.timeout_s
+        comm.set_deadline(60.0)
+        met = comm.traffic.calls
+        trials.try_together(sharding, call)
+        assert comm.traffic.calls == met
+    return overruled, left_s
+
+
+def test_ranks_wait_for_trials_and_agree_on_what_they_came_to(tmp_path: Path) -> None:
+    """A trial may take longer than an exchange; one that failed on a rank streams on all, and they meet once for it."""
+    outcomes = run_ranks("gloo", partial(tries_longer_than_an_exchange_may_take, tmp_path), LAYOUT.size)
+    others = (["rank 1: a state is wrong"], 0.3)
+    assert outcomes == [others, ([], 0.3), others]
+
+
+def test_ranks_end_trials_with_what_all_found_right() -> None:
+    """Kinds that one rank has not found right stream on all."""
+    ended: list[set[str]] = []
+
+    def on_rank(comm: Communicator) -> None:
+        trials.end_trials_together(comm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = iter([["a", "b"], ["b", "c"], ["b"]])
+        patch.setattr(trials, "found_right", lambda: next(found))
+        patch.setattr(trials, "end_trials", lambda also_right: ended.append(also_right))
+        run_simulated(on_rank, 3)
+    assert ended == [{"b"}] * 3
+    with H100.entered():
+        assert choose(call_on(H100.device)).implementation == "fla"
+        (right,) = trial.found_right()
+        assert right == "fla_kda bfloat16 forward, 2 x 16 x 16 (fla 0.6.0, Triton 3.7.1)"
+        trial.end_trials([right])
+        assert choose(call_on(H100.device)).implementation == "fla"
+        with pytest.warns(RuntimeWarning, match="not come out right on all ranks"):
+            trial.end_trials([])
+        assert choose(call_on(H100.device)).implementation == "streaming"
+
+
 def test_processes_of_a_host_measure_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one measures tiles another waits, and not for ever; without a folder each measures for itself."""
+    """While one measures tiles another waits, says so, and not for ever; without a folder each measures for itself."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(trial, "WAIT_S", 0.3)
+    monkeypatch.setattr(trial, "WAIT_S", 0.5)
+    monkeypatch.setattr(trial, "TOLD_S", 0.1)
     with trial._in_turn(), (tmp_path / "cache/dist-attn-trials").open("w") as other:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with trial._in_turn():  # of another one that waits in vain
+        said = "for another process that tries kernels .*dist-attn-trials"
+        with pytest.warns(RuntimeWarning, match=said), trial._in_turn():  # of another one that waits in vain
             pass
     with (tmp_path / "cache/dist-attn-trials").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,6 +322,8 @@ def with_fault(fault: str):
     """The streaming form, and what kernels have been seen to do wrong: in a state, in its gradient, in one token."""
 
     def form(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
+        if fault == "memory" and call.tokens > trial.TOKENS:
+            raise torch.cuda.OutOfMemoryError
         if fault == "error":
             raise RuntimeError("no kernel image\nis available")
         if fault == "gradient" and call.state is not None:
@@ -255,6 +343,7 @@ def with_fault(fault: str):
     ("fault", "words"),
     [
         ("", None),
+        ("memory", None),
         ("state", "state 0.1"),
         ("gradient", "gradient of s 1)"),
         ("token", "outputs 0."),
@@ -265,7 +354,10 @@ def with_fault(fault: str):
 def test_a_trial_finds_what_is_wrong(fault: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An output, a state or a gradient that is wrong is named with its error, as is what the kernels raise."""
     monkeypatch.setattr("dist_attn.ops.affine.fla.fla_recurrence", with_fault(fault))
-    found = tried(SMALL.call(), SMALL)
+    call = SMALL.call()
+    if fault == "memory":  # a call of a model, beside a step
+        call = call.with_sequence(tuple(None if x is None else torch.cat([x, x], dim=2) for x in call.sequence))
+    found = tried(call, SMALL)
     assert (found is None) == (words is None)
     if words is not None:
         assert words in found

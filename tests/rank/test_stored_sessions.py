@@ -15,7 +15,8 @@ from dist_attn.control.scheduler import split
 from dist_attn.generation import computation_of
 from dist_attn.model_config.figures import SLOTS
 from dist_attn.rank.executor import ModelExecutor
-from dist_attn.wire.manifest import Manifest
+from dist_attn.sharded import trials
+from dist_attn.wire.manifest import Manifest, report_restore
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, RequestFault, SavedState
 from tests.fuzz import wild_states
@@ -44,6 +45,19 @@ def executor(comm=None, kind="rfa_gate", model=None):
     computed = computation_of(model, chunk_tokens=CHUNK * comm.size, decode_slots=SLOTS, ranks=comm.size)
     identity = manifest(vocab_size=model.config.vocab_size, hidden_size=16, mixers=["rfa"] * len(model.blocks)).model
     return ModelExecutor(model, comm, name="small", end_tokens=[256], manifest=Manifest(identity, computed))
+
+
+def test_states_tell_which_kernels_came_out_right(monkeypatch):
+    """Once trials have ended they name them, and where they differ a restore does not promise equal bits."""
+    monkeypatch.setattr(trials, "end_trials", lambda also_right: ["said"])
+    monkeypatch.setattr(trials, "found_right", lambda: ["a", "b"])
+    monkeypatch.setattr("dist_attn.rank.executor.found_right", lambda: ["a", "b"])
+    made = executor()
+    before = made.loaded.manifest
+    assert made.end_trials() == ["said"]
+    assert made.loaded.manifest.model == before.model
+    report = report_restore(made.loaded.manifest.computed, before.computed, 512)
+    assert (report.bit_exact, report.reason) == (False, "kernels was a; b and is none")
 
 
 def begin(made, stored=None, *, spec=None, rows=None, draws=0):

@@ -4,6 +4,7 @@ import io
 import random
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import StateMismatchError, WireError
 from dist_attn.wire.compact import decode_compact, encode_compact
-from dist_attn.wire.manifest import require_same_model, why_other_bits
+from dist_attn.wire.manifest import Manifest, require_same_model, why_other_bits
 from dist_attn.wire.snapshot import (
     DEFAULT_MAX_BYTES,
     LEAST_COMPACT,
@@ -238,6 +239,14 @@ def test_a_state_of_another_model_is_refused_with_both_values():
     require_same_model(stored.model, manifest(ranks=4).model)
     assert why_other_bits(stored.computed, manifest(ranks=4).computed) == "ranks was 1 and is 4"
     assert why_other_bits(stored.computed, stored.computed) == ""
+    on_gpu = manifest(kernels="fla_kda (fla 0.6.0)").computed
+    assert why_other_bits(on_gpu, stored.computed) == "kernels was fla_kda (fla 0.6.0) and is none"
+
+
+def test_a_state_without_kernels_is_stored_as_before_there_were_any():
+    """Where flash-linear-attention computes nothing, files have the bytes that they had before states told of it."""
+    assert b"kernels" not in msgspec.msgpack.encode(manifest(kernels=""))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest()), type=Manifest) == manifest(kernels="")
 
 
 def test_spoilt_files_are_refused_and_never_crash():

@@ -4,7 +4,7 @@ import torch
 
 from dist_attn.ops.affine.call import AffineCall
 from dist_attn.ops.affine.native import kernels
-from dist_attn.ops.affine.trial import Kind, why_not_right_here
+from dist_attn.ops.affine.trial import Kind, overrule, why_not_right_here
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.fla_known import Asked, Surroundings, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import FlaOperation, GpuRecord, record_of
@@ -18,7 +18,7 @@ from dist_attn.ops.linear_attention.implementation import (
     why_not_for_c,
 )
 
-__all__ = ["choose", "fla_operation", "recurrences_taken", "try_kernels", "why_not_by_default"]
+__all__ = ["choose", "fla_operation", "recurrences_taken", "stream_from_now_on", "try_kernels", "why_not_by_default"]
 
 FEWEST = 64  # tokens of a chunk of flash-linear-attention's: of fewer it measures tiles again, and launches take longer
 
@@ -59,13 +59,14 @@ def choose(call: AffineCall) -> Choice:
     return Choice("fla", "flash-linear-attention's came out right on this GPU")
 
 
-def try_kernels(call: AffineCall) -> None:
-    """Run the trial that `choose` would begin, however few tokens there are.
+def try_kernels(call: AffineCall) -> str | None:
+    """Run the trial that "auto" begins on a GPU, however few tokens there are; the reason to stream it, or None."""
+    return _why_not_fla(call)
 
-    Ranks call this before they exchange anything of a call, so that none of them waits there for another one's trial.
-    """
-    if call.implementation == "auto" and call.v_BHLV.device.type == "cuda":
-        _why_not_fla(call)
+
+def stream_from_now_on(call: AffineCall, reason: str) -> None:
+    """Let calls of this one's kind, which `try_kernels` found right here, take the streaming form in this process."""
+    overrule(_kind_of(call), reason)
 
 
 def _why_not_fla(call: AffineCall) -> str | None:
