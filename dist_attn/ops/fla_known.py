@@ -5,13 +5,18 @@ It is read before anything is tried: a small trial does not meet what goes wrong
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import torch
 
 from dist_attn.ops.gpu_record import FlaOperation
+
+UNKNOWN = "of an unknown version"
 
 __all__ = ["KNOWN", "Asked", "Surroundings", "surroundings_of", "why_known_not"]
 
@@ -49,10 +54,13 @@ class Asked:
 # In each line what is said, with the versions in braces, and when it holds.
 KNOWN: tuple[tuple[str, Callable[[Asked, Surroundings], bool]], ...] = (
     (
-        "flash-linear-attention {fla} is older than 0.5, the first that is accepted here",
+        "flash-linear-attention {fla} is here: 0.5 is the first that is accepted",
         lambda asked, on: _older(on.fla, 0, 5),
     ),
-    ("Triton {triton} is older than 3.4, the first that is accepted here", lambda asked, on: _older(on.triton, 3, 4)),
+    (
+        "Triton {triton} is here: 3.4 is the first that is accepted",
+        lambda asked, on: _older(on.triton, 3, 4),
+    ),
     (
         "flash-linear-attention keeps states between chunks in the inputs' type, and float16's range is too small",
         lambda asked, on: asked.dtype == torch.float16,
@@ -95,19 +103,23 @@ def why_known_not(asked: Asked, on: Surroundings) -> str | None:
 def surroundings_of(device: torch.device) -> Surroundings:
     """Look up the versions of both packages, which are installed, and the device."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Surroundings(_installed("triton"), _installed("fla-core", "flash-linear-attention"), capability)
+    return Surroundings(_triton(), _fla(), capability)
 
 
-def _installed(*packages: str) -> str:
-    """The version of the first of these that is there; one from a source tree counts as the newest."""
-    for package in packages:
-        try:
+def _triton() -> str:
+    """The version that Triton says it is: torch's builds of it are distributions of other names, and trees are none."""
+    found = import_module("triton") if find_spec("triton") is not None else None
+    return str(getattr(found, "__version__", UNKNOWN))
+
+
+def _fla() -> str:
+    """The version that its distribution says it is, of either name: importing it takes seconds."""
+    for package in ("fla-core", "flash-linear-attention"):
+        with suppress(PackageNotFoundError):
             return version(package)
-        except PackageNotFoundError:
-            continue
-    return "of a source tree"
+    return UNKNOWN
 
 
 def _older(found: str, *than: int) -> bool:
-    numbers = tuple(map(int, re.findall(r"\d+", found)[: len(than)]))
-    return bool(numbers) and numbers < than
+    """Return whether a version is older; one that is not known is refused as if it were."""
+    return tuple(map(int, re.findall(r"\d+", found)[: len(than)])) < than

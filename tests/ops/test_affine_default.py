@@ -2,11 +2,13 @@
 
 import fcntl
 import re
+import sys
 import time
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,12 +18,12 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import build_mixer
 from dist_attn.model_config.mixer import mixer_config_class
-from dist_attn.ops import AffineState, LocalSequenceOps, local_sequence_ops
+from dist_attn.ops import AffineState, LocalSequenceOps, fla_known, local_sequence_ops
 from dist_attn.ops.affine import AffineCall, recur_by_chunks, trial
 from dist_attn.ops.affine.implementation import choose, recurrences_taken, try_kernels, why_not_by_default
 from dist_attn.ops.affine.streaming import stream_recurrence
 from dist_attn.ops.affine.trial import Kind, tried
-from dist_attn.ops.fla_known import Asked, Surroundings, why_known_not
+from dist_attn.ops.fla_known import Asked, Surroundings, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord
 from dist_attn.sharded import ShardedSequenceOps, trials
 from dist_attn.sharded import affine as sharded_affine
@@ -61,8 +63,8 @@ def call_on(device: torch.device, tokens: int = 128, gradients: bool = False, **
         ({"gradients": True, "operation": "fla_kda"}, {"triton": "3.6.0"}, None),
         ({"gradients": True}, {"triton": "3.6.0", "capability": (8, 0)}, None),
         ({}, {"triton": "3.6.0"}, None),
-        ({}, {"triton": "3.3.1"}, "Triton 3.3.1 is older than 3.4"),
-        ({}, {"fla": "0.4.2"}, "flash-linear-attention 0.4.2 is older than 0.5"),
+        ({}, {"triton": "3.3.1"}, "Triton 3.3.1 is here: 3.4 is the first"),
+        ({}, {"fla": "0.4.2"}, "flash-linear-attention 0.4.2 is here: 0.5 is the first"),
         ({"dtype": torch.float16}, {}, "float16's range is too small"),
         ({"dtype": torch.float32}, {}, "float32 as TF32"),
         ({"dtype": torch.float32, "by_name": True}, {}, None),
@@ -70,7 +72,9 @@ def call_on(device: torch.device, tokens: int = 128, gradients: bool = False, **
         ({}, {"capability": (10, 0)}, "Blackwell GPUs .* Triton 3.7.1"),
         ({}, {"capability": (12, 0), "triton": "3.7.1+git1"}, "Blackwell"),
         ({}, {"capability": (10, 3), "triton": "3.8.0"}, None),
-        ({}, {"capability": None, "fla": "of a source tree"}, None),
+        ({}, {"capability": None}, None),
+        ({}, {"fla": "of an unknown version"}, "flash-linear-attention of an unknown version is here: 0.5"),
+        ({}, {"triton": "of an unknown version"}, "Triton of an unknown version is here: 3.4"),
     ],
 )
 def test_what_is_known_against_the_kernels(asked, on, words) -> None:
@@ -82,6 +86,19 @@ def test_what_is_known_against_the_kernels(asked, on, words) -> None:
         assert found is None
     else:
         assert re.search(words, found or "")
+
+
+def test_triton_says_its_version_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton that is no distribution of that name has a version; one that does not say it is refused by version."""
+    monkeypatch.setitem(sys.modules, "triton", found := ModuleType("triton"))
+    monkeypatch.setattr(fla_known, "find_spec", lambda name: object())
+    found.__version__ = "3.5.1+rocm"
+    assert surroundings_of.__wrapped__(torch.device("cpu")).triton == "3.5.1+rocm"
+    del found.__version__
+    assert surroundings_of.__wrapped__(torch.device("cpu")).triton == "of an unknown version"
+    monkeypatch.setattr(fla_known, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)  # importing it is an error
+    assert surroundings_of.__wrapped__(torch.device("cpu")).triton == "of an unknown version"
 
 
 def test_the_kernels_are_the_default_where_they_come_out_right() -> None:

@@ -11,6 +11,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import AffineState, LocalSequenceOps
 from dist_attn.ops.affine import AffineCall
 from dist_attn.ops.affine.implementation import choose, fla_operation
+from dist_attn.ops.fla_known import Surroundings
 from dist_attn.ops.linear_attention import implementation
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.affine import recur_over_ranks
@@ -196,6 +197,8 @@ def test_what_the_kernels_cannot_take_is_an_error_that_says_why(given, words, mo
     """By name it is refused in words, with tokens and without, also where fla is not installed; "auto" passes on."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(implementation, "find_spec", lambda name: object())
+    here = Surroundings("3.7.1", "0.6.0", None)
+    monkeypatch.setattr("dist_attn.ops.affine.implementation.surroundings_of", lambda device: here)
     call = replace(CALL, **given)
     for one in (call, call.part(0, 0)):
         with pytest.raises(ConfigError, match=words):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import LinearState, linear_attention
+from dist_attn.ops.fla_known import Surroundings
 from dist_attn.ops.gpu_record import GpuRecord
 from dist_attn.ops.linear_attention import LinearCall, choose, implementation
 from tests.support.closeness import assert_close
@@ -124,6 +125,7 @@ def test_what_flash_linear_attention_cannot_take_is_an_error_that_says_why(given
     """By name it is refused in words too, also where it is not installed; any feature map and size will do."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(implementation, "find_spec", lambda name: object())
+    monkeypatch.setattr(implementation, "surroundings_of", lambda device: Surroundings("3.7.1", "0.6.0", None))
     sums, call = _call_of(given)
     call = replace(call, implementation="fla")
     with pytest.raises(ConfigError, match=words):

@@ -46,7 +46,8 @@ class Machine:
         """Operations choose as they do there; `record` is what `make gpu` found, `outcome` that of every trial."""
         with pytest.MonkeyPatch.context() as patch:
             fla_known.surroundings_of.cache_clear()
-            patch.setattr(fla_known, "_installed", lambda *names: self.triton if names == ("triton",) else self.fla)
+            patch.setattr(fla_known, "_triton", lambda: self.triton)
+            patch.setattr(fla_known, "_fla", lambda: self.fla)
             patch.setattr(torch.cuda, "get_device_capability", lambda device=None: self.capability)
             patch.setattr(torch.cuda, "get_device_name", lambda device=None: NAME)
             patch.setattr(gpu_record, "_records", lambda file: {} if record is None else {NAME: record})
