@@ -459,5 +459,12 @@ class ModelExecutor:
         ops: SequenceOps = LocalSequenceOps()
         if self._comm.size > 1:
             ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
-        self._model.hidden(torch.zeros(1, length, dtype=torch.int64, device=self._device), ops)
+        text_1L = torch.zeros(1, length, dtype=torch.int64, device=self._device)
+        self._model.hidden(text_1L, ops)
+        if isinstance(self._model, StreamEncoder):
+            # Short texts are read by one rank, alone and packed; an unfinished pair of blocks ends longer ones too.
+            short_1L = text_1L[:, : self._model.grain - 1]
+            self._model.hidden(short_1L)
+            with contextlib.suppress(InputError):
+                self._model.short_hidden([short_1L[0]] * 2)
         self.finish_step()

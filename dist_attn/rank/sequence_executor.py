@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dist_attn.devices import present_compute
 from dist_attn.errors import CommError, EngineError, InputError, NotFiniteError
+from dist_attn.model_config.figures import tokens_at_once
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
 from dist_attn.ops.affine.trial import end_trials
@@ -195,12 +196,17 @@ class SequenceExecutor:
 
     @torch.inference_mode()
     def _warm_up(self) -> bool:
-        """Read a few tokens; whether texts can be read together."""
+        """Read texts alone, side by side and packed, as requests will be; whether they can be read together.
+
+        On a GPU long ones: kernels are compiled, measured and tried here, and not in a request.
+        """
         model = self._encoder
-        text_T = torch.zeros(min(6, model.config.text_tokens), dtype=torch.int64, device=self._device)
-        model.encode(text_T[None])
+        length = min(tokens_at_once(self._device.type, on_cpu=6), model.config.text_tokens)
+        text_BT = torch.zeros(2, length, dtype=torch.int64, device=self._device)
+        model.encode(text_BT[:1])
+        model.encode(text_BT)
         try:
-            model.hidden_together([text_T, text_T])
+            model.hidden_together([*text_BT])
         except InputError:  # a mixer that takes no packed documents
             return False
         return True

@@ -13,6 +13,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands.encode_file import Encoding, encode_file
 from dist_attn.control.intake import misfit
 from dist_attn.control.scheduler import Limits, RequestView, View, plan, split
+from dist_attn.devices import ON_CPU
 from dist_attn.errors import EngineError, InputError, NotFiniteError
 from dist_attn.models import TextEncoder, TextEncoderConfig, build_model
 from dist_attn.ops import FiniteCheck
@@ -278,3 +279,17 @@ def test_a_model_that_takes_no_packed_texts_reads_each_alone() -> None:
         made.open(OpenOp(op.request, RowSpec("token", pooling="model")))
     made.read_ahead(ops)
     assert [pieces and pieces.starts for pieces in map(made.prefill, ops)] == [[0, 1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 6), ("meta", TEXT_TOKENS)])
+def test_it_warms_up_with_texts_as_requests_bring_them(device: str, tokens: int, monkeypatch) -> None:
+    """Before any request the kernels of a device see whole texts alone, side by side and packed, and then no others."""
+    model = small_encoder().to(device)
+    seen: list[object] = []
+    monkeypatch.setattr(model, "encode", lambda text_BT: seen.append([*text_BT.shape]))
+    monkeypatch.setattr(model, "hidden_together", lambda texts: seen.append([len(text_T) for text_T in texts]))
+    monkeypatch.setattr("dist_attn.rank.sequence_executor.present_compute", lambda device: ON_CPU)
+    monkeypatch.setattr("dist_attn.rank.sequence_executor.end_trials", lambda: ["ended"])
+    made = SequenceExecutor(model, 0, name="small")
+    assert seen == [[1, tokens], [2, tokens], [tokens, tokens]]
+    assert made.end_trials() == ["ended"]

@@ -192,6 +192,33 @@ def test_blocks_of_a_mixer_that_takes_no_packed_texts_are_read_in_turn():
         assert_close(torch.from_numpy(vectors), want_D)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_warms_up_with_short_texts_too(ranks):
+    """Before any request kernels see a short text alone and several packed, as one rank reads them, behind a block."""
+    seen = []
+
+    def rank_work(comm):
+        model = small().float()
+        hidden, short_hidden = model.hidden, model.short_hidden
+
+        def noted(tokens_BL, *ops):
+            seen.append((comm.rank, len(ops), [*tokens_BL.shape]))
+            return hidden(tokens_BL, *ops)
+
+        def noted_texts(texts):
+            seen.append((comm.rank, "packed", [len(text_T) for text_T in texts]))
+            return short_hidden(texts)
+
+        model.hidden, model.short_hidden = noted, noted_texts
+        ModelExecutor(model, comm, name="small")
+
+    run_simulated(rank_work, ranks)
+    for rank in range(ranks):
+        (_, _, block), *short = (one for one in seen if one[0] == rank)
+        assert block[1] % PAIR == 0
+        assert short[:2] == [(rank, 0, [1, PAIR - 1]), (rank, "packed", [PAIR - 1, PAIR - 1])]
+
+
 def test_a_model_that_writes_nothing_refuses_to():
     """Completions and draws are errors, as they are of a text encoder."""
     made = executor()
