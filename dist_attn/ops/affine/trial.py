@@ -1,10 +1,10 @@
 """Trials of flash-linear-attention's kernels on this GPU: one of each kind of call in a process.
 
-A trial first runs the kernels on the call itself, which is when Triton measures tiles for its sizes. It keeps them in
-TRITON_CACHE_DIR, so that this is quick the next time, and all ranks of a host have the same. Then outputs, the state
-after and, where they are asked for, all gradients are compared with the streaming form in float32, on a few chunks of
-random numbers. A rank of the service runs its trials before it is ready and ends them: no request waits for one. Ranks
-that compute one text tell each other what theirs came to (`sharded.trials`).
+A trial first runs the kernels on the call itself, where there is memory for it, which is when Triton measures tiles for
+its sizes. It keeps them in TRITON_CACHE_DIR, so that this is quick the next time, and all ranks of a host have the
+same. Then outputs, the state after and, where they are asked for, all gradients are compared with the streaming form in
+float32, on a few chunks of random numbers. A rank of the service runs its trials before it is ready and ends them: no
+request waits for one. Ranks that compute one text tell each other what theirs came to (`sharded.trials`).
 
 Shape letters: B batch, H heads, L tokens, K key size, V values.
 """
@@ -32,6 +32,7 @@ from dist_attn.ops.watch import watching
 __all__ = ["Kind", "end_trials", "found_right", "overrule", "why_not_right_here"]
 
 TOKENS, STARTS, CLOSED = 170, (30, 100), 90  # two chunks of 64 and a part; where documents start; a closed gate
+TOLD_S = 10.0  # of waiting for them without a word
 WAIT_S = 600.0  # for trials of other processes of this host at most
 ACCEPTED = 0.03  # of `_error`: some roundings of bfloat16; a token that is all wrong comes to a multiple of it
 
@@ -144,7 +145,7 @@ def tried(call: AffineCall, kind: Kind) -> str | None:
         small = kind.call()
         with without_autocast(kind.device), watching(None):
             with _in_turn():
-                _results(call if call.tokens >= TOKENS else small, fla_recurrence, kind)
+                _measure(call, small, fla_recurrence, kind)
             got, want = _results(small, fla_recurrence, kind), _results(_widened(small), stream_recurrence, kind)
             errors = {name: _error(got[name], exact) for name, exact in want.items()}
     except Exception as error:  # of a compiler, a driver or too little memory: the streaming form goes on
@@ -152,6 +153,15 @@ def tried(call: AffineCall, kind: Kind) -> str | None:
     # What is no number is not right.
     wrong = [f"{name} {error:.2g}" for name, error in errors.items() if not error <= ACCEPTED]
     return f"{whose} did not come out right on this GPU (relative errors: {', '.join(wrong)})" if wrong else None
+
+
+def _measure(call: AffineCall, small: AffineCall, form: Form, kind: Kind) -> None:
+    """Run the kernels on the call, or on the small one where the call is shorter or finds no memory beside a step."""
+    if call.tokens >= TOKENS:
+        with suppress(torch.cuda.OutOfMemoryError):
+            _results(call, form, kind)
+            return
+    _results(small, form, kind)
 
 
 @contextmanager
@@ -162,12 +172,16 @@ def _in_turn() -> Iterator[None]:
         with suppress(OSError):  # a folder that cannot be written: each measures for itself
             folder.mkdir(parents=True, exist_ok=True)
             opened = held.enter_context((folder / "dist-attn-trials").open("w"))
-            ends = time.monotonic() + WAIT_S
-            while time.monotonic() < ends:
+            began, said = time.monotonic(), False
+            while (waited := time.monotonic() - began) < WAIT_S:
                 try:
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
+                    if waited > TOLD_S and not said:
+                        words = f"waiting up to {WAIT_S:g} s for another process that tries kernels ({opened.name})"
+                        warnings.warn(words, RuntimeWarning, stacklevel=2)
+                        said = True
                     time.sleep(0.1)
         yield
 
