@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from dist_attn.ops.fla_known import surroundings_of
+
 __all__ = ["fla_adapter", "plain_fla"]
 
 APART = Path(sys.prefix) / ".fla"  # where `make setup` puts it
@@ -27,18 +29,20 @@ class _Index(int):
 @pytest.fixture(scope="module")
 def fla_adapter() -> Iterator[ModuleType]:
     """The module that calls flash-linear-attention, whose kernels are interpreted where there is no GPU."""
-    sys.modules.update(_IMPORTED)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         if find_spec("fla") is None:
             patch.setattr(sys, "path", [*sys.path, str(APART)])
+        sys.modules.update(_IMPORTED)
         if find_spec("fla") is None or find_spec("triton") is None:
             pytest.skip("needs flash-linear-attention: `make setup`, or pip install -e '.[fla]'")
+        surroundings_of.cache_clear()  # the version is found by the path
         warnings.simplefilter("ignore")  # it warns of a machine without a GPU when it is imported
         adapter = import_module("dist_attn.ops.linear_attention.fla")
         import_module("dist_attn.ops.affine.fla")
         if not torch.cuda.is_available():
             _interpret(patch)
         yield adapter
+    surroundings_of.cache_clear()
     _IMPORTED.update({name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "fla"})
 
 
