@@ -1,6 +1,7 @@
 """What holds for every test: one thread per process, repeatable random cases, and what is skipped says why."""
 
 import os
+import signal
 import ssl
 import tempfile
 from functools import cache
@@ -30,6 +31,10 @@ SYSTEM = Path(__file__).parent / "system"
 
 # Every client of httpx reads a hundred certificates for itself, which takes longer than most requests of the tests.
 ssl.create_default_context = cache(ssl.create_default_context)
+
+# In the background of a shell Ctrl-C is ignored, and programs that are started here would ignore it too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
