@@ -145,6 +145,23 @@ def test_the_first_token_brings_the_precision_of_keys() -> None:
     assert captured.how == "a CUDA graph"
 
 
+def drawn_in(
+    made: DecodeSlots, model: LanguageModel, lengths: dict[int, int], spec: SamplingSpec
+) -> tuple[dict[int, list[Drawn]], int]:
+    """Nine draws of each of these requests, whose texts have such lengths, and the most bytes that slots took."""
+    found: dict[int, list[Drawn]] = {request: [] for request in lengths}
+    held = 0
+    with torch.inference_mode():
+        for request, length in lengths.items():
+            made.take_in(request, prefill(model, torch.arange(length) % VOCAB), spec)
+        for turn in range(9):
+            for one in made.draw([DecodeEntry(request, token=5 if turn == 0 else None) for request in lengths]):
+                assert isinstance(one, Drawn)
+                found[one.request].append(one)
+            held = max(held, made.held_bytes)
+    return found, held
+
+
 def test_requests_in_slots_change_no_bit_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of any lengths draw the same logits alone and beside others, however these fill their slots."""
     monkeypatch.setattr(attention_slots, "LEAST_PLACES", 4)
@@ -153,14 +170,7 @@ def test_requests_in_slots_change_no_bit_of_each_other(monkeypatch: pytest.Monke
 
     def drawn(lengths: dict[int, int]) -> dict[int, list[Drawn]]:
         made = DecodeSlots(model, steps="captured", graphs=StepGraphs(torch.device("cpu"), Recaptured()))
-        found: dict[int, list[Drawn]] = {request: [] for request in lengths}
-        with torch.inference_mode():
-            for request, length in lengths.items():
-                made.take_in(request, prefill(model, torch.arange(length) % VOCAB), spec)
-            for turn in range(9):
-                for one in made.draw([DecodeEntry(request, token=5 if turn == 0 else None) for request in lengths]):
-                    assert isinstance(one, Drawn)
-                    found[one.request].append(one)
+        found, _ = drawn_in(made, model, lengths, spec)
         assert made.how == {"a CUDA graph"}
         return found
 
@@ -204,18 +214,9 @@ def test_slots_of_all_batches_keep_to_one_bound(monkeypatch: pytest.MonkeyPatch)
     def drawn(most_bytes: int) -> tuple[dict[int, list[Drawn]], int]:
         graphs = StepGraphs(torch.device("cpu"), Recaptured())
         made = DecodeSlots(model, steps="captured", graphs=graphs, most_bytes=most_bytes)
-        found: dict[int, list[Drawn]] = {request: [] for request in lengths}
-        held = 0
-        with torch.inference_mode():
-            for request, length in lengths.items():
-                made.take_in(request, prefill(model, torch.arange(length) % VOCAB), spec)
-            for turn in range(9):
-                for one in made.draw([DecodeEntry(request, token=5 if turn == 0 else None) for request in lengths]):
-                    assert isinstance(one, Drawn)
-                    found[one.request].append(one)
-                held = max(held, made.held_bytes)
+        found = drawn_in(made, model, lengths, spec)
         assert all(how == "a CUDA graph" or "captured yet" in how for how in made.how), made.how
-        return found, held
+        return found
 
     enough, all_bytes = drawn(1 << 30)
     little, held = drawn(33 * of_place)
