@@ -61,11 +61,12 @@ class Piece:
 # What is worth most first. flash-linear-attention's kernels last: it compiles hundreds to choose from.
 PIECES = {
     # Each case compiles kernels of its own, for which the GPU waits.
-    "kernels": Piece(1, "tests.gpu.kernel_cases", "kernel_cases", 110, processes=16),
+    "kernels": Piece(1, "tests.gpu.kernel_cases", "kernel_cases", 100, processes=16),
     "captured": Piece(1, "tests.gpu.model_cases", "captured_cases", 25, processes=2),
-    "ratios": Piece(1, "benchmarks.gpu.speed", "ratio_cases", 60),
-    "training": Piece(1, "tests.gpu.model_cases", "training_cases", 75),
-    "peers": Piece(1, "benchmarks.gpu.speed", "peer_cases", 70),
+    "ratios": Piece(1, "benchmarks.gpu.speed", "ratio_cases", 55),
+    "training": Piece(1, "tests.gpu.model_cases", "training_cases", 65),
+    "profile": Piece(1, "benchmarks.gpu.profile", "profile_cases", 40),
+    "peers": Piece(1, "benchmarks.gpu.speed", "peer_cases", 60),
     "decode": Piece(2, "benchmarks.gpu.models", "decode_cases", 30),
     "encode": Piece(2, "benchmarks.gpu.models", "encode_cases", 40),
     "served": Piece(2, "tests.gpu.service_cases", "served_cases", 110, beside=True),

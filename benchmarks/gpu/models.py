@@ -3,8 +3,10 @@
 Weights are random, for speed does not depend on them: so no model's file has to be there, only its configuration.
 """
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import torch
 
@@ -12,13 +14,14 @@ from benchmarks.gpu.cases import DEVICE, Cases, Row, seconds
 from benchmarks.setting import ROOT
 from dist_attn.devices import Compute, compute_on
 from dist_attn.generation import CapturedStep
+from dist_attn.model_config import figures
 from dist_attn.model_config.folder import read_any_config
 from dist_attn.models import build_model
 from dist_attn.models.causal_model import CausalModel, StreamingModel
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.wire.choices import Precision
 
-__all__ = ["decode_cases", "encode_cases"]
+__all__ = ["ENCODER", "WRITER", "decode_cases", "encode_cases", "encode_work", "step_works"]
 
 DTYPES: tuple[Precision, ...] = ("bfloat16", "float32")
 WRITER, ENCODER = "writer-12m", "minilm-stream"
@@ -43,6 +46,12 @@ def encode_cases(*, tiny: bool) -> Cases:
         for length in lengths
         for dtype in DTYPES
     }
+    cases |= {
+        f"encode {ENCODER} {lengths[0]} bfloat16, {together} together": partial(
+            _encode, ENCODER, lengths[0], "bfloat16", 0 if tiny else 3, together
+        )
+        for together in ((512,) if tiny else (32_768, 131_072))
+    }
     if find_spec("transformers") is not None:
         cases["encode BERT bfloat16"] = partial(_bert, *((2, 64, 0) if tiny else (256, 256, 5)))
     return cases
@@ -55,37 +64,48 @@ def _model(name: str, dtype: Precision) -> tuple[StreamingModel, Compute]:
     return model.eval().to(DEVICE), compute_on(torch.device(DEVICE), dtype)
 
 
-def _decode(batch: int, dtype: Precision, steps: int) -> Row:
-    """Step by step and as a CUDA graph, each token the likeliest after the one before, chosen on the device."""
+def step_works(batch: int, dtype: Precision, steps: int) -> dict[str, Callable[[], object]]:
+    """Steps of the model that writes, each token the likeliest after the one before, as a CUDA graph and one by one."""
     model, compute = _model(WRITER, dtype)
     assert isinstance(model, CausalModel)
-    rounds = 0 if steps < 10 else 3
-    with torch.inference_mode(), compute.autocast():
-        state, captured = model.initial_state(batch), CapturedStep(model, model.initial_state(batch))
+    state, captured = model.initial_state(batch), CapturedStep(model, model.initial_state(batch))
 
-        def eager() -> None:
-            nonlocal state
-            token_B = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+    def eager(token_B: torch.Tensor) -> torch.Tensor:
+        nonlocal state
+        logits_BV, state = model.step(token_B, state)
+        return logits_BV
+
+    def walk(step: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        token_B = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+        with torch.inference_mode(), compute.autocast():
             for _ in range(steps):
-                logits_BV, state = model.step(token_B, state)
-                token_B = logits_BV.argmax(-1)
+                token_B = step(token_B).argmax(-1)
+        return captured.how
 
-        def replayed() -> None:
-            token_B = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-            for _ in range(steps):
-                token_B = captured.step(token_B).argmax(-1)
-
-        works = {"captured": replayed, "eager": eager}
-        rates = {f"{name} tokens/s": batch * steps / seconds(work, rounds) for name, work in works.items()}
-    return {**rates, "how": captured.how}
+    return {"captured": partial(walk, captured.step), "eager": partial(walk, eager)}
 
 
-def _encode(name: str, length: int, dtype: Precision, rounds: int) -> Row:
-    """One text, whose tokens are on the device."""
+def _decode(batch: int, dtype: Precision, steps: int) -> Row:
+    """Both ways of step, and how the first was done."""
+    works, rounds = step_works(batch, dtype, steps), 0 if steps < 10 else 3
+    rates = {f"{name} tokens/s": batch * steps / seconds(work, rounds) for name, work in works.items()}
+    return {**rates, "how": works["captured"]()}
+
+
+def encode_work(name: str, length: int, dtype: Precision, together: int = figures.GPU_TOKENS) -> Callable[[], object]:
+    """Hidden states of one text, whose tokens are on the device, so many `together` in a pass of an encoder."""
     model, compute = _model(name, dtype)
     tokens_BL = torch.randint(5, 4_000, (1, length), device=DEVICE)
-    with torch.inference_mode(), compute.autocast():
-        return {"tokens/s": length / seconds(lambda: model.hidden(tokens_BL, LocalSequenceOps()), rounds)}
+
+    def read() -> object:
+        with torch.inference_mode(), compute.autocast(), patch.object(figures, "GPU_TOKENS", together):
+            return model.hidden(tokens_BL, LocalSequenceOps())
+
+    return read
+
+
+def _encode(name: str, length: int, dtype: Precision, rounds: int, together: int = figures.GPU_TOKENS) -> Row:
+    return {"tokens/s": length / seconds(encode_work(name, length, dtype, together), rounds)}
 
 
 def _bert(batch: int, length: int, rounds: int) -> Row:

@@ -18,12 +18,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.cases import DEVICE, Cases, Row, Shape, seconds
+from benchmarks.gpu.cases import DEVICE, Cases, Row, Shape, device_seconds
 from dist_attn.ops import LinearState, affine_recurrence, gated_delta_rule, linear_attention, linear_attention_step
 from dist_attn.ops.linear_attention import Implementation, LinearCall
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, candidates, tiles_key
 
-__all__ = ["fla_time_cases", "peer_cases", "ratio_cases", "ratios_from", "record_from_times", "tile_cases"]
+__all__ = [
+    "REFERENCE",
+    "TINY",
+    "fla_time_cases",
+    "linear_work",
+    "peer_cases",
+    "ratio_cases",
+    "ratios_from",
+    "record_from_times",
+    "tile_cases",
+    "with_gradients",
+]
 
 REFERENCE = Shape(batch=1, heads=16, head_size=128, projections=128, values=128)
 SHIPPED = Shape(batch=8, heads=4, head_size=64, projections=64, values=64)
@@ -31,7 +42,9 @@ TINY = Shape(batch=1, heads=1, head_size=8, projections=8, values=8)
 COPIED = 1 << 30  # numbers that a copy moves once in and once out
 AFFINE, WAYS = ("gated_delta", "kda", "gla", "dplr"), ("forward", "forward and backward")
 LENGTHS, BATCHES = (131_072, 8_192, 32_768), (64, 1, 256)  # the first of each is the one with targets
-LONG_DELTA = (32_768, 64, 128)  # tokens, heads and their size of the milliseconds that others publish
+# Sizes of the milliseconds that others publish: tokens, heads and their size; of linear attention batch, heads, tokens.
+LONG_DELTA = (32_768, 64, 128)
+PUBLISHED = ((1, 96, 8_192), (2, 16, 16_384))
 Work = Callable[[], torch.Tensor]
 
 
@@ -45,6 +58,7 @@ def ratio_cases(*, tiny: bool) -> Cases:
         **_linear_cases(shape, others, ("ours", "sdpa", "ours gated", "streaming gated"), rounds),
         **{f"step {n}": partial(_step, shape._replace(batch=n), rounds) for n in batches[1:]},
         **_linear_cases(shape, [first], ("streaming gated",), rounds),
+        **_published_cases(tiny, rounds),
         **_delta_cases("streaming", tiny, rounds),
         **_affine_cases("ours", tiny, rounds),
     }
@@ -141,38 +155,56 @@ def _linear_cases(shape: Shape, lengths: Sequence[int], names: Sequence[str], ro
     }
 
 
-def _linear(shape: Shape, length: int, name: str, way: str, rounds: int) -> Row:
+def _published_cases(tiny: bool, rounds: int) -> Cases:
+    """Linear attention of the features elu + 1, as many as a head has dimensions."""
+    sizes = ((1, 1, 32),) if tiny else PUBLISHED
+    return {
+        f"linear elu {batch}x{heads}x{length} ours {way}": partial(
+            _linear,
+            (TINY if tiny else REFERENCE)._replace(batch=batch, heads=heads),
+            length,
+            "ours",
+            way,
+            rounds,
+            "elu",
+        )
+        for batch, heads, length in sizes
+        for way in WAYS
+    }
+
+
+def _linear(shape: Shape, length: int, name: str, way: str, rounds: int, kind: str = "gaussian") -> Row:
     """Linear attention in bfloat16 by its implementation, SDPA, or flash-linear-attention's kernel by itself."""
-    given, feature_map = shape.inputs(length, torch.bfloat16, gated=True), shape.map()
+    if name == "gla":
+        return _features_given(shape, length, way, rounds)
+    forward, leaves = linear_work(shape, length, name, kind)
+    return _timed(forward, leaves, way, rounds)
+
+
+def linear_work(shape: Shape, length: int, name: str, kind: str = "gaussian") -> tuple[Work, Sequence[torch.Tensor]]:
+    """The forward pass of an implementation or of SDPA, and what it has gradients of."""
+    given, feature_map = shape.inputs(length, torch.bfloat16, gated=True), shape.map(kind)
     q, k, v, gate, scale = (t.requires_grad_() for t in given.values())
     if name == "sdpa":
-        return _timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), way, rounds)
-    if name == "gla":
-        return _features_given(feature_map(q.detach()), feature_map(k.detach()), v, gate, way, rounds)
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v)
     which, _, gated = name.partition(" ")
     implementations: dict[str, Implementation] = {"ours": "triton", "streaming": "streaming", "fla": "fla"}
     attend = partial(linear_attention, q, k, v, feature_map=feature_map, implementation=implementations[which])
     if gated:
         attend = partial(attend, log_gate_BHS=gate, key_scale_BHS=scale)
-    return _timed(lambda: attend()[0], (q, k, v, gate, scale) if gated else (q, k, v), way, rounds)
+    return lambda: attend()[0], (q, k, v, gate, scale) if gated else (q, k, v)
 
 
-def _features_given(
-    phi_q_BHLM: torch.Tensor,
-    phi_k_BHLM: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    log_gate_BHL: torch.Tensor,
-    way: str,
-    rounds: int,
-) -> Row:
+def _features_given(shape: Shape, length: int, way: str, rounds: int) -> Row:
     """flash-linear-attention's kernel by itself, gated, without a denominator."""
     from fla.ops.simple_gla import chunk_simple_gla
 
+    given, feature_map = shape.inputs(length, torch.bfloat16, gated=True), shape.map()
     q, k, v = (
         t.detach().to(torch.bfloat16).transpose(1, 2).contiguous().requires_grad_()
-        for t in (phi_q_BHLM, phi_k_BHLM, v_BHLV)
+        for t in (feature_map(given["q"]), feature_map(given["k"]), given["v"])
     )
-    gate = log_gate_BHL.detach().transpose(1, 2).contiguous().requires_grad_()
+    gate = given["log_gate_BHS"].transpose(1, 2).contiguous().requires_grad_()
     with _times_alone():
         return _timed(lambda: chunk_simple_gla(q, k, v, g=gate)[0], (q, k, v, gate), way, rounds)
 
@@ -190,15 +222,20 @@ def _times_alone() -> Iterator[None]:
 
 
 def _timed(forward: Work, leaves: Sequence[torch.Tensor], way: str, rounds: int) -> Row:
-    """Seconds of one way; gradients are handed out and not added up, which would be a pass of its own."""
+    """Seconds of one way."""
+    backward = way != "forward"
+    with torch.set_grad_enabled(backward):
+        return {"seconds": device_seconds(with_gradients(forward, leaves) if backward else forward, rounds)}
+
+
+def with_gradients(forward: Work, leaves: Sequence[torch.Tensor]) -> Callable[[], object]:
+    """Both passes; gradients are handed out and not added up, which would be a pass of its own."""
 
     def both() -> object:
         out = forward()
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    backward = way != "forward"
-    with torch.set_grad_enabled(backward):
-        return {"seconds": seconds(both if backward else forward, rounds)}
+    return both
 
 
 def _affine_cases(who: str, tiny: bool, rounds: int) -> Cases:
@@ -250,7 +287,7 @@ def _step_work(shape: Shape, implementation: Implementation) -> tuple[Callable[[
 
 def _step_time(shape: Shape, implementation: Implementation, rounds: int) -> Row:
     with torch.inference_mode():
-        return {"seconds": seconds(_step_work(shape, implementation)[0], rounds)}
+        return {"seconds": device_seconds(_step_work(shape, implementation)[0], rounds)}
 
 
 def _step(shape: Shape, rounds: int) -> Row:
@@ -258,11 +295,11 @@ def _step(shape: Shape, rounds: int) -> Row:
     ours, state = _step_work(shape, "triton")
     numbers = torch.empty(COPIED if rounds else 64, dtype=torch.bfloat16, device=DEVICE)
     with torch.inference_mode():
-        row: Row = {"shape": shape.words, "seconds": seconds(ours, rounds)}
-        row["eager"] = seconds(_step_work(shape, "streaming")[0], rounds)
+        row: Row = {"shape": shape.words, "seconds": device_seconds(ours, rounds)}
+        row["eager"] = device_seconds(_step_work(shape, "streaming")[0], rounds)
         if DEVICE == "cuda":
-            row["in a graph"] = seconds(_graph(ours), rounds)
-        rate = 2 * numbers.nbytes / seconds(numbers.clone, rounds)
+            row["in a graph"] = device_seconds(_graph(ours), rounds)
+        rate = 2 * numbers.nbytes / device_seconds(numbers.clone, rounds)
     share = 2 * state.s_BHMV.nbytes / min(row["seconds"], row.get("in a graph", row["seconds"])) / rate
     return {**row, "copied_bytes_per_second": rate, "share of bandwidth": share}
 
@@ -305,5 +342,5 @@ def _tiles(shape: Shape, tiles: Tiles, length: int, rounds: int) -> Row:
         return {"cannot": f"{type(error).__name__}: {error}"[:200]}
     with (Path(tempfile.gettempdir()) / "dist-attn-gpu-check").open("w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-        taken = seconds(work, rounds)
+        taken = device_seconds(work, rounds)
     return {"key": tiles_key(q, v, feature_map), "tiles": asdict(tiles), "seconds": taken}

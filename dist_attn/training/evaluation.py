@@ -30,8 +30,8 @@ __all__ = ["Score", "evaluate_file", "score_tokens"]
 _BLOCK_TOKENS = 4096
 
 
-# The number of tokens whose logits exist at the same time.
-LOSS_PIECE = 512
+# Tokens whose logits exist at the same time: on a CPU as stay in its caches, on a GPU as fill it.
+LOSS_PIECE, GPU_LOSS_PIECE = 512, 4_096
 
 
 def token_loss(readout: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Tensor) -> Tensor:
@@ -45,7 +45,8 @@ def token_loss(readout: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Ten
     def piece(h_PD: Tensor, targets_P: Tensor) -> Tensor:
         return cross_entropy(readout(h_PD), targets_P)
 
-    pieces = zip(h_ND.split(LOSS_PIECE), targets_N.split(LOSS_PIECE), strict=True)
+    tokens = LOSS_PIECE if h_ND.device.type == "cpu" else GPU_LOSS_PIECE
+    pieces = zip(h_ND.split(tokens), targets_N.split(tokens), strict=True)
     losses = [checkpoint(piece, h, targets, use_reentrant=False) for h, targets in pieces]
     return torch.stack(losses).sum()
 

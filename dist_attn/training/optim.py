@@ -51,7 +51,10 @@ def build_optimisers(model: nn.Module, config: OptimiserConfig) -> list[torch.op
                 "or attention by random features (rfa, rfa_gate)"
             )
         groups.append({"params": sigmas, "weight_decay": 0.0, "lr": config.sigma_learning_rate})
-    optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)]
+    fused = True if next(model.parameters()).is_cuda else None  # an update of all parameters in a few kernels
+    optimisers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+    ]
     if config.kind == "muon":
         optimisers.append(
             torch.optim.Muon(

@@ -23,7 +23,7 @@ from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.ops import Watch, watching
 from tests.gpu.judging import ACCEPTED, judged
 
-__all__ = ["MODEL", "SHARED", "captured_cases", "compared", "dist_attn", "training_cases", "write_book"]
+__all__ = ["MODEL", "SHARED", "captured_cases", "compared", "dist_attn", "small_gpt", "training_cases", "write_book"]
 
 MODEL = "books-6m"
 # Where several ranks are to share the one GPU; of a CPU there is only one.
@@ -66,7 +66,7 @@ def captured_cases(*, tiny: bool) -> Cases:
     return {f"values, {kind}": partial(_captured_values, kind, tiny) for kind in KINDS}
 
 
-def _model(kind: str, tiny: bool) -> LanguageModel:
+def small_gpt(kind: str, tiny: bool) -> LanguageModel:
     """Of the size of GPT-2 small, or of two small layers."""
     size, heads, layers, vocabulary = (16, 2, 2, 64) if tiny else (768, 12, 12, 16_384)
     mixer: MixerConfig = RandomFeatureConfig(kind="rfa_gate", hidden_size=size, num_heads=heads)
@@ -83,7 +83,7 @@ def _model(kind: str, tiny: bool) -> LanguageModel:
 
 def _captured_values(kind: str, tiny: bool) -> Row:
     """Logits, states and guarded denominators after steps over buffers; on a GPU also that they are a graph."""
-    model = _model(kind, tiny)
+    model = small_gpt(kind, tiny)
     state = model.initial_state(BATCH)
     captured = CapturedStep(model, state)
     watches = Watch(), Watch()
