@@ -152,7 +152,7 @@ def _setting(*, tiny: bool) -> dict[str, Any]:
     if torch.cuda.is_available():
         driver = _driver()
         device = torch.cuda.get_device_name()
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": look_around().commit}
+    versions = {"torch": str(torch.__version__), "triton": triton.__version__, "commit": look_around().commit}
     return {"device": device, "driver": driver, **versions, "tiny": tiny}
 
 

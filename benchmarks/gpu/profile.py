@@ -28,8 +28,8 @@ def profile_cases(*, tiny: bool) -> Cases:
         "linear gated": partial(_linear, tiny),
         "training step": partial(_training_step, tiny),
         f"encode {ENCODER}": partial(encode_work, ENCODER, length, "bfloat16"),
+        **{f"{how} steps": partial(_steps, how, steps) for how in ("captured", "eager")},
         f"encode {WRITER}": partial(encode_work, WRITER, length, "bfloat16"),
-        **{f"{how} steps": partial(_steps, how, steps) for how in ("eager", "captured")},
     }
     return {case: partial(_profiled, make) for case, make in works.items()}
 

@@ -28,11 +28,12 @@ from dist_attn.ops.linear_attention.triton_forward import (
     Sums,
     blocks,
     gates,
+    key_states,
     map_operand,
     on_device,
     outputs,
     rowwise,
-    states,
+    tile_dtype,
 )
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
 from dist_attn.ops.state import LinearState
@@ -78,7 +79,7 @@ class _CausalKernels(Terms):
             for tokens, stretch in self._stretches(x):
                 starts += state
                 gate = gates(stretch)
-                scanned = states(stretch, gate, state)
+                scanned = key_states(stretch, gate, state)
                 attended = outputs(stretch, gate, scanned.before, result[:, :, tokens, :values])
                 den[:, :, tokens], mass[:, :, tokens] = attended.den, attended.mass
                 state = scanned.end
@@ -105,7 +106,7 @@ class _CausalKernels(Terms):
         with on_device(grad_out.device):
             for (tokens, stretch), start in reversed(list(zip(self._stretches(x), befores, strict=True))):
                 gate = gates(stretch)
-                scanned = states(stretch, gate, start)
+                scanned = key_states(stretch, gate, start)
                 of_out = grad_out[:, :, tokens]
                 if out is None:
                     rows = undivided_rows(stretch, *grad_result[:, :, tokens, -2:].unbind(-1))
@@ -124,7 +125,7 @@ class _CausalKernels(Terms):
         """The token ranges whose states exist at once, and what the kernels get of each."""
         q, k, v = (rowwise(present(t)) for t in (x.q, x.k, x.v))
         s, tokens, chunk = present(x.s), v.shape[2], self.plan.tiles.chunk
-        step = chunk * max(1, STATE_BYTES // (8 * max(1, s.numel())))
+        step = chunk * max(1, STATE_BYTES // (tile_dtype(v.dtype).itemsize * max(1, s.numel())))
         weights = s if x.w is None else map_operand(x.w, v.dtype)
         numbers = document_numbers(self.documents, tokens, v.device) if self.documents else None
         parts = []

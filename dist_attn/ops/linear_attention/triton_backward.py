@@ -20,10 +20,9 @@ from dist_attn.ops.linear_attention.triton_forward import (
     Sums,
     Weights,
     blocks,
-    chunk_sums,
     either,
     precision,
-    scan,
+    states,
     strides,
     tile_dtype,
 )
@@ -78,9 +77,8 @@ def stretch_gradients(
     """
     q, k, v = stretch.q, stretch.k, stretch.v
     of_queries = Weights(*(gate.read * row for row in rows))
-    sums = chunk_sums(stretch, q, grad_out, of_queries)
     other = None if stretch.log_gate is None else before
-    after = scan(sums, grad_end, gate.gain, v.dtype, reverse=True, other=other)
+    after = states(stretch, q, grad_out, of_queries, grad_end, gate.gain, q.dtype, reverse=True, other=other)
     queries = Side(q, k, grad_out, v, of_queries, before, False)
     keys = Side(k, q, v, grad_out, Weights.all(gate.left), after.before, True)
     of_q, of_k = (features_gradient(stretch, gate, rows, side, with_map) for side in (queries, keys))

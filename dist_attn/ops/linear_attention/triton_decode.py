@@ -31,16 +31,13 @@ def _vector(x_ptr, K, UNIT: tl.constexpr, BLOCK_X: tl.constexpr):
 
 
 @triton.jit
-def _token_features(
-    x_ptr, x, w_ptr, outputs, K, D, scale, MAP: tl.constexpr, BLOCK_X: tl.constexpr
-):  # fmt: skip
+def _token_features(x_ptr, x, w, outputs, K, D, scale, MAP: tl.constexpr):
     """The two parts of phi(x), [BLOCK_D] each."""
     if MAP == "none" or MAP == "elu":
         projected = tl.load(x_ptr + outputs, mask=outputs < K, other=0.0).to(tl.float32)[None, :]
     else:
-        w = load_projections(w_ptr, tl.arange(0, BLOCK_X), outputs, K, D)
         projected = tl.sum(w * tl.trans(x), axis=0)[None, :]
-    first, second = features(projected, outputs, D, scale, MAP)
+    first, second = features(projected, outputs, D, scale, MAP, "ieee")
     return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 
@@ -84,8 +81,11 @@ def step_kernel(
     den = tl.sum(tl.zeros((BLOCK_V,), tl.float32), axis=0)
     for d in range(0, D, BLOCK_D):
         outputs = d + tl.arange(0, BLOCK_D)
-        q_first, q_second = _token_features(q_ptr + group * K, q, w_ptr, outputs, K, D, scale, MAP, BLOCK_X)
-        k_first, k_second = _token_features(k_ptr + group * K, k, w_ptr, outputs, K, D, scale, MAP, BLOCK_X)
+        w = tl.zeros((1, BLOCK_D), tl.float32)
+        if MAP == "gaussian" or MAP == "arc_cosine":
+            w = load_projections(w_ptr, tl.arange(0, BLOCK_X), outputs, K, D)
+        q_first, q_second = _token_features(q_ptr + group * K, q, w, outputs, K, D, scale, MAP)
+        k_first, k_second = _token_features(k_ptr + group * K, k, w, outputs, K, D, scale, MAP)
         num, den = _part(
             s_ptr, z_ptr, s_out_ptr, z_out_ptr, outputs, outputs < D, values, V,
             gate, k_first * key_scale, q_first, v, num, den,

@@ -22,7 +22,7 @@ from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 # Triton decides when the kernels are imported, by TRITON_INTERPRET: the same kernels in numpy, on tensors of the CPU.
 INTERPRETED = isinstance(outputs_kernel, InterpretedFunction)
 SCAN_BLOCK = 1024
-SUM_PROGRAMS = 2048  # several for each of the 132 units of an H200
+SUM_PROGRAMS = 528  # as many as lie beside each other on the 132 units of an H100
 CLOSED_GATE = CLOSED[torch.float32]
 
 
@@ -219,79 +219,111 @@ def gates(stretch: Stretch) -> Gates:
     return Gates(decay, left, read, gain, None if stretch.key_scale is None else stretch.filled(stretch.key_scale))
 
 
-def chunk_sums(stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights) -> Sums:
-    """Sums of features of x and values y over each chunk, [G, N, M, V] and [G, N, M + 1].
-
-    Where types differ, as relative attention lets them, the precision is that of y, as everywhere in its kernels.
-    """
-    return _sums(stretch, x, y, weights, length=1, dtype=y.dtype)
-
-
-def sequence_sums(stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights) -> Sums:
-    """`chunk_sums` of all chunks together, [G, M, V] and [G, M + 1]."""
-    tiles = stretch.plan.tiles
-    programs = blocks(y.shape[3], tiles.block_v) * blocks(stretch.plan.projections, tiles.block_d) * stretch.groups
-    # Enough programs to fill a GPU, and no more: each leaves sums of its own behind.
-    length = max(1, stretch.chunks * programs // SUM_PROGRAMS)
-    sums = _sums(stretch, x, y, weights, length=length, dtype=x.dtype)
+def sequence_sums(stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights, dtype: torch.dtype) -> Sums:
+    """Sums of features of x and values y over all tokens, [G, M, V] and [G, M + 1], in products of `dtype`."""
+    sums = _sums(stretch, x, y, weights, dtype, _length(stretch, y))
     return Sums(sums.s.sum(1), sums.zm.sum(1))
 
 
-def _sums(
-    stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights, *, length: int, dtype: torch.dtype
-) -> Sums:
-    """Sums over every `length` chunks."""
-    plan, size, values = stretch.plan, x.shape[3], y.shape[3]
-    splits = blocks(stretch.chunks, length)
-    sums = Sums(stretch.empty(splits, plan.features, values), stretch.empty(splits, plan.features + 1))
-    grid = (
-        stretch.groups * splits,
-        blocks(values, plan.tiles.block_v),
-        blocks(plan.projections, plan.tiles.block_d),
-    )
-    sums_kernel[grid](
-        x, y, stretch.w, *weights, *sums, *strides(x, y), *stretch.sizes(size, values), splits, length,
-        **plan.constants(dtype),
-    )  # fmt: skip
-    return sums
-
-
-def scan(
-    sums: Sums,
+def states(
+    stretch: Stretch,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weights: Weights,
     start: Sums,
-    gain: torch.Tensor,
+    gain: torch.Tensor | None,
     dtype: torch.dtype,
     *,
     reverse: bool = False,
     other: Sums | None = None,
 ) -> Scanned:
-    """The states before all chunks (after them, in reverse) from `start`, for values of this type.
+    """The states before all chunks (after them, in reverse) from `start`, [G, M, V] and [G, M + 1].
 
-    Products are those with `other`.
+    A chunk adds `sequence_sums` of its own to what its gain [G, N] leaves. Products are those with `other`.
     """
+    plan, length, values = stretch.plan, _length(stretch, y), y.shape[3]
+    splits = blocks(stretch.chunks, length)
+    starts = Sums(start.s.unsqueeze(1), start.zm.unsqueeze(1))
+    if splits > 1:
+        starts = _sums(stretch, x, y, weights, dtype, length, gain, reverse=reverse)
+        kept = stretch.empty(splits).fill_(1.0)
+        if gain is not None:
+            kept = F.pad(gain, (0, splits * length - stretch.chunks), value=1.0).view(-1, splits, length).prod(-1)
+        for sums, first in zip(starts, start, strict=True):
+            elements = first.numel() // stretch.groups
+            scan_kernel[(stretch.groups, blocks(elements, SCAN_BLOCK))](
+                sums, first, kept, splits, elements, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4,
+            )  # fmt: skip
+    features = plan.features
+    before = Sums(
+        stretch.empty(stretch.chunks, features, values, dtype=tile_dtype(dtype)),
+        stretch.empty(stretch.chunks, features + 1),
+    )
+    end, parts = Sums(*map(torch.empty_like, start)), _parts(plan, values)
+    products = None if other is None else stretch.empty(stretch.chunks, parts)
+    _walk(stretch, x, y, weights, gain, starts, before, end, other, products, dtype, length, reverse=reverse)
+    return Scanned(before, end, None if products is None else products.sum(-1))
 
-    def one(sums: torch.Tensor, start: torch.Tensor, dtype: torch.dtype, other: torch.Tensor | None) -> Any:
-        groups, chunks = gain.shape
-        elements = start.numel() // groups
-        before = sums if dtype == sums.dtype else torch.empty_like(sums, dtype=dtype)
-        end = torch.empty_like(start)
-        programs = blocks(elements, SCAN_BLOCK)
-        products = None if other is None else gain.new_empty((groups, chunks, programs))
-        scan_kernel[(groups, programs)](
-            sums, start, before, end, gain, either(other, sums), either(products, sums), chunks, elements,
-            REVERSE=reverse, WITH_DOT=other is not None, BLOCK=SCAN_BLOCK, num_warps=4,
-        )  # fmt: skip
-        return before, end, None if products is None else products.sum(-1)
 
-    s, s_end, s_products = one(sums.s, start.s, tile_dtype(dtype), None if other is None else other.s)
-    zm, zm_end, zm_products = one(sums.zm, start.zm, torch.float32, None if other is None else other.zm)
-    return Scanned(Sums(s, zm), Sums(s_end, zm_end), None if other is None else s_products + zm_products)
+def key_states(stretch: Stretch, gate: Gates, start: Sums) -> Scanned:
+    """`states` of keys and their values."""
+    k, v = stretch.k, stretch.v
+    return states(stretch, k, v, Weights.all(gate.kept), start, gate.gain, k.dtype)
 
 
-def states(stretch: Stretch, gate: Gates, start: Sums) -> Scanned:
-    """The state before each chunk, from the one before the stretch, [G, M, V] and [G, M + 1]."""
-    sums = chunk_sums(stretch, stretch.k, stretch.v, Weights.all(gate.kept))
-    return scan(sums, start, gate.gain, stretch.v.dtype)
+def _length(stretch: Stretch, y: torch.Tensor) -> int:
+    """Chunks of a split: enough splits to fill a GPU, and no more, as each is walked from one chunk to the next."""
+    return max(1, blocks(stretch.chunks * _parts(stretch.plan, y.shape[3]) * stretch.groups, SUM_PROGRAMS))
+
+
+def _parts(plan: Plan, values: int) -> int:
+    """Programs that share a state."""
+    return blocks(values, plan.tiles.block_v) * blocks(plan.projections, plan.tiles.block_d)
+
+
+def _sums(
+    stretch: Stretch,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weights: Weights,
+    dtype: torch.dtype,
+    length: int,
+    gain: torch.Tensor | None = None,
+    *,
+    reverse: bool = False,
+) -> Sums:
+    """Sums over every `length` chunks, [G, splits, M, V] and [G, splits, M + 1]."""
+    splits, features = blocks(stretch.chunks, length), stretch.plan.features
+    end = Sums(stretch.empty(splits, features, y.shape[3]), stretch.empty(splits, features + 1))
+    _walk(stretch, x, y, weights, gain, None, None, end, None, None, dtype, length, reverse=reverse)
+    return end
+
+
+def _walk(
+    stretch: Stretch,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weights: Weights,
+    gain: torch.Tensor | None,
+    start: Sums | None,
+    before: Sums | None,
+    end: Sums,
+    other: Sums | None,
+    products: torch.Tensor | None,
+    dtype: torch.dtype,
+    length: int,
+    *,
+    reverse: bool,
+) -> None:
+    """Fill `end`, and with `start` also `before` and `products`; see `sums_kernel`."""
+    plan, values = stretch.plan, y.shape[3]
+    splits = blocks(stretch.chunks, length)
+    sums_kernel[(stretch.groups * splits * _parts(plan, values),)](
+        x, y, stretch.w, *weights, either(gain, end.zm), *(start or end), *(before or end), *end, *(other or end),
+        either(products, end.zm), *strides(x, y), *stretch.sizes(x.shape[3], values), splits, length,
+        HAS_GAIN=gain is not None, HAS_START=start is not None, REVERSE=reverse, WITH_DOT=products is not None,
+        **plan.constants(dtype),
+    )  # fmt: skip
 
 
 def outputs(stretch: Stretch, gate: Gates, state: Sums, out: torch.Tensor) -> Attended:

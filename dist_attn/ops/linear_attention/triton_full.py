@@ -124,7 +124,7 @@ class _Sums(KernelOperation[SumTensors]):
         stretch = _stretch(self.plan, x.k, v, x.w)
         with on_device(v.device):
             weights = Weights.all(_weights(stretch, x.weight))
-            sums, zm = sequence_sums(stretch, stretch.k, stretch.v, weights)
+            sums, zm = sequence_sums(stretch, stretch.k, stretch.v, weights, stretch.k.dtype)
         return (sums.view(*v.shape[:2], *sums.shape[1:]), zm.view(*v.shape[:2], -1)), ()
 
     def backward(self, x: SumTensors, needs: SumTensors, grads: Tensors, kept: Tensors) -> SumTensors:
@@ -177,7 +177,7 @@ class _Read(KernelOperation[ReadTensors]):
                 out, den = map(present, kept)
                 rows = policy_rows(stretch, Attended(out, den, zm[..., -1:].expand_as(den)), stretch.v)
             weights = Weights(*rows)
-            of_state = sequence_sums(stretch, stretch.q, stretch.v, weights)
+            of_state = sequence_sums(stretch, stretch.q, stretch.v, weights, q.dtype)
             state = _one_state(s, zm, q.dtype)
             side = Side(stretch.q, stretch.q, stretch.v, stretch.v, weights, state, False)
             with_map = x.w is not None and bool(needs.w)

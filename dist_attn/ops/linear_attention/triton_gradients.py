@@ -191,7 +191,8 @@ def _part_gradient(
     state_rows = tl.sum(phi * through, axis=1)
     total = through
     if PAIRS:
-        total = product(entering, other_phi, through, PRECISION)
+        # A copy to add to: ptxas before CUDA 13.3 may read what a product of a Hopper GPU adds to after it was written.
+        total = product(entering, other_phi, tl.where(valid[:, None], through, 0.0), PRECISION)
     return total, state_rows, tl.sum(phi * total, axis=1)
 
 
@@ -217,13 +218,13 @@ def _walk_projections(
                 other_x, other_lengths, high, low, other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D,
                 MAP, UNIT, PRECISION, T, BLOCK_D,
             )  # fmt: skip
-            other, other_second = features(other, outputs, D, scale, MAP)
+            other, other_second = features(other, outputs, D, scale, MAP, PRECISION)
             other, other_second = operand(other, PRECISION), operand(other_second, PRECISION)
         projected = project(
             own_x, lengths, high, low, own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        first, second = features(projected, outputs, D, scale, MAP)
+        first, second = features(projected, outputs, D, scale, MAP, PRECISION)
         grad_first, through, products = _part_gradient(
             first, other, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr,
             outputs, values, D, V, PAIRS, PRECISION, T, BLOCK_D,

@@ -101,13 +101,13 @@ def scores_and_reads(
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
         # Narrowed before the own ones are made: in float32 both would be held in registers at a time.
-        other, other_second = features(other, outputs, D, scale, MAP)
+        other, other_second = features(other, outputs, D, scale, MAP, PRECISION)
         other, other_second = tl.trans(narrow(other, PRECISION)), tl.trans(narrow(other_second, PRECISION))
         own = project(
             own_x, own_inverse, high, low, own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        own, own_second = features(own, outputs, D, scale, MAP)
+        own, own_second = features(own, outputs, D, scale, MAP, PRECISION)
         scores = product(narrow(own, PRECISION), other, scores, PRECISION)
         num, den = read_state(
             own, state_ptr, z_ptr, outputs, values, D, V, num, den, WITH_Z, PRECISION
@@ -205,7 +205,7 @@ def read_kernel(
             x, inverse, high, low, x_ptr, x_stride_l, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        first, second = features(projected, outputs, D, scale, MAP)
+        first, second = features(projected, outputs, D, scale, MAP, PRECISION)
         num, den = read_state(first, state_ptr, zm_ptr, outputs, values, D, V, num, den, True, PRECISION)
         if MAP == "gaussian":
             num, den = read_state(

@@ -1,4 +1,7 @@
-"""Kernels of what keys leave behind: cumulative gates, sums over chunks or over all of them, and a scan of the former.
+"""Kernels of what keys leave behind: cumulative gates, and walks over chunks that sum it up.
+
+Stretches of chunks, splits, are walked side by side: first for what each adds, then, from a scan of that, for the state
+before each chunk. So sums of chunks, twice as many bytes as states, never reach memory.
 
 Every tensor of one number a token is float32 [G, N T], G = B H, for N chunks of T tokens, the last filled up with
 zeros. Sums over features are [G, N, M, V] beside [G, N, M + 1]: z, and the mass in the last column. The same kernels
@@ -89,122 +92,151 @@ def gate_gradients_kernel(
 
 
 @triton.jit
-def sums_kernel(
-    x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, sums_ptr, zm_ptr,
-    x_stride_b, x_stride_h, x_stride_l, y_stride_b, y_stride_h, y_stride_l,
-    L, N, H, K, D, M, V, scale, splits, length,
-    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Of each split of `length` chunks: sum of weight_t phi(x_t) y_t^T, of z_weight_t phi(x_t), of mass_weight_t.
-
-    Shapes: weights [G, N T]; sums [G, splits, M, V], zm [G, splits, M + 1]. Grid: G splits x blocks of values x blocks
-    of projections.
-    """
-    program = tl.program_id(0)
-    group, split = (program // splits).to(tl.int64), program % splits
-    batch, head = group // H, group % H
-    first_chunk = split * length
-    start = first_chunk.to(tl.int64) * T
-    x_ptr += batch * x_stride_b + head * x_stride_h + start * x_stride_l
-    y_ptr += batch * y_stride_b + head * y_stride_h + start * y_stride_l
-    rows = tl.arange(0, T)
-    values = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    outputs = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    # Values are the rows: a block of them fills the 64 rows of a Hopper GPU's products where one of features would not.
-    total = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    total_second = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    z = tl.zeros((BLOCK_D,), tl.float32)
-    z_second = tl.zeros((BLOCK_D,), tl.float32)
-    mass = tl.zeros((T,), tl.float32)
-    w_ptr = map_of_head(w_ptr, head, K, D, PRECISION)
-    for chunk in range(first_chunk, tl.minimum(first_chunk + length, N)):
-        tokens = chunk * T + rows
-        valid = tokens < L
-        high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
-        x, inverse = load_vectors(x_ptr, x_stride_l, rows, valid, K, MAP, UNIT, T, BLOCK_X)
-        projected = project(
-            x, inverse, high, low, x_ptr, x_stride_l, rows, valid, w_ptr, outputs, K, D,
-            MAP, UNIT, PRECISION, T, BLOCK_D,
-        )  # fmt: skip
-        first, second = features(projected, outputs, D, scale, MAP)
-        at = group * N * T + tokens
-        y = tl.trans(operand(load_tile(y_ptr, rows, values, y_stride_l, valid, V), PRECISION))
-        weight, z_weight = tl.load(weight_ptr + at)[:, None], tl.load(z_weight_ptr + at)[:, None]
-        total = product(y, operand(first * weight, PRECISION), total, PRECISION)
-        z += tl.sum(first * z_weight, axis=0)
-        if MAP == "gaussian":
-            total_second = product(y, operand(second * weight, PRECISION), total_second, PRECISION)
-            z_second += tl.sum(second * z_weight, axis=0)
-        mass += tl.load(mass_weight_ptr + at)
-        x_ptr += T * x_stride_l
-        y_ptr += T * y_stride_l
-
-    there = (outputs[None, :] < D) & (values[:, None] < V)
-    at_sums = sums_ptr + (group * splits + split) * M * V + outputs[None, :] * V + values[:, None]
-    tl.store(at_sums, total, mask=there)
-    if MAP == "gaussian":
-        tl.store(at_sums + D * V, total_second, mask=there)
-    if tl.program_id(1) == 0:
-        zm_ptr += (group * splits + split) * (M + 1)
-        tl.store(zm_ptr + outputs, z, mask=outputs < D)
-        if MAP == "gaussian":
-            tl.store(zm_ptr + D + outputs, z_second, mask=outputs < D)
-        if tl.program_id(2) == 0:
-            tl.store(zm_ptr + M, tl.sum(mass, axis=0))
-
-
-@triton.jit
 def _advance(state, total, gain):
     # Dropped, not multiplied by 0: what went wrong in one document must not reach the next.
     return tl.where(gain == 0.0, 0.0, state * gain) + total
 
 
 @triton.jit
-def scan_kernel(
-    sums_ptr, start_ptr, before_ptr, end_ptr, gain_ptr, other_ptr, dot_ptr, N, E,
-    REVERSE: tl.constexpr, WITH_DOT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The state before each chunk, from start to end; in REVERSE the adjoint state after each chunk.
+def _leave(s_ptr, z_ptr, total, z, outputs, values, first, D, V):
+    """Store rows of a state [M, V], and those of z in the `first` block of values."""
+    at = s_ptr + outputs[None, :] * V + values[:, None]
+    tl.store(at, total.to(s_ptr.dtype.element_ty), mask=(outputs[None, :] < D) & (values[:, None] < V))
+    tl.store(z_ptr + outputs, z, mask=(outputs < D) & first)
 
-    With `WITH_DOT`, also the product of each with `other` of the same chunk, one part per block.
-    Shapes: sums, before, other [G, N, E]; start, end [G, E]; gain [G, N]; dot [G, N, blocks]. Grid: G x blocks.
+
+@triton.jit
+def _meet(s_ptr, z_ptr, total, z, outputs, values, first, D, V):
+    """The product of rows of a state and of z with those of another."""
+    at = s_ptr + outputs[None, :] * V + values[:, None]
+    other = tl.load(at, mask=(outputs[None, :] < D) & (values[:, None] < V), other=0.0).to(tl.float32)
+    other_z = tl.load(z_ptr + outputs, mask=(outputs < D) & first, other=0.0)
+    return tl.sum(tl.sum(total * other, axis=1), axis=0) + tl.sum(z * other_z, axis=0)
+
+
+@triton.jit
+def sums_kernel(
+    x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, gain_ptr,
+    start_ptr, start_zm_ptr, before_ptr, before_zm_ptr, end_ptr, end_zm_ptr, other_ptr, other_zm_ptr, dot_ptr,
+    x_stride_b, x_stride_h, x_stride_l, y_stride_b, y_stride_h, y_stride_l,
+    L, N, H, K, D, M, V, scale, splits, length,
+    HAS_GAIN: tl.constexpr, HAS_START: tl.constexpr, REVERSE: tl.constexpr, WITH_DOT: tl.constexpr,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """Walk the `length` chunks of each split, whose tokens add weight_t phi(x_t) y_t^T, z_weight_t phi(x_t) and
+    mass_weight_t to what the gain of a chunk leaves of all before; in REVERSE from the last chunk to the first.
+
+    The sums of each split go to `end`, or with HAS_START, from the states before the splits, the states before all
+    chunks to `before` and the one after the last to `end`. With `WITH_DOT`, also the product of each with `other` of
+    the same chunk, in parts.
+
+    Shapes: weights [G, N T]; gain [G, N]; start [G, splits, M, V] beside [G, splits, M + 1], before and other likewise
+    [G, N, ...], end [G, splits, ...], or [G, ...] with HAS_START; dot [G, N, parts]. Grid: G splits x blocks of
+    values x blocks of projections, the last in turn: these read the same tokens.
+    """
+    program = tl.program_id(0)
+    blocks_d = (D + BLOCK_D - 1) // BLOCK_D
+    parts = blocks_d * ((V + BLOCK_V - 1) // BLOCK_V)
+    part = program % parts
+    block_v, block_d = part // blocks_d, part % blocks_d
+    group, split = (program // parts // splits).to(tl.int64), program // parts % splits
+    batch, head = group // H, group % H
+    x_ptr += batch * x_stride_b + head * x_stride_h
+    y_ptr += batch * y_stride_b + head * y_stride_h
+    rows = tl.arange(0, T)
+    values = block_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    outputs = block_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    with_z, with_mass = block_v == 0, part == 0
+    # Values are the rows: a block of them fills the 64 rows of a Hopper GPU's products where one of features would not.
+    total = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    z = tl.zeros((BLOCK_D,), tl.float32)
+    mass = 0.0
+    total_second, z_second = total, z
+    if HAS_START:
+        there = (outputs[None, :] < D) & (values[:, None] < V)
+        start_ptr += (group * splits + split) * M * V
+        start_zm_ptr += (group * splits + split) * (M + 1)
+        start_at = start_ptr + outputs[None, :] * V + values[:, None]
+        total = tl.load(start_at, mask=there, other=0.0)
+        z = tl.load(start_zm_ptr + outputs, mask=outputs < D, other=0.0)
+        if MAP == "gaussian":
+            total_second = tl.load(start_at + D * V, mask=there, other=0.0)
+            z_second = tl.load(start_zm_ptr + D + outputs, mask=outputs < D, other=0.0)
+        mass = tl.load(start_zm_ptr + M)
+    w_ptr = map_of_head(w_ptr, head, K, D, PRECISION)
+    high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
+    count = tl.minimum(length, N - split * length)
+    for i in range(count):
+        chunk = split * length + i
+        if REVERSE:
+            chunk = split * length + count - 1 - i
+        of_chunk = group * N + chunk
+        if HAS_START:
+            s_at, zm_at = before_ptr + of_chunk * M * V, before_zm_ptr + of_chunk * (M + 1)
+            _leave(s_at, zm_at, total, z, outputs, values, with_z, D, V)
+            if MAP == "gaussian":
+                _leave(s_at + D * V, zm_at + D, total_second, z_second, outputs, values, with_z, D, V)
+            tl.store(zm_at + M, mass, mask=with_mass)
+        if WITH_DOT:
+            s_at, zm_at = other_ptr + of_chunk * M * V, other_zm_ptr + of_chunk * (M + 1)
+            dot = _meet(s_at, zm_at, total, z, outputs, values, with_z, D, V)
+            if MAP == "gaussian":
+                dot += _meet(s_at + D * V, zm_at + D, total_second, z_second, outputs, values, with_z, D, V)
+            dot += mass * tl.load(zm_at + M, mask=with_mass, other=0.0)
+            tl.store(dot_ptr + of_chunk * parts + part, dot)
+        if HAS_GAIN:
+            gain = tl.load(gain_ptr + of_chunk)
+            total, z, mass = _advance(total, 0.0, gain), _advance(z, 0.0, gain), _advance(mass, 0.0, gain)
+            if MAP == "gaussian":
+                total_second, z_second = _advance(total_second, 0.0, gain), _advance(z_second, 0.0, gain)
+        tokens = chunk * T + rows
+        valid = tokens < L
+        x_at, y_at = x_ptr + chunk.to(tl.int64) * T * x_stride_l, y_ptr + chunk.to(tl.int64) * T * y_stride_l
+        x, inverse = load_vectors(x_at, x_stride_l, rows, valid, K, MAP, UNIT, T, BLOCK_X)
+        projected = project(
+            x, inverse, high, low, x_at, x_stride_l, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
+        )  # fmt: skip
+        first, second = features(projected, outputs, D, scale, MAP, PRECISION)
+        at = group * N * T + tokens
+        y = tl.trans(operand(load_tile(y_at, rows, values, y_stride_l, valid, V), PRECISION))
+        weight, z_weight = tl.load(weight_ptr + at)[:, None], tl.load(z_weight_ptr + at)[:, None]
+        total = product(y, operand(first * weight, PRECISION), total, PRECISION)
+        z += tl.sum(first * z_weight, axis=0)
+        if MAP == "gaussian":
+            total_second = product(y, operand(second * weight, PRECISION), total_second, PRECISION)
+            z_second += tl.sum(second * z_weight, axis=0)
+        mass += tl.sum(tl.load(mass_weight_ptr + at), axis=0)
+
+    of_end = group
+    ends = True
+    if HAS_START:
+        ends = split == (0 if REVERSE else splits - 1)
+    else:
+        of_end = group * splits + split
+    if ends:
+        s_at, zm_at = end_ptr + of_end * M * V, end_zm_ptr + of_end * (M + 1)
+        _leave(s_at, zm_at, total, z, outputs, values, with_z, D, V)
+        if MAP == "gaussian":
+            _leave(s_at + D * V, zm_at + D, total_second, z_second, outputs, values, with_z, D, V)
+        tl.store(zm_at + M, mass, mask=with_mass)
+
+
+@triton.jit
+def scan_kernel(
+    sums_ptr, start_ptr, gain_ptr, N, E, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In the place of the sums of splits, the state before each, from `start`; in REVERSE the one after each.
+
+    Shapes: sums [G, N, E]; start [G, E]; gain [G, N]. Grid: G x blocks.
     """
     group = tl.program_id(0).to(tl.int64)
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = elements < E
     state = tl.load(start_ptr + group * E + elements, mask=there, other=0.0)
-    for first in range(0, N, 4):
-        # Four loads on their way at once: a load behind a store waits for it.
-        n0 = N - 1 - first if REVERSE else first
-        step = -1 if REVERSE else 1
-        at = group * N + n0
-        in1, in2, in3 = first + 1 < N, first + 2 < N, first + 3 < N
-        t0 = tl.load(sums_ptr + at * E + elements, mask=there, other=0.0)
-        t1 = tl.load(sums_ptr + (at + step) * E + elements, mask=there & in1, other=0.0)
-        t2 = tl.load(sums_ptr + (at + 2 * step) * E + elements, mask=there & in2, other=0.0)
-        t3 = tl.load(sums_ptr + (at + 3 * step) * E + elements, mask=there & in3, other=0.0)
-        g0 = tl.load(gain_ptr + at)
-        g1 = tl.load(gain_ptr + at + step, mask=in1, other=1.0)
-        g2 = tl.load(gain_ptr + at + 2 * step, mask=in2, other=1.0)
-        g3 = tl.load(gain_ptr + at + 3 * step, mask=in3, other=1.0)
-        s1 = _advance(state, t0, g0)
-        s2 = _advance(s1, t1, g1)
-        s3 = _advance(s2, t2, g2)
-        if WITH_DOT:
-            blocks = tl.num_programs(1)
-            dot_at = dot_ptr + at * blocks + tl.program_id(1)
-            o0 = tl.load(other_ptr + at * E + elements, mask=there, other=0.0).to(tl.float32)
-            o1 = tl.load(other_ptr + (at + step) * E + elements, mask=there & in1, other=0.0).to(tl.float32)
-            o2 = tl.load(other_ptr + (at + 2 * step) * E + elements, mask=there & in2, other=0.0).to(tl.float32)
-            o3 = tl.load(other_ptr + (at + 3 * step) * E + elements, mask=there & in3, other=0.0).to(tl.float32)
-            tl.store(dot_at, tl.sum(state * o0, axis=0))
-            tl.store(dot_at + step * blocks, tl.sum(s1 * o1, axis=0), mask=in1)
-            tl.store(dot_at + 2 * step * blocks, tl.sum(s2 * o2, axis=0), mask=in2)
-            tl.store(dot_at + 3 * step * blocks, tl.sum(s3 * o3, axis=0), mask=in3)
-        tl.store(before_ptr + at * E + elements, state.to(before_ptr.dtype.element_ty), mask=there)
-        tl.store(before_ptr + (at + step) * E + elements, s1.to(before_ptr.dtype.element_ty), mask=there & in1)
-        tl.store(before_ptr + (at + 2 * step) * E + elements, s2.to(before_ptr.dtype.element_ty), mask=there & in2)
-        tl.store(before_ptr + (at + 3 * step) * E + elements, s3.to(before_ptr.dtype.element_ty), mask=there & in3)
-        state = _advance(s3, t3, g3)
-    tl.store(end_ptr + group * E + elements, state, mask=there)
+    for n in range(N):
+        at = group * N + (N - 1 - n if REVERSE else n)
+        total = tl.load(sums_ptr + at * E + elements, mask=there, other=0.0)
+        tl.store(sums_ptr + at * E + elements, state, mask=there)
+        state = _advance(state, total, tl.load(gain_ptr + at))

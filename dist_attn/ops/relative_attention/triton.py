@@ -112,8 +112,9 @@ class _RelativeKernels(KernelOperation[RelativeTensors]):
         inputs = KernelInputs.of(self.setting, x)
         with on_device(x.v.device):
             walked = walk(inputs)
-            out, den = relative_outputs(inputs, walked)
-        return (out, walked.end.s.view_as(x.s), walked.end.zm[:, :-1].view_as(x.z)), (out, den)
+            # Gradients of position scores are sums over keys that nearly cancel: what rounds an output would be left.
+            out, den = relative_outputs(inputs, walked, torch.float32 if keep else x.v.dtype)
+        return (out.to(x.v.dtype), walked.end.s.view_as(x.s), walked.end.zm[:, :-1].view_as(x.z)), (out, den)
 
     def backward(self, x: RelativeTensors, needs: RelativeTensors, grads: Tensors, kept: Tensors) -> RelativeTensors:
         inputs = KernelInputs.of(self.setting, x)

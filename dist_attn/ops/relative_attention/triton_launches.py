@@ -19,10 +19,10 @@ from dist_attn.ops.linear_attention.triton_forward import (
     Sums,
     Weights,
     blocks,
-    chunk_sums,
     precision,
     rowwise,
-    scan,
+    sequence_sums,
+    states,
     strides,
     tile_dtype,
 )
@@ -184,12 +184,12 @@ def walk(x: KernelInputs) -> Walk:
     return Walk(_positions(x), scanned.before, scanned.end, earlier, later)
 
 
-def relative_outputs(x: KernelInputs, walked: Walk) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, H, L, V] and denominators [B, H, L]."""
+def relative_outputs(x: KernelInputs, walked: Walk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [B, H, L, V] of this type and denominators [B, H, L]."""
     q, k, v, tiles = x.q, x.k, x.v, x.setting.tiles
     heads, tokens, size = q.shape[1:]
     keys, values = v.shape[2:]
-    out = torch.empty((*q.shape[:3], values), dtype=v.dtype, device=v.device)
+    out = torch.empty((*q.shape[:3], values), dtype=dtype, device=v.device)
     den = torch.empty(q.shape[:3], device=v.device)
     relative_outputs_kernel[(x.chunks * x.groups, blocks(values, tiles.block_v))](
         q, k, v, walked.positions, x.ones, *walked.before, walked.earlier, walked.later, out, den,
@@ -236,11 +236,10 @@ def _states(
     """The states before all chunks of these tokens, and the one after the last; of all of them if not causal."""
     size = tokens.shape[3]
     plan = Plan("none", False, Denominator(), x.setting.tiles, size, size, size)
-    sums = chunk_sums(Stretch(plan, tokens, tokens, y, y), tokens, y, weights)
+    stretch = Stretch(plan, tokens, tokens, y, y)
     if x.setting.causal:
-        gain = torch.ones(sums.s.shape[:2], device=sums.s.device)
-        return scan(sums, start, gain, x.v.dtype, reverse=reverse)
-    end = Sums(sums.s.sum(1), sums.zm.sum(1))
+        return states(stretch, tokens, y, weights, start, None, y.dtype, reverse=reverse)
+    end = sequence_sums(stretch, tokens, y, weights, y.dtype)
     return Scanned(end._replace(s=end.s.to(tile_dtype(x.v.dtype))), end, None)
 
 

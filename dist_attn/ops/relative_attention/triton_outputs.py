@@ -158,7 +158,11 @@ def relative_outputs_kernel(
         weights += tl.where(block == chunk, scores, 0.0)
         den += tl.sum(weights * tl.load(ones_ptr + keys, mask=there, other=0.0)[None, :], axis=1)
         v = operand(load_tile(v_ptr, rows, values, v_stride_l, there, V), PRECISION)
-        num = product(operand(weights, PRECISION), v, num, PRECISION)
+        high = operand(weights, PRECISION)
+        num = product(high, v, num, PRECISION)
+        if PRECISION != "ieee":
+            # In two parts: gradients of position scores are sums that nearly cancel, with outputs among them.
+            num = product(operand(weights - high.to(tl.float32), PRECISION), v, num, PRECISION)
         v_ptr += T * v_stride_l
 
     before = tl.minimum(tl.maximum(chunk - blocks, 0), NK)
