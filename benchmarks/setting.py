@@ -64,7 +64,7 @@ def look_around() -> Setting:
         load_average=round(os.getloadavg()[0], 2),
         versions={
             "dist-attn": __version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "python": platform.python_version(),
             **_versions_of(PEERS),
         },
@@ -96,10 +96,10 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def _commit() -> str:
-    """The commit, with "-changed" when tracked files differ from it; without a repository what was packed with it."""
+    """The commit, with "-changed" when tracked files differ from it; of a packed tree that of which it was packed."""
     packed = ROOT / ".gpu/commit"
-    if not (ROOT / ".git").exists() and packed.is_file():
-        return packed.read_text().strip()
+    if packed.is_file() and not _git("cat-file", "-t", of := packed.read_text().strip()):
+        return of  # another place: a machine may make a repository of its own around what it was given
     commit = _git("rev-parse", "--short=9", "HEAD")
     if not commit:
         return "unknown"

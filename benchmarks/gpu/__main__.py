@@ -1,10 +1,11 @@
 """`make gpu`: the check, on a machine that need have no more than torch.
 
-What `benchmarks.gpu.pack` has laid into `.gpu` is put to use: packages that this Python lacks, and kernels compiled
-beforehand. Nothing is installed outside that folder. Only Python's own library is needed to begin.
+What `benchmarks.gpu.pack` has laid into `.gpu` is put to use: packages that this Python lacks, an assembler, and
+kernels compiled beforehand. Nothing is installed outside that folder. Only Python's own library is needed to begin.
 """
 
 import json
+import lzma
 import os
 import sys
 import tarfile
@@ -19,13 +20,16 @@ SOURCES = (".", "service", "client")
 def environment(root: Path, before: dict[str, str]) -> dict[str, str]:
     """That of the check in the tree at `root`: where its packages, and kernels that were compiled, are found.
 
-    Raises: OSError where `.gpu` cannot be written; zipfile.BadZipFile or tarfile.TarError for what is not whole.
+    Raises: OSError where `.gpu` cannot be written; zipfile.BadZipFile, tarfile.TarError or lzma.LZMAError for a file
+        that is not whole.
     """
     packed, paths = root / ".gpu", [str(root / source) for source in SOURCES]
     if (packed / "wheels").is_dir():
         unpack_wheels(packed / "wheels", packed / "site")
         paths.append(str(packed / "site"))
     found = {**before, "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [before.get("PYTHONPATH")])])}
+    if (packed / "ptxas.xz").is_file() and "TRITON_PTXAS_PATH" not in before:
+        found["TRITON_PTXAS_PATH"] = str(unpack_assembler(packed / "ptxas.xz", packed / "ptxas"))
     if (packed / "triton.tgz").is_file() and "TRITON_CACHE_DIR" not in before:
         unpack_kernels(packed / "triton.tgz", packed / "triton")
         found["TRITON_CACHE_DIR"] = str(packed / "triton")
@@ -46,6 +50,14 @@ def unpack_wheels(wheels: Path, site: Path) -> None:
         if not any(distributions(name=name, path=[*sys.path, str(site)])):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(site)
+
+
+def unpack_assembler(archive: Path, program: Path) -> Path:
+    """The program itself."""
+    if not program.is_file():
+        program.write_bytes(lzma.decompress(archive.read_bytes()))
+        program.chmod(0o755)
+    return program
 
 
 def unpack_kernels(archive: Path, cache: Path) -> None:

@@ -3,18 +3,22 @@
     python -m benchmarks.gpu.pack [--kernels FOLDER]    in a clone with nothing uncommitted
     python -m benchmarks.gpu.pack undo
 
-Into `.gpu`, which git ignores, come wheels of what the machine may lack, kernels compiled beforehand (a cache of
-Triton's), and the commit. Weights that `make gpu` does not read stay behind: they are moved into git's own folder,
-empty files stand in their places, and git is told not to look at these, so that no commit can lose them.
+Into `.gpu`, which git ignores, come wheels of what the machine may lack, the newest assembler of Triton's kernels,
+kernels compiled beforehand (a cache of Triton's), and the commit. Weights that `make gpu` does not read stay behind:
+they are moved into git's own folder, empty files stand in their places, and git is told not to look at these, so that
+no commit can lose them.
 """
 
 import argparse
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,6 +31,7 @@ PACKED = ".gpu"
 # Where torch is, these are or need not be: scipy assigns ranks in redistributions alone, and its wheel has 35 MiB.
 THERE = ("torch", "numpy", "scipy")
 EXTRA = ("fla-core", "einops")  # without what fla-core needs, which is torch and triton
+ASSEMBLER = "nvidia-cuda-nvcc>=13.3"  # of whose 45 MiB one program is needed
 STAYS = "dist_attn/shipped/*/model.safetensors"
 READ = "dist_attn/shipped/books-6m/model.safetensors"
 # pip takes a platform by its exact name.
@@ -61,6 +66,7 @@ def _pack(options: argparse.Namespace) -> int:
     fetch_wheels(packed / "wheels", options.python)
     if options.kernels is not None:
         pack_kernels(options.kernels, packed / "triton.tgz")
+    pack_assembler(packed)
     commit = look_around().commit
     (packed / "commit").write_text(f"{commit}\n")
     for path in leave_behind(ROOT):
@@ -90,6 +96,21 @@ def fetch_wheels(folder: Path, python: str) -> None:
             ],
             check=True,
         )
+
+
+def pack_assembler(folder: Path) -> None:
+    """Fetch the newest ptxas, packed.
+
+    Raises: subprocess.CalledProcessError where pip cannot have it; ValueError where the package has none.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*command, "--only-binary=:all:", f"--dest={name}", ASSEMBLER], check=True)
+        with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as wheel:
+            inside = next((one for one in wheel.namelist() if one.endswith("/bin/ptxas")), None)
+            if inside is None:
+                raise ValueError(f"{wheel.filename} has no ptxas")
+            (folder / "ptxas.xz").write_bytes(lzma.compress(wheel.read(inside)))
 
 
 def pack_kernels(cache: Path, archive: Path) -> None:

@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cases import Row
 from benchmarks.gpu.speed import ratios_from, record_from_times
-from benchmarks.measured import Measured
+from benchmarks.measured import Measured, Table
 from benchmarks.report import file_finding
 from benchmarks.setting import Setting
 from dist_attn.ops.gpu_record import GpuRecord, keep_record
@@ -90,7 +90,8 @@ def keep(results: Results, around: Mapping[str, Any]) -> None:
     keep_record(device, record_from(results))
     if ratios := ratios_from(_timed(results)):
         setting = Setting(**{**around, "machine": device})
-        file_finding(Measured((), ratios, {}, (), case=f"gpu on {device}", question=QUESTION, setting=setting))
+        tables = tuple(_tables(results))
+        file_finding(Measured(tables, ratios, {}, (), case=f"gpu on {device}", question=QUESTION, setting=setting))
 
 
 def record_from(results: Results) -> GpuRecord:
@@ -106,6 +107,29 @@ def record_from(results: Results) -> GpuRecord:
         tiles={row["key"]: row["tiles"] for row in sorted(tiles, key=lambda row: -row["seconds"])},
         ratios=record_from_times(_timed(results)),
     )
+
+
+def _tables(results: Results) -> Iterator[Table]:
+    """What was seen, for people."""
+    rows = {case: row for (_, case), row in results.read()[0].items() if case and is_right(row)}
+    times = [(case, f"{1e3 * row['seconds']:.3g}") for case, row in rows.items() if "seconds" in row]
+    yield Table("Milliseconds on the device", ("case", "ms"), tuple(times))
+    rates = [
+        (f"{case}{of.removesuffix('tokens/s').removesuffix('tokens_per_second')}", f"{rate:,.0f}")
+        for case, row in rows.items()
+        for of, rate in row.items()
+        if of.endswith(("tokens/s", "tokens_per_second"))
+    ]
+    yield Table("Tokens a second", ("case", "tokens/s"), tuple(rates))
+    profiles = [
+        (case, *(f"{row[of]:,.4g}" for of in ("ms", "computing_ms", "launches")), row["longest"][0][2][:60])
+        for case, row in rows.items()
+        if "longest" in row
+    ]
+    columns = ("case", "ms", "of which the device computes", "launches", "longest kernel")
+    yield Table("Where time goes", columns, tuple(profiles))
+    judged = [(case, "right" if is_right(row) else _outcome(row)) for case, row in results.of("kernels").items()]
+    yield Table("Kernels", ("case", "outcome"), tuple((case, str(said)) for case, said in judged))
 
 
 def _tried(results: Results, piece: str) -> dict[str, Row]:

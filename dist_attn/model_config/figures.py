@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
 BLOCK_TOKENS = 4 * GRAIN  # of a rank: in a step of an engine, and in a block that `encode` reads on a CPU
-GPU_TOKENS = 8192  # in a pass: of two blocks of 256 a GPU would launch kernels for longer than it computes
+GPU_TOKENS = 32_768  # in a pass: an H100 computes for as long as the host takes to launch what computes them
 SLOTS = 8  # sequences in a batch of decoding steps, empty ones included: products of fewer rows have other bits
 FLOAT_BYTES = 4
 POSITION_BYTES = 8

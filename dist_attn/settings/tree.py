@@ -214,7 +214,7 @@ class RankTerms(Section):
         default=0,
         ge=0,
         description="every text is cut into blocks of so many, always the same; 0: 512 on CPUs, on GPUs 2048 where the "
-        "model writes and 8192 where it makes vectors alone",
+        "model writes and 32768 where it makes vectors alone",
     )
     start_deadline_s: Seconds = Field(
         default=180.0,

@@ -180,4 +180,5 @@ def test_the_newest_result_of_each_case_is_filed() -> None:
     """At most 80 files are filed, a JSON for each case that is called as the case."""
     filed = sorted(path for path in (ROOT / RESULTS).iterdir() if path.name != "README.md")
     assert 40 < len(filed) < 80
-    assert [f"{json.loads(path.read_text())['case']}.json" for path in filed] == [path.name for path in filed]
+    cases = [json.loads(path.read_text())["case"].replace(" ", "-") for path in filed]
+    assert [f"{case}.json" for case in cases] == [path.name for path in filed]

@@ -1,6 +1,7 @@
 """What travels to a machine with a GPU and no network: small enough, all that is needed, and nothing lost at home."""
 
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -75,7 +76,7 @@ def test_what_was_put_in_the_place_of_weights_is_kept(clone: Path) -> None:
 
 
 def test_a_packed_tree_finds_its_packages_and_kernels(tmp_path: Path) -> None:
-    """A wheel is unpacked where this Python lacks the package; what was exported stays; kernels are where they say."""
+    """A wheel is unpacked where this Python lacks the package; exports stay; kernels and assembler are found."""
     wheels, cache = tmp_path / ".gpu/wheels", tmp_path / "made"
     wheels.mkdir(parents=True)
     for name in ("numpy", "no_such_package"):
@@ -88,12 +89,15 @@ def test_a_packed_tree_finds_its_packages_and_kernels(tmp_path: Path) -> None:
     files = {name: str(cache / "KEY" / name) for name in ("a.cubin", "a.json", "a.ptx")}
     (cache / "KEY/__grp__a.json").write_text(json.dumps({"child_paths": files}))
     pack_kernels(cache, tmp_path / ".gpu/triton.tgz")
+    (tmp_path / ".gpu/ptxas.xz").write_bytes(lzma.compress(b"#!/bin/sh\necho assembled\n"))
     for _ in range(2):
         found = environment(tmp_path, {"PYTHONPATH": "/exported", "HOME": "/h"})
     site, kernels = tmp_path / ".gpu/site", tmp_path / ".gpu/triton"
     assert {path.name for path in site.iterdir()} == {"no_such_package", "no_such_package-1.0.dist-info"}
     paths = [*(str(tmp_path / source) for source in (".", "service", "client")), str(site), "/exported"]
-    assert found == {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(kernels), "HOME": "/h"}
+    kept = {"TRITON_CACHE_DIR": str(kernels), "TRITON_PTXAS_PATH": str(tmp_path / ".gpu/ptxas"), "HOME": "/h"}
+    assert found == {"PYTHONPATH": os.pathsep.join(paths), **kept}
+    assert subprocess.check_output([found["TRITON_PTXAS_PATH"]], text=True) == "assembled\n"
     assert {path.name for path in (kernels / "KEY").iterdir()} == {"a.cubin", "a.json", "__grp__a.json"}
     group = json.loads((kernels / "KEY/__grp__a.json").read_text())["child_paths"]
     assert group["a.cubin"] == str(kernels / "KEY/a.cubin")

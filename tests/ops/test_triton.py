@@ -19,9 +19,12 @@ triton = pytest.importorskip("triton", reason="needs triton: pip install -e '.[g
 
 import triton.language as tl  # noqa: E402
 
+from benchmarks.gpu.cases import Shape  # noqa: E402
 from dist_attn.ops.linear_attention import triton as kernels  # noqa: E402
+from dist_attn.ops.linear_attention import triton_forward as forward  # noqa: E402
 from dist_attn.ops.linear_attention.triton_features import sine_and_cosine  # noqa: E402
 from dist_attn.ops.linear_attention.triton_tiles import Tiles  # noqa: E402
+from tests.gpu.kernel_cases import linear_case  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -168,6 +171,21 @@ def test_a_long_sequence_goes_by_stretches(monkeypatch):
     monkeypatch.setattr(kernels, "STATE_BYTES", 1)
     inputs = few(37, gate=True, scale=True, state=True)
     assert_like_the_oracle(inputs, documents=(3, 20))
+
+
+@pytest.mark.parametrize("programs", [1, 40])
+def test_splits_are_walked_from_the_states_between_them(programs, monkeypatch):
+    """One walk over all chunks, and splits of several with a shorter last one, leave the oracle's states."""
+    monkeypatch.setattr(forward, "SUM_PROGRAMS", programs)
+    inputs = few(16 * 7 + 5, gate=True, scale=True, state=True)
+    assert_like_the_oracle(inputs, documents=(3, 50))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_undivided_sums_have_gradients_in_half_precision(dtype):
+    """A pass by the parts that a rank computes, whose sums are float32, has the gradients of the float64 one."""
+    row = linear_case("triton", "parts", "gaussian", dtype, Shape(1, 2, 16, 16, 16), True, (), 40)
+    assert row["right"], row
 
 
 def test_rows_need_not_lie_together():

@@ -130,9 +130,9 @@ def features_gradient(
 ) -> FeaturesGradient:
     """The gradient of one side; without `pairs` all that a token sees went through one state."""
     own, size, values = side.own, side.own.shape[3], side.own_y.shape[3]
-    plan = replace(stretch.plan, tiles=stretch.plan.tiles.of_features_gradient(values))
+    has_w = stretch.plan.map in ("gaussian", "arc_cosine")
+    plan = replace(stretch.plan, tiles=stretch.plan.tiles.of_features_gradient(values, projects=has_w))
     grad = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    has_w = plan.map in ("gaussian", "arc_cosine")
     projected = grad
     if has_w:
         projected = grad.new_empty((*own.shape[:3], plan.projections), dtype=tile_dtype(own.dtype))

@@ -21,6 +21,10 @@ All sums are float32.
 import triton
 import triton.language as tl
 
+from dist_attn.ops.assembler import use_newest_assembler
+
+use_newest_assembler()  # before a kernel is compiled
+
 
 @triton.jit
 def sine_and_cosine(x):

@@ -1,7 +1,10 @@
 """Kernels of what keys leave behind: cumulative gates, and walks over chunks that sum it up.
 
-Stretches of chunks, splits, are walked side by side: first for what each adds, then, from a scan of that, for the state
-before each chunk. So sums of chunks, twice as many bytes as states, never reach memory.
+Stretches of chunks, splits, are walked side by side. A token adds weight_t phi(x_t) y_t^T, z_weight_t phi(x_t) and
+mass_weight_t to what its chunk's gain leaves of all before; in REVERSE the last chunk comes first. A first walk leaves
+the sums of each split at its `end`. A second one begins at the states that a scan of these gives (HAS_START), leaves
+the state `before` each chunk, after the last one its `end`, and with WITH_DOT the product of each state with the
+`other` of its chunk, in parts. So sums of chunks, twice as many bytes as states, never reach memory.
 
 Every tensor of one number a token is float32 [G, N T], G = B H, for N chunks of T tokens, the last filled up with
 zeros. Sums over features are [G, N, M, V] beside [G, N, M + 1]: z, and the mass in the last column. The same kernels
@@ -92,26 +95,67 @@ def gate_gradients_kernel(
 
 
 @triton.jit
-def _advance(state, total, gain):
+def _left(state, gain):
     # Dropped, not multiplied by 0: what went wrong in one document must not reach the next.
-    return tl.where(gain == 0.0, 0.0, state * gain) + total
+    return tl.where(gain == 0.0, 0.0, state * gain)
 
 
 @triton.jit
-def _leave(s_ptr, z_ptr, total, z, outputs, values, first, D, V):
-    """Store rows of a state [M, V], and those of z in the `first` block of values."""
+def _part(s_ptr, outputs, values, D, V):
+    """The addresses of rows of a state [M, V], values first, and which of them are there."""
     at = s_ptr + outputs[None, :] * V + values[:, None]
-    tl.store(at, total.to(s_ptr.dtype.element_ty), mask=(outputs[None, :] < D) & (values[:, None] < V))
-    tl.store(z_ptr + outputs, z, mask=(outputs < D) & first)
+    return at, (outputs[None, :] < D) & (values[:, None] < V)
 
 
 @triton.jit
-def _meet(s_ptr, z_ptr, total, z, outputs, values, first, D, V):
-    """The product of rows of a state and of z with those of another."""
-    at = s_ptr + outputs[None, :] * V + values[:, None]
-    other = tl.load(at, mask=(outputs[None, :] < D) & (values[:, None] < V), other=0.0).to(tl.float32)
-    other_z = tl.load(z_ptr + outputs, mask=(outputs < D) & first, other=0.0)
-    return tl.sum(tl.sum(total * other, axis=1), axis=0) + tl.sum(z * other_z, axis=0)
+def _begin(
+    s_ptr, zm_ptr, outputs, values, D, M, V,
+    HAS_START: tl.constexpr, MAP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A program's part of the state at an address, or of none: both parts of S and of z, and the mass."""
+    total, z, mass = tl.zeros((BLOCK_V, BLOCK_D), tl.float32), tl.zeros((BLOCK_D,), tl.float32), 0.0
+    total_second, z_second = total, z
+    if HAS_START:
+        at, there = _part(s_ptr, outputs, values, D, V)
+        total = tl.load(at, mask=there, other=0.0)
+        z = tl.load(zm_ptr + outputs, mask=outputs < D, other=0.0)
+        if MAP == "gaussian":
+            total_second = tl.load(at + D * V, mask=there, other=0.0)
+            z_second = tl.load(zm_ptr + D + outputs, mask=outputs < D, other=0.0)
+        mass = tl.load(zm_ptr + M)
+    return total, total_second, z, z_second, mass
+
+
+@triton.jit
+def _leave(
+    s_ptr, zm_ptr, total, total_second, z, z_second, mass, outputs, values, with_z, with_mass, D, M, V,
+    MAP: tl.constexpr,
+):  # fmt: skip
+    """Store a program's part of a state; `with_z` and `with_mass` in one program of those that have the same."""
+    at, there = _part(s_ptr, outputs, values, D, V)
+    tl.store(at, total.to(s_ptr.dtype.element_ty), mask=there)
+    tl.store(zm_ptr + outputs, z, mask=(outputs < D) & with_z)
+    if MAP == "gaussian":
+        tl.store(at + D * V, total_second.to(s_ptr.dtype.element_ty), mask=there)
+        tl.store(zm_ptr + D + outputs, z_second, mask=(outputs < D) & with_z)
+    tl.store(zm_ptr + M, mass, mask=with_mass)
+
+
+@triton.jit
+def _meet(
+    s_ptr, zm_ptr, total, total_second, z, z_second, mass, outputs, values, with_z, with_mass, D, M, V,
+    MAP: tl.constexpr,
+):  # fmt: skip
+    """The product of a program's part of a state with that of another."""
+    at, there = _part(s_ptr, outputs, values, D, V)
+    in_z = (outputs < D) & with_z
+    products = total * tl.load(at, mask=there, other=0.0).to(tl.float32)
+    z_products = z * tl.load(zm_ptr + outputs, mask=in_z, other=0.0)
+    if MAP == "gaussian":
+        products += total_second * tl.load(at + D * V, mask=there, other=0.0).to(tl.float32)
+        z_products += z_second * tl.load(zm_ptr + D + outputs, mask=in_z, other=0.0)
+    masses = mass * tl.load(zm_ptr + M, mask=with_mass, other=0.0)
+    return tl.sum(tl.sum(products, axis=1), axis=0) + tl.sum(z_products, axis=0) + masses
 
 
 @triton.jit
@@ -124,103 +168,84 @@ def sums_kernel(
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Walk the `length` chunks of each split, whose tokens add weight_t phi(x_t) y_t^T, z_weight_t phi(x_t) and
-    mass_weight_t to what the gain of a chunk leaves of all before; in REVERSE from the last chunk to the first.
-
-    The sums of each split go to `end`, or with HAS_START, from the states before the splits, the states before all
-    chunks to `before` and the one after the last to `end`. With `WITH_DOT`, also the product of each with `other` of
-    the same chunk, in parts.
+    """Walk a split; see above. Grid: G splits x blocks of values x blocks of projections, which read the same tokens.
 
     Shapes: weights [G, N T]; gain [G, N]; start [G, splits, M, V] beside [G, splits, M + 1], before and other likewise
-    [G, N, ...], end [G, splits, ...], or [G, ...] with HAS_START; dot [G, N, parts]. Grid: G splits x blocks of
-    values x blocks of projections, the last in turn: these read the same tokens.
+    [G, N, ...], end [G, splits, ...], or [G, ...] with HAS_START; dot [G, N, parts].
     """
-    program = tl.program_id(0)
-    blocks_d = (D + BLOCK_D - 1) // BLOCK_D
+    program, blocks_d = tl.program_id(0), (D + BLOCK_D - 1) // BLOCK_D
     parts = blocks_d * ((V + BLOCK_V - 1) // BLOCK_V)
-    part = program % parts
-    block_v, block_d = part // blocks_d, part % blocks_d
-    group, split = (program // parts // splits).to(tl.int64), program // parts % splits
-    batch, head = group // H, group % H
-    x_ptr += batch * x_stride_b + head * x_stride_h
-    y_ptr += batch * y_stride_b + head * y_stride_h
+    group, split, part = (program // parts // splits).to(tl.int64), program // parts % splits, program % parts
+    x_ptr += group // H * x_stride_b + group % H * x_stride_h
+    y_ptr += group // H * y_stride_b + group % H * y_stride_h
     rows = tl.arange(0, T)
-    values = block_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    outputs = block_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    with_z, with_mass = block_v == 0, part == 0
+    values = part // blocks_d * BLOCK_V + tl.arange(0, BLOCK_V)
+    outputs = part % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    with_z, with_mass = part // blocks_d == 0, part == 0
+    at = group * splits + split
     # Values are the rows: a block of them fills the 64 rows of a Hopper GPU's products where one of features would not.
-    total = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    z = tl.zeros((BLOCK_D,), tl.float32)
-    mass = 0.0
-    total_second, z_second = total, z
-    if HAS_START:
-        there = (outputs[None, :] < D) & (values[:, None] < V)
-        start_ptr += (group * splits + split) * M * V
-        start_zm_ptr += (group * splits + split) * (M + 1)
-        start_at = start_ptr + outputs[None, :] * V + values[:, None]
-        total = tl.load(start_at, mask=there, other=0.0)
-        z = tl.load(start_zm_ptr + outputs, mask=outputs < D, other=0.0)
-        if MAP == "gaussian":
-            total_second = tl.load(start_at + D * V, mask=there, other=0.0)
-            z_second = tl.load(start_zm_ptr + D + outputs, mask=outputs < D, other=0.0)
-        mass = tl.load(start_zm_ptr + M)
-    w_ptr = map_of_head(w_ptr, head, K, D, PRECISION)
+    total, total_second, z, z_second, mass = _begin(
+        start_ptr + at * M * V, start_zm_ptr + at * (M + 1), outputs, values, D, M, V, HAS_START, MAP, BLOCK_D, BLOCK_V
+    )  # fmt: skip
+    w_ptr = map_of_head(w_ptr, group % H, K, D, PRECISION)
     high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
     count = tl.minimum(length, N - split * length)
     for i in range(count):
-        chunk = split * length + i
-        if REVERSE:
-            chunk = split * length + count - 1 - i
+        chunk = split * length + (count - 1 - i if REVERSE else i)
         of_chunk = group * N + chunk
         if HAS_START:
-            s_at, zm_at = before_ptr + of_chunk * M * V, before_zm_ptr + of_chunk * (M + 1)
-            _leave(s_at, zm_at, total, z, outputs, values, with_z, D, V)
-            if MAP == "gaussian":
-                _leave(s_at + D * V, zm_at + D, total_second, z_second, outputs, values, with_z, D, V)
-            tl.store(zm_at + M, mass, mask=with_mass)
+            _leave(
+                before_ptr + of_chunk * M * V, before_zm_ptr + of_chunk * (M + 1), total, total_second, z, z_second,
+                mass, outputs, values, with_z, with_mass, D, M, V, MAP,
+            )  # fmt: skip
         if WITH_DOT:
-            s_at, zm_at = other_ptr + of_chunk * M * V, other_zm_ptr + of_chunk * (M + 1)
-            dot = _meet(s_at, zm_at, total, z, outputs, values, with_z, D, V)
-            if MAP == "gaussian":
-                dot += _meet(s_at + D * V, zm_at + D, total_second, z_second, outputs, values, with_z, D, V)
-            dot += mass * tl.load(zm_at + M, mask=with_mass, other=0.0)
+            dot = _meet(
+                other_ptr + of_chunk * M * V, other_zm_ptr + of_chunk * (M + 1), total, total_second, z, z_second,
+                mass, outputs, values, with_z, with_mass, D, M, V, MAP,
+            )  # fmt: skip
             tl.store(dot_ptr + of_chunk * parts + part, dot)
         if HAS_GAIN:
             gain = tl.load(gain_ptr + of_chunk)
-            total, z, mass = _advance(total, 0.0, gain), _advance(z, 0.0, gain), _advance(mass, 0.0, gain)
-            if MAP == "gaussian":
-                total_second, z_second = _advance(total_second, 0.0, gain), _advance(z_second, 0.0, gain)
-        tokens = chunk * T + rows
-        valid = tokens < L
-        x_at, y_at = x_ptr + chunk.to(tl.int64) * T * x_stride_l, y_ptr + chunk.to(tl.int64) * T * y_stride_l
-        x, inverse = load_vectors(x_at, x_stride_l, rows, valid, K, MAP, UNIT, T, BLOCK_X)
-        projected = project(
-            x, inverse, high, low, x_at, x_stride_l, rows, valid, w_ptr, outputs, K, D,
-            MAP, UNIT, PRECISION, T, BLOCK_D,
+            total, total_second, mass = _left(total, gain), _left(total_second, gain), _left(mass, gain)
+            z, z_second = _left(z, gain), _left(z_second, gain)
+        first, second, y, weight, z_weight, own_mass = _chunk(
+            x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, high, low, x_stride_l, y_stride_l,
+            rows, outputs, values, chunk, of_chunk, L, K, D, V, scale, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_X,
         )  # fmt: skip
-        first, second = features(projected, outputs, D, scale, MAP, PRECISION)
-        at = group * N * T + tokens
-        y = tl.trans(operand(load_tile(y_at, rows, values, y_stride_l, valid, V), PRECISION))
-        weight, z_weight = tl.load(weight_ptr + at)[:, None], tl.load(z_weight_ptr + at)[:, None]
         total = product(y, operand(first * weight, PRECISION), total, PRECISION)
         z += tl.sum(first * z_weight, axis=0)
         if MAP == "gaussian":
             total_second = product(y, operand(second * weight, PRECISION), total_second, PRECISION)
             z_second += tl.sum(second * z_weight, axis=0)
-        mass += tl.sum(tl.load(mass_weight_ptr + at), axis=0)
+        mass += own_mass
+    at = group if HAS_START else at
+    if not HAS_START or split == (0 if REVERSE else splits - 1):
+        _leave(
+            end_ptr + at * M * V, end_zm_ptr + at * (M + 1), total, total_second, z, z_second,
+            mass, outputs, values, with_z, with_mass, D, M, V, MAP,
+        )  # fmt: skip
 
-    of_end = group
-    ends = True
-    if HAS_START:
-        ends = split == (0 if REVERSE else splits - 1)
-    else:
-        of_end = group * splits + split
-    if ends:
-        s_at, zm_at = end_ptr + of_end * M * V, end_zm_ptr + of_end * (M + 1)
-        _leave(s_at, zm_at, total, z, outputs, values, with_z, D, V)
-        if MAP == "gaussian":
-            _leave(s_at + D * V, zm_at + D, total_second, z_second, outputs, values, with_z, D, V)
-        tl.store(zm_at + M, mass, mask=with_mass)
+
+@triton.jit
+def _chunk(
+    x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, high, low, x_stride, y_stride,
+    rows, outputs, values, chunk, of_chunk, L, K, D, V, scale,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk's tokens both parts of phi(x), y with values first, the weights as columns, and their mass."""
+    valid, at = chunk * T + rows < L, of_chunk * T + rows
+    x_ptr += chunk.to(tl.int64) * T * x_stride
+    y_ptr += chunk.to(tl.int64) * T * y_stride
+    x, inverse = load_vectors(x_ptr, x_stride, rows, valid, K, MAP, UNIT, T, BLOCK_X)
+    projected = project(
+        x, inverse, high, low, x_ptr, x_stride, rows, valid, w_ptr, outputs, K, D,
+        MAP, UNIT, PRECISION, T, BLOCK_D,
+    )  # fmt: skip
+    first, second = features(projected, outputs, D, scale, MAP, PRECISION)
+    y = tl.trans(operand(load_tile(y_ptr, rows, values, y_stride, valid, V), PRECISION))
+    weight, z_weight = tl.load(weight_ptr + at)[:, None], tl.load(z_weight_ptr + at)[:, None]
+    return first, second, y, weight, z_weight, tl.sum(tl.load(mass_weight_ptr + at), axis=0)
 
 
 @triton.jit
@@ -239,4 +264,4 @@ def scan_kernel(
         at = group * N + (N - 1 - n if REVERSE else n)
         total = tl.load(sums_ptr + at * E + elements, mask=there, other=0.0)
         tl.store(sums_ptr + at * E + elements, state, mask=there)
-        state = _advance(state, total, tl.load(gain_ptr + at))
+        state = _left(state, tl.load(gain_ptr + at)) + total

@@ -38,9 +38,14 @@ class Tiles:
             self, block_d=min(self.block_d, power_tile(projections)), block_v=min(self.block_v, power_tile(values))
         )
 
-    def of_features_gradient(self, values: int) -> "Tiles":
-        """All values of a chunk at once: its gradients of projections need the whole of dO v^T."""
-        return replace(self, block_v=power_tile(values), stages=self.gradient_stages)
+    def of_features_gradient(self, values: int, *, projects: bool) -> "Tiles":
+        """All values of a chunk at once: its gradients of projections need the whole of dO v^T.
+
+        A map that `projects` nothing has two stages: with one an H100 read outside of shared memory at sizes of 64
+        (ptxas 12.8).
+        """
+        stages = self.gradient_stages if projects else max(2, self.gradient_stages)
+        return replace(self, block_v=power_tile(values), stages=stages)
 
     def of_windows(self) -> "Tiles":
         """For relative attention, which holds position scores besides: what a thread has of these, more warps halve."""

@@ -41,7 +41,8 @@ SIZE = 128
 VALUES = {
     "sums": ("causal", "state"),
     "scan": ("causal", "state"),
-    "scan back": ("causal", "grad v"),
+    "states": ("causal", "out"),
+    "states back": ("causal", "grad v"),
     "outputs": ("causal", "out"),
     "gradient of values": ("causal", "grad v"),
     "gradient of queries' features": ("causal", "grad q"),
@@ -99,7 +100,8 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
     map_form: dict[str, object] = {"MAP": "gaussian", "UNIT": True}
     made = {**map_form, **precision, **blocks}
     optional = {"HAS_GATE": True, "HAS_SCALE": True, "HAS_DOCUMENTS": False}
-    of_values, step = tiles.of_features_gradient(size), triton_decode.STEP_TILES
+    walk = {"HAS_GAIN": True, "HAS_START": False, "REVERSE": False, "WITH_DOT": False}
+    of_values, step = tiles.of_features_gradient(size, projects=True), triton_decode.STEP_TILES
     four = replace(tiles, warps=4)
     causal = {**made, **optional, "BLOCK_V": of_values.block_v, "PAIRS": True, "WITH_ROWS": True}
     full = {**causal, "PAIRS": False, "HAS_GATE": False}
@@ -109,9 +111,15 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
     square = min(64, power_tile(size))
     gradient = triton_gradients.features_gradient_kernel
     return {
-        "sums": Kernel(triton_states.sums_kernel, made, tiles),
-        "scan": Kernel(triton_states.scan_kernel, {"REVERSE": False, "WITH_DOT": False, "BLOCK": 1024}, four),
-        "scan back": Kernel(triton_states.scan_kernel, {"REVERSE": True, "WITH_DOT": True, "BLOCK": 1024}, four),
+        "sums": Kernel(triton_states.sums_kernel, {**walk, **made}, tiles),
+        "scan": Kernel(triton_states.scan_kernel, {"REVERSE": False, "BLOCK": 1024}, four),
+        "states": Kernel(triton_states.sums_kernel, {**walk, "HAS_START": True, **made}, tiles),
+        "states back": Kernel(
+            triton_states.sums_kernel,
+            {**walk, "HAS_START": True, "REVERSE": True, "WITH_DOT": True, **made},
+            tiles,
+            {"other_ptr": _type("state_ptr", dtype)},
+        ),
         "outputs": Kernel(triton_outputs.outputs_kernel, {"KIND": "floor", **optional, **made}, tiles),
         "gradient of values": Kernel(triton_gradients.values_gradient_kernel, {**optional, **made}, tiles, inputs),
         "gradient of queries' features": Kernel(gradient, {"KEYS": False, **causal}, of_values, projections),
