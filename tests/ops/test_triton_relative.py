@@ -11,7 +11,9 @@ from tests.support.closeness import assert_close
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
+from benchmarks.gpu.cases import Shape
 from dist_attn.ops.relative_attention import triton as kernels
+from tests.gpu.kernel_cases import relative_case
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +87,12 @@ def test_sums_have_the_precision_of_values(causal):
     """Values of float32 are summed as such where queries and keys are bf16: output and gradients have its precision."""
     bf16, f32 = torch.bfloat16, torch.float32
     assert_like_the_oracle(inputs(35, 35, 5), causal=causal, dtypes=(bf16, bf16, f32, f32))
+
+
+def test_gradients_of_positions_that_nearly_cancel():
+    """At k = 0 all pairs share a row of phi_rp, whose gradient in bfloat16 is as near as those of the other inputs."""
+    row = relative_case("causal", torch.bfloat16, Shape(1, 1, 64, 64, 64), 130, 70, 0)
+    assert row["right"], row
 
 
 def test_no_weight_on_any_key_gives_zeros():
