@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.call import (
-    Call,
     Combine,
     Event,
+    ExchangeCall,
+    ExchangeTraffic,
     Pending,
     Phase,
-    Traffic,
     bytes_of,
     call_of,
     differences,
@@ -68,8 +68,7 @@ class Communicator(ABC):
         self.backend = backend
         self.timeout_s = timeout_s
         self._is_part = False
-        self.traffic = Traffic()
-        self.agreements = Traffic()
+        self.traffic, self.agreements = ExchangeTraffic(), ExchangeTraffic()
         self._agreed = ("", "")
         self._agreed_before: set[tuple[str, str]] = set()
         self._told: dict[str, str] = {}
@@ -90,11 +89,11 @@ class Communicator(ABC):
         return found
 
     @abstractmethod
-    def _gather(self, call: Call, sent: Tensor) -> Pending:
+    def _gather(self, call: ExchangeCall, sent: Tensor) -> Pending:
         """Launch: gather every rank's bytes [n] on every rank, as [P n] in order of rank."""
 
     @abstractmethod
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
+    def _exchange(self, call: ExchangeCall, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
         """Launch: split `sent` by `send_bytes`, part r to rank r; gives this rank's parts, in order of their senders.
 
         Every rank is waited for, with or without bytes.
@@ -102,7 +101,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _send_receive(
-        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+        self, call: ExchangeCall, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
     ) -> Pending:
         """Launch: as `_exchange`, between the ranks named, in ascending order; no rank waits for the others.
 
@@ -110,10 +109,10 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+    def _broadcast(self, call: ExchangeCall, sent: Tensor, source: int) -> Tensor:
         """Send the bytes [n] of rank `source` to every rank."""
 
-    def _exclusive_scan(self, call: Call, sent: Tensor, combine: Combine, reverse: bool) -> Pending:
+    def _exclusive_scan(self, call: ExchangeCall, sent: Tensor, combine: Combine, reverse: bool) -> Pending:
         """Launch: combine the bytes [n] of the ranks before this one; gives zeros on the first rank.
 
         Unless a back end has its own, the wait passes them on from rank to rank.
@@ -300,7 +299,7 @@ class Communicator(ABC):
     @final
     def barrier(self, *, label: str = "") -> None:
         """Wait until every rank is here."""
-        call = Call("barrier", label=label)
+        call = ExchangeCall("barrier", label=label)
         with self._counted(call, 0, 0, self.size - 1):
             self._gather(call, torch.zeros(1, dtype=torch.uint8)).wait()
 
@@ -458,7 +457,7 @@ class Communicator(ABC):
 
     def _launch(
         self,
-        call: Call,
+        call: ExchangeCall,
         phase: Phase,
         traffic: tuple[int, int, int],
         start: Callable[[], Pending],
@@ -481,7 +480,9 @@ class Communicator(ABC):
         return Pending(finish)
 
     @contextmanager
-    def _counted(self, call: Call, sent: int, received: int, messages: int, phase: Phase = "call") -> Iterator[None]:
+    def _counted(
+        self, call: ExchangeCall, sent: int, received: int, messages: int, phase: Phase = "call"
+    ) -> Iterator[None]:
         """Log the exchange that runs inside, with the time it takes, also when it fails."""
         began = time.perf_counter()
         try:

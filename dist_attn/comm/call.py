@@ -18,7 +18,7 @@ from dist_attn.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ExchangeCall:
     """The facts of an exchange that all ranks must agree on; -1 in the shape stands for a size that may differ."""
 
     name: str
@@ -52,7 +52,7 @@ class Pending:
         return self._value
 
 
-def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:
+def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> ExchangeCall:
     """Describe an exchange of `x` for comparison between ranks; refuses a tensor whose gradient would be lost."""
     if x.requires_grad and torch.is_grad_enabled():
         raise InputError(
@@ -60,7 +60,7 @@ def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> 
             "use dist_attn.comm.differentiable, or pass x.detach()"
         )
     shape = (-1, *x.shape[1:]) if rows_may_differ else tuple(x.shape)
-    return Call(name, shape, str(x.dtype).removeprefix("torch."), label)
+    return ExchangeCall(name, shape, str(x.dtype).removeprefix("torch."), label)
 
 
 def bytes_of(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Traffic:
+class ExchangeTraffic:
     """Running totals of one rank and its last calls in order, oldest first.
 
     Bytes are payload, as if every pair of ranks that has something to say exchanges one direct message; what a

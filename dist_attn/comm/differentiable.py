@@ -151,14 +151,14 @@ def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") ->
     return _exchanged(comm, _Exchange("broadcast", (source,), (source,)), x, label)
 
 
-def all_gather_start(comm: Communicator, x: Tensor, *, label: str = "") -> "Launched | Done":
+def all_gather_start(comm: Communicator, x: Tensor, *, label: str = "") -> "Launched | FinishedExchange":
     """Launch an `all_gather`; its backward pass likewise launches and waits."""
     return _started(comm, _Exchange("all_gather"), x, label)
 
 
 def send_receive_start(
     comm: Communicator, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
-) -> "Launched | Done":
+) -> "Launched | FinishedExchange":
     """Launch a `send_receive`; its backward pass likewise launches and waits."""
     return _started(comm, _rows(send_counts, recv_counts), x, label)
 
@@ -187,7 +187,7 @@ class Launched:
 
 
 @final
-class Done:
+class FinishedExchange:
     """An exchange that a compiled graph has done where it would have been launched."""
 
     def __init__(self, value: Tensor) -> None:
@@ -205,9 +205,9 @@ def _exchanged(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -
     return cast(Tensor, _Run.apply(x, _thread(x), comm, exchange, label))  # type: ignore[no-untyped-call]
 
 
-def _started(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -> "Launched | Done":
+def _started(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -> "Launched | FinishedExchange":
     if torch.compiler.is_compiling():
-        return Done(_exchanged(comm, exchange, x, label))
+        return FinishedExchange(_exchanged(comm, exchange, x, label))
     return _launched(x, _Flight(comm, exchange, label))
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.base import Communicator
-from dist_attn.comm.call import Call, Combine, Pending, first_line
-from dist_attn.comm.mpi_library import Message, Scan, leave_running, pieces, rest, reversed_ranks, start_mpi
+from dist_attn.comm.call import Combine, ExchangeCall, Pending, first_line
+from dist_attn.comm.mpi_library import MpiMessage, Scan, leave_running, pieces, rest, reversed_ranks, start_mpi
 from dist_attn.errors import CommError, MismatchError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MpiCommunicator(Communicator):
         self._tags = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767
         self._sent = [0] * self.size  # messages to each rank so far, and from each
         self._received = [0] * self.size
-        self._under_way: dict[int, list[Message | Scan]] = {}
+        self._under_way: dict[int, list[MpiMessage | Scan]] = {}
         self._left: dict[int, tuple[bool, str]] = {}  # who has left: whether in order, and why if not at its end
         self._failure = ""
         self._reason = ""
@@ -77,23 +77,23 @@ class MpiCommunicator(Communicator):
         data, farewells = (_duplicate(mpi, world, timeout_s) for _ in range(2))
         return cls(mpi, data, _reversed(mpi, data, timeout_s), farewells, timeout_s, poison=poison)
 
-    def _gather(self, call: Call, sent: Tensor) -> Pending:
+    def _gather(self, call: ExchangeCall, sent: Tensor) -> Pending:
         received = self._buffer(self.size * sent.numel(), sent.device)
         sends = dict.fromkeys(range(self.size), self._on_host(sent))
         receives = _parts(received, dict.fromkeys(range(self.size), sent.numel()))
         return self._post(call, sends, receives, received, sent)
 
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
+    def _exchange(self, call: ExchangeCall, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
         return self._send_receive(call, sent, dict(enumerate(send_bytes)), dict(enumerate(recv_bytes)))
 
     def _send_receive(
-        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+        self, call: ExchangeCall, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
     ) -> Pending:
         received = self._buffer(sum(recv_bytes.values()), sent.device)
         sends, receives = _parts(self._on_host(sent), send_bytes), _parts(received, recv_bytes)
         return self._post(call, sends, receives, received, sent)
 
-    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+    def _broadcast(self, call: ExchangeCall, sent: Tensor, source: int) -> Tensor:
         received = self._buffer(sent.numel(), sent.device)
         sends = dict.fromkeys(range(self.size), self._on_host(sent)) if self.rank == source else {}
         return self._post(call, sends, {source: received}, received, sent).wait()
@@ -112,7 +112,7 @@ class MpiCommunicator(Communicator):
         reverse = _reversed(self._mpi, data, self.timeout_s)
         return MpiCommunicator(self._mpi, data, reverse, farewells, self.timeout_s, poison=self._poison)
 
-    def _exclusive_scan(self, call: Call, sent: Tensor, combine: Combine, reverse: bool) -> Pending:
+    def _exclusive_scan(self, call: ExchangeCall, sent: Tensor, combine: Combine, reverse: bool) -> Pending:
         before = self._buffer(sent.numel(), sent.device)
         if self.rank == (self.size - 1 if reverse else 0):  # MPI leaves it as it is
             before.zero_()
@@ -120,7 +120,7 @@ class MpiCommunicator(Communicator):
         roll_call = {rank: nothing for rank in range(self.size) if rank != self.rank}
         comm = self._reverse if reverse else self._data
 
-        def scan(answers: list[Message]) -> Scan:
+        def scan(answers: list[MpiMessage]) -> Scan:
             return Scan(self._mpi, comm, self._on_host(sent), before, combine, answers)
 
         return self._post(call, roll_call, roll_call, before, sent, scan if sent.numel() else None)
@@ -134,7 +134,7 @@ class MpiCommunicator(Communicator):
             self._failure = self._reason or f"rank {self.rank} closed its communicator with an exchange under way"
         text = f"{int(bool(self._failure))}{self._failure or self._reason}".encode()[:FAREWELL_BYTES]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        messages = [Message(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r) for r in others]
+        messages = [MpiMessage(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r) for r in others]
         began = time.monotonic()
         while not self._all_have_left(messages):
             waited = time.monotonic() - began
@@ -158,16 +158,16 @@ class MpiCommunicator(Communicator):
 
     def _post(
         self,
-        call: Call,
+        call: ExchangeCall,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
         received: Tensor,
         sent: Tensor,
-        scan: Callable[[list[Message]], Scan] | None = None,
+        scan: Callable[[list[MpiMessage]], Scan] | None = None,
     ) -> Pending:
         """Start the messages of one exchange, empty ones too; the result is `received`, moved to where `sent` lay."""
         self._check(call)
-        messages: list[Message | Scan] = []
+        messages: list[MpiMessage | Scan] = []
         flight = id(messages)
         self._under_way[flight] = messages
         try:
@@ -176,15 +176,15 @@ class MpiCommunicator(Communicator):
                     tag = self._tag(call, self._received, rank)
                     for piece in pieces(place):
                         request = self._data.Irecv([piece.numpy(), self._mpi.BYTE], rank, tag)
-                        messages.append(Message(self._mpi, request, rank, piece.numel()))
+                        messages.append(MpiMessage(self._mpi, request, rank, piece.numel()))
             for rank, part in sends.items():
                 if rank != self.rank:
                     tag = self._tag(call, self._sent, rank)
                     for piece in pieces(part):
                         request = self._data.Isend([piece.numpy(), self._mpi.BYTE], rank, tag)
-                        messages.append(Message(self._mpi, request, rank))
+                        messages.append(MpiMessage(self._mpi, request, rank))
             if scan is not None:
-                messages.append(scan([message for message in messages if isinstance(message, Message)]))
+                messages.append(scan([message for message in messages if isinstance(message, MpiMessage)]))
         except self._mpi.Exception as error:
             raise self._failed(call, first_line(error)) from error
         if self.rank in receives:
@@ -203,7 +203,7 @@ class MpiCommunicator(Communicator):
 
         return Pending(finish)
 
-    def _wait(self, call: Call, messages: list[Message | Scan]) -> None:
+    def _wait(self, call: ExchangeCall, messages: list[MpiMessage | Scan]) -> None:
         """Wait until all messages have been sent or have arrived, at most until the deadline."""
         self._check(call)
         began = time.monotonic()
@@ -228,10 +228,10 @@ class MpiCommunicator(Communicator):
                 deadline = min(deadline, now + GRACE_S)
             rest(now - began)
 
-    def _late(self, call: Call, waiting: list[Message | Scan], waited_s: float) -> CommError:
+    def _late(self, call: ExchangeCall, waiting: list[MpiMessage | Scan], waited_s: float) -> CommError:
         """Name the ranks waited for in vain, and what is known of them; a scan under way may lack any of the others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        partners = sorted({message.partner for message in waiting if isinstance(message, Message)}) or others
+        partners = sorted({message.partner for message in waiting if isinstance(message, MpiMessage)}) or others
         elsewhere = [rank for rank in partners if self._data.Iprobe(source=rank, tag=self._mpi.ANY_TAG)]
         gone = [rank for rank in partners if rank in self._left]
         what = f"waited {waited_s:.1f} s for {_ranks(partners)}"
@@ -245,11 +245,11 @@ class MpiCommunicator(Communicator):
             return self._failed(call, f"{what}, but {_ranks(gone)} has closed its communicator")
         return self._failed(call, f"{what}; it died, hangs or is late by more than {self.timeout_s:g} s")
 
-    def _failed(self, call: Call, why: str) -> CommError:
+    def _failed(self, call: ExchangeCall, why: str) -> CommError:
         self._failure = f"{call} failed: {why}"
         return CommError(f"{self._who()}: {self._failure}")
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: ExchangeCall) -> None:
         if self._closed:
             raise CommError(f"rank {self.rank} called {call} after it closed its communicator; close it last")
         if self._failure:
@@ -266,7 +266,7 @@ class MpiCommunicator(Communicator):
             self._farewells.Recv([text, self._mpi.BYTE], source=status.Get_source())
             self._left[status.Get_source()] = (text.startswith(b"0"), text[1:].decode(errors="replace"))
 
-    def _all_have_left(self, farewells: list[Message]) -> bool:
+    def _all_have_left(self, farewells: list[MpiMessage]) -> bool:
         """Return whether every rank has said farewell and has got this one's; an error of MPI counts as a failure."""
         try:
             self._hear_farewells()
@@ -283,7 +283,7 @@ class MpiCommunicator(Communicator):
         """Return whether no exchange has failed or was left under way, as far as is known here."""
         return not self._failure and all(in_order for in_order, _ in self._left.values())
 
-    def _tag(self, call: Call, counts: list[int], rank: int) -> int:
+    def _tag(self, call: ExchangeCall, counts: list[int], rank: int) -> int:
         """The tag of the next message between this pair: a digest of its number and its call."""
         counts[rank] += 1
         return zlib.crc32(f"{counts[rank]} {call}".encode()) % self._tags

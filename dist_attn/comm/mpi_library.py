@@ -103,7 +103,7 @@ LONGEST_SLEEP_S = 0.005
 
 
 @final
-class Message:
+class MpiMessage:
     """One piece on its way to `partner` or, of `expected` bytes, from it."""
 
     def __init__(self, mpi: ModuleType, request: "MPI.Request", partner: int, expected: int | None = None) -> None:
@@ -172,7 +172,7 @@ class Scan:
         own: Tensor,
         before: Tensor,
         combine: Combine,
-        roll_call: list[Message],
+        roll_call: list[MpiMessage],
     ) -> None:
         self._mpi = mpi
         self._roll_call = roll_call

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.base import Communicator
-from dist_attn.comm.call import Call, Pending
+from dist_attn.comm.call import ExchangeCall, Pending
 from dist_attn.errors import CommError, InputError, MismatchError
 
 __all__ = ["SimulatedCommunicator", "run_simulated"]
@@ -34,7 +34,7 @@ class _Parcel:
 class _Meeting:
     """One exchange: the ranks that have arrived, with their parcels, and how many have collected these."""
 
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, ExchangeCall] = field(default_factory=dict)
     parcels: dict[int, _Parcel] = field(default_factory=dict)
     collected: int = 0
 
@@ -59,7 +59,7 @@ class _Group:
         with self._changed:
             return self._parts.setdefault((step, ranks), _Group(len(ranks), self.timeout_s))
 
-    def arrive(self, rank: int, step: int, call: Call, parcel: _Parcel) -> None:
+    def arrive(self, rank: int, step: int, call: ExchangeCall, parcel: _Parcel) -> None:
         """Bring a parcel to exchange number `step`; every rank must come with the same call."""
         with self._changed:
             self._check(rank, call)
@@ -73,7 +73,7 @@ class _Group:
             self._changed.notify_all()
 
     def collect(
-        self, rank: int, step: int, call: Call, timeout_s: float, senders: Collection[int] | None = None
+        self, rank: int, step: int, call: ExchangeCall, timeout_s: float, senders: Collection[int] | None = None
     ) -> list[_Parcel]:
         """Wait for the parcels of `senders` (of all ranks) in exchange number `step`; returns them in order of rank."""
         wanted = range(self.size) if senders is None else sorted(senders)
@@ -125,7 +125,7 @@ class _Group:
         for part in parts:
             part.fail(error)
 
-    def _check_counts(self, rank: int, step: int, call: Call, meeting: _Meeting) -> None:
+    def _check_counts(self, rank: int, step: int, call: ExchangeCall, meeting: _Meeting) -> None:
         """Check that what each rank sends to another is what that one expects of it."""
         if not meeting.parcels[rank].send_bytes:
             return
@@ -146,7 +146,7 @@ class _Group:
         self._changed.notify_all()
         raise error
 
-    def _check(self, rank: int, call: Call) -> None:
+    def _check(self, rank: int, call: ExchangeCall) -> None:
         cause = self.failure
         if cause is not None:
             kind = MismatchError if isinstance(cause, MismatchError) else CommError
@@ -173,7 +173,7 @@ class SimulatedCommunicator(Communicator):
         self._steps = 0
         self._closed = False
 
-    def _gather(self, call: Call, sent: Tensor) -> Pending:
+    def _gather(self, call: ExchangeCall, sent: Tensor) -> Pending:
         step = self._bring(call, _Parcel(sent.clone()))
 
         def finish() -> Tensor:
@@ -185,18 +185,18 @@ class SimulatedCommunicator(Communicator):
 
         return Pending(finish)
 
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
+    def _exchange(self, call: ExchangeCall, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
         return self._between_pairs(call, sent, send_bytes, recv_bytes, range(self.size))
 
     def _send_receive(
-        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+        self, call: ExchangeCall, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
     ) -> Pending:
         ranks = range(self.size)
         send, recv = ([counts.get(rank, 0) for rank in ranks] for counts in (send_bytes, recv_bytes))
         return self._between_pairs(call, sent, send, recv, recv_bytes)
 
     def _between_pairs(
-        self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int], senders: Collection[int]
+        self, call: ExchangeCall, sent: Tensor, send_bytes: list[int], recv_bytes: list[int], senders: Collection[int]
     ) -> Pending:
         step = self._bring(call, _Parcel(sent.clone(), tuple(send_bytes), tuple(recv_bytes)))
 
@@ -211,7 +211,7 @@ class SimulatedCommunicator(Communicator):
 
         return Pending(finish)
 
-    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+    def _broadcast(self, call: ExchangeCall, sent: Tensor, source: int) -> Tensor:
         step = self._bring(call, _Parcel(sent.clone()))
         return self._group.collect(self.rank, step, call, self.timeout_s)[source].data.to(sent.device, copy=True)
 
@@ -224,7 +224,7 @@ class SimulatedCommunicator(Communicator):
         self._closed = True
         self._group.leave(self.rank)
 
-    def _bring(self, call: Call, parcel: _Parcel) -> int:
+    def _bring(self, call: ExchangeCall, parcel: _Parcel) -> int:
         if self._closed:
             raise CommError(f"rank {self.rank} called {call} after it closed its communicator; close it last")
         step = self._steps

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 from torch.futures import Future
 
 from dist_attn.comm.base import Communicator
-from dist_attn.comm.call import EVENTS_KEPT, Call, Pending, first_line
+from dist_attn.comm.call import EVENTS_KEPT, ExchangeCall, Pending, first_line
 from dist_attn.errors import CommError, ConfigError
 
 __all__ = ["TorchDistCommunicator"]
@@ -63,7 +63,9 @@ class TorchDistCommunicator(Communicator):
         self._owned = owned
         self._poison = poison
         self._failure = ""
-        self._queued: deque[tuple[Call, Future[int]]] = deque(maxlen=EVENTS_KEPT)  # over NCCL, since the last check
+        self._queued: deque[tuple[ExchangeCall, Future[int]]] = deque(
+            maxlen=EVENTS_KEPT
+        )  # over NCCL, since the last check
         self._parts: WeakSet[TorchDistCommunicator] = WeakSet()
 
     @classmethod
@@ -139,7 +141,7 @@ class TorchDistCommunicator(Communicator):
         every = own.new_zeros(self.size * self.size)
         getattr(dist, _ALL_GATHER)(every, own, group=self._group)
         dist.all_to_all_single(every[: self.size], own, group=self._group)
-        self._raise_queued(Call("the first exchange"))
+        self._raise_queued(ExchangeCall("the first exchange"))
         self.set_deadline(self.timeout_s)
 
     def set_deadline(self, timeout_s: float) -> None:
@@ -148,7 +150,7 @@ class TorchDistCommunicator(Communicator):
         if self._owned and self._group is not None:
             _set_pg_timeout(timedelta(seconds=timeout_s), self._group)
 
-    def _gather(self, call: Call, sent: Tensor) -> Pending:
+    def _gather(self, call: ExchangeCall, sent: Tensor) -> Pending:
         source = sent.to(self._device)
         received = self._buffer(self.size * sent.numel())
         if not sent.numel():
@@ -157,7 +159,7 @@ class TorchDistCommunicator(Communicator):
         work = self._guarded(call, lambda: all_gather(received, source, group=self._group, async_op=True))
         return self._pending(call, [work], received, sent)
 
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
+    def _exchange(self, call: ExchangeCall, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
         received = self._buffer(sum(recv_bytes))
         source = sent.to(self._device)
         all_to_all = dist.all_to_all_single
@@ -167,7 +169,7 @@ class TorchDistCommunicator(Communicator):
         return self._pending(call, [work], received, sent)
 
     def _send_receive(
-        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+        self, call: ExchangeCall, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
     ) -> Pending:
         received = self._buffer(sum(recv_bytes.values()))
         source = sent.to(self._device)
@@ -179,14 +181,14 @@ class TorchDistCommunicator(Communicator):
         works = self._guarded(call, lambda: dist.batch_isend_irecv(steps) if steps else [])
         return self._pending(call, works, received, sent)
 
-    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+    def _broadcast(self, call: ExchangeCall, sent: Tensor, source: int) -> Tensor:
         copy = sent.to(self._device, copy=True)
         if not sent.numel():
             return copy.to(sent.device)
         work = self._guarded(call, lambda: dist.broadcast(copy, group_src=source, group=self._group, async_op=True))
         return self._pending(call, [work], copy, sent).wait()
 
-    def _pending(self, call: Call, works: Sequence[dist.Work], received: Tensor, sent: Tensor) -> Pending:
+    def _pending(self, call: ExchangeCall, works: Sequence[dist.Work], received: Tensor, sent: Tensor) -> Pending:
         """Wrap the launched `works`; the wait gives `received` on the device of `sent`."""
         if self.backend == "nccl":
             # Not the works themselves, which would keep the tensors of a whole step.
@@ -218,12 +220,12 @@ class TorchDistCommunicator(Communicator):
                 own = made
         assert own is not None  # every rank is in one of the groups
         part = TorchDistCommunicator(own, self._device, self.timeout_s, owned=True, poison=self._poison)
-        part._guarded(Call("the first exchange"), part._meet)
+        part._guarded(ExchangeCall("the first exchange"), part._meet)
         self._parts.add(part)
         return part
 
     def check_exchanges(self) -> None:
-        call = Call("check_exchanges")
+        call = ExchangeCall("check_exchanges")
         for comm in (self, *self._parts):
             comm._raise_queued(call)
 
@@ -239,7 +241,7 @@ class TorchDistCommunicator(Communicator):
             return torch.full((size,), POISON, dtype=torch.uint8, device=self._device)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _guarded(self, call: Call, operation: Callable[[], Result]) -> Result:
+    def _guarded(self, call: ExchangeCall, operation: Callable[[], Result]) -> Result:
         """Run one torch collective; whatever it raises becomes a CommError that names rank and operation."""
         if self._group is None:
             raise CommError(f"rank {self.rank} called {call} after it closed its communicator; close it last")
@@ -256,7 +258,7 @@ class TorchDistCommunicator(Communicator):
                 f"{self.timeout_s:g} s or called something else: look at the output of the other ranks"
             ) from error
 
-    def _raise_queued(self, call: Call) -> None:
+    def _raise_queued(self, call: ExchangeCall) -> None:
         """Wait until what was queued is done, and raise what failed by then, or before."""
         if self._group is not None and self._device.type == "cuda":
             self._guarded(call, torch.cuda.current_stream(self._device).synchronize)
@@ -280,7 +282,7 @@ class TorchDistCommunicator(Communicator):
             )
 
 
-def first_failed(queued: Sequence[tuple[Call, Future[int]]]) -> str:
+def first_failed(queued: Sequence[tuple[ExchangeCall, Future[int]]]) -> str:
     """Name the first exchange that did not end well.
 
     torch gives an exchange a result some time after its end, 0 where it went well.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dist_attn.commands.machine import Finding, missing, ok
+from dist_attn.commands.machine import MachineFinding, missing, ok
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.commands.trial_ranks import TrialSettings, join_trial, read_own, run_trial
 from dist_attn.costs import Calibration, ScanTime, calibration_file, read_calibration, timed_exchanges
@@ -33,7 +33,7 @@ class CalibrateSettings(TrialSettings, frozen=True, kw_only=True):
     rounds: int = ROUNDS
 
 
-def calibrate(ranks: Sequence[int] = CALIBRATED_RANKS) -> list[Finding]:
+def calibrate(ranks: Sequence[int] = CALIBRATED_RANKS) -> list[MachineFinding]:
     """Time the exchanges over each number of ranks, keep the times in the user's cache, and say which were fastest.
 
     Over gloo, and over MPI where it is installed. Two levels are not timed: one machine is one host.
@@ -88,7 +88,7 @@ def _run(settings: CalibrateSettings) -> None:
     import torch
 
     from dist_attn.ops import LinearState
-    from dist_attn.sharded import Exchange, exclusive_scan
+    from dist_attn.sharded import ScanExchange, exclusive_scan
 
     algorithms = timed_exchanges(settings.ranks, settings.backend)
     times: list[ScanTime] = []
@@ -100,7 +100,7 @@ def _run(settings: CalibrateSettings) -> None:
                 for name in algorithms:  # in turns, so that a change of the machine's speed meets all of them
                     comm.barrier()
                     began = time.perf_counter()
-                    exclusive_scan(comm, state, None, Exchange(name))
+                    exclusive_scan(comm, state, None, ScanExchange(name))
                     seconds[name].append(time.perf_counter() - began)
             medians = torch.tensor([statistics.median(seconds[name][WARM_UP_ROUNDS:]) for name in algorithms])
             # The exchange is over when it is over everywhere.

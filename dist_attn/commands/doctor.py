@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dist_attn.commands import machine
 from dist_attn.commands.calibrate import calibrate
-from dist_attn.commands.machine import Finding, broken, unknown
+from dist_attn.commands.machine import MachineFinding, broken, unknown
 from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.commands.serve import beside_default
 from dist_attn.commands.tables import byte_size, stdout_console
@@ -65,10 +65,10 @@ def doctor(config: Path | None, flags: Mapping[str, Any], *, as_json: bool, exch
     return 0 if works else 1
 
 
-def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list[Finding]:
+def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list[MachineFinding]:
     """Everything that was looked at, in the order in which it matters."""
     ranks = settings.engine.ranks
-    problems: list[Finding] = []
+    problems: list[MachineFinding] = []
     folder: Path | None = None
     try:
         folder = resolve_model_folder(settings.model)
@@ -94,7 +94,7 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
 
 
-def _as_asked(found: Finding, engine: EngineSettings) -> Finding:
+def _as_asked(found: MachineFinding, engine: EngineSettings) -> MachineFinding:
     """GPUs do not work for who asks for a precision that one of them does not compute in."""
     asked = found.name == "cuda" and engine.dtype == "bfloat16" and engine.device != "cpu"
     if not asked or found.measured.get("devices") == found.measured.get("bfloat16"):
@@ -102,7 +102,7 @@ def _as_asked(found: Finding, engine: EngineSettings) -> Finding:
     return broken("cuda", f"{found.detail}: engine.dtype is bfloat16, which not all compute in", "take --dtype float32")
 
 
-def _encoder(settings: Settings) -> tuple[list[Finding], int, int]:
+def _encoder(settings: Settings) -> tuple[list[MachineFinding], int, int]:
     """The findings on the second model, the number of its ranks, and the bytes they need beside those of the first."""
     own = settings.encoder
     try:
@@ -124,7 +124,7 @@ def _needed_by(engine: EngineSettings) -> tuple[str, ...]:
     return (*(["cuda"] if engine.device.startswith("cuda") else []), *(["mpi"] if engine.backend == "mpi" else []))
 
 
-def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Finding]:
+def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[MachineFinding]:
     """Try torch, gloo, speed and the model in two processes, and return their findings.
 
     What they did not get to is unknown where the time was over, and broken where they ended before.
@@ -158,7 +158,7 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
     return findings
 
 
-def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
+def probe_mpi(message_bytes: int, deadline_s: float) -> MachineFinding:
     """MPI with a timed exchange between two ranks of mpiexec, or what it lacks."""
     finding, mpiexec = machine.check_mpi(), find_mpiexec()
     if finding.status != "ok" or mpiexec is None:
@@ -206,7 +206,7 @@ def _run(
     return f"the process that tried it ended with code {code}" + (f": {said}" if said else ""), False, memory
 
 
-def _with_memory(finding: Finding, memory: str) -> Finding:
+def _with_memory(finding: MachineFinding, memory: str) -> MachineFinding:
     """The finding, with `memory` as its advice where it is broken and a process has ended for want of memory."""
     return msgspec.structs.replace(finding, advice=memory) if memory and finding.status == "broken" else finding
 
@@ -220,7 +220,7 @@ def _needs(folder: Path | None, ranks: int, weights: WeightPrecision) -> tuple[i
     return 0, USUAL_MESSAGE_BYTES
 
 
-def _print(findings: list[Finding], blocking: list[str], untold: list[str]) -> None:
+def _print(findings: list[MachineFinding], blocking: list[str], untold: list[str]) -> None:
     console = stdout_console()
     for finding in findings:
         line = Text(finding.line())

@@ -17,7 +17,7 @@ from dist_attn.host_limits import affine_cores, available_memory, compute_enviro
 from dist_attn.launchers import find_mpiexec
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class MachineFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A finding of `doctor`. `needed`: the service does not start without it. `measured`: figures named with units."""
 
     name: str
@@ -38,24 +38,24 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.status:<8} {self.name:<10} {' '.join(text.split())}"
 
 
-def ok(name: str, detail: str, **measured: float) -> Finding:
+def ok(name: str, detail: str, **measured: float) -> MachineFinding:
     """A finding that something is there and works."""
-    return Finding(name=name, status="ok", detail=detail, measured=measured)
+    return MachineFinding(name=name, status="ok", detail=detail, measured=measured)
 
 
-def missing(name: str, detail: str, advice: str, *, needed: bool = False) -> Finding:
+def missing(name: str, detail: str, advice: str, *, needed: bool = False) -> MachineFinding:
     """A finding that something is not here; `advice` says how to get it."""
-    return Finding(name=name, status="missing", detail=detail, advice=advice, needed=needed)
+    return MachineFinding(name=name, status="missing", detail=detail, advice=advice, needed=needed)
 
 
-def broken(name: str, detail: str, advice: str, *, needed: bool = True) -> Finding:
+def broken(name: str, detail: str, advice: str, *, needed: bool = True) -> MachineFinding:
     """A finding that something is here and does not work; `advice` says what to do."""
-    return Finding(name=name, status="broken", detail=detail, advice=advice, needed=needed)
+    return MachineFinding(name=name, status="broken", detail=detail, advice=advice, needed=needed)
 
 
-def unknown(name: str, detail: str, advice: str, *, needed: bool = True) -> Finding:
+def unknown(name: str, detail: str, advice: str, *, needed: bool = True) -> MachineFinding:
     """A finding that something could not be tried in the time there was, so it may work."""
-    return Finding(name=name, status="unknown", detail=detail, advice=advice, needed=needed)
+    return MachineFinding(name=name, status="unknown", detail=detail, advice=advice, needed=needed)
 
 
 OLDEST_PYTHON = (3, 11)
@@ -93,7 +93,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def check_python() -> Finding:
+def check_python() -> MachineFinding:
     """Check the interpreter's version."""
     name = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info >= OLDEST_PYTHON:
@@ -102,7 +102,7 @@ def check_python() -> Finding:
     return broken("python", f"{name}, needed is {needed} or newer", f"install Python {needed}")
 
 
-def check_libraries() -> Finding:
+def check_libraries() -> MachineFinding:
     """Check that the libraries which the service needs are installed, and tell their versions."""
     versions = {name: _version(name) for name in LIBRARIES}
     absent = [name for name, version in versions.items() if version is None]
@@ -112,7 +112,7 @@ def check_libraries() -> Finding:
     return ok("libraries", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
-def check_extras() -> list[Finding]:
+def check_extras() -> list[MachineFinding]:
     """Look for the optional extras, each with what it is for."""
     findings = []
     for extra, (packages, purpose) in EXTRAS.items():
@@ -127,7 +127,7 @@ def check_extras() -> list[Finding]:
     return findings
 
 
-def check_mpi() -> Finding:
+def check_mpi() -> MachineFinding:
     """Look for mpi4py and an mpiexec."""
     version, program = _version("mpi4py"), find_mpiexec()
     if version is None or program is None:
@@ -136,7 +136,7 @@ def check_mpi() -> Finding:
     return ok("mpi", f"mpi4py {version}, {program}")
 
 
-def check_cores(ranks: int = 1) -> Finding:
+def check_cores(ranks: int = 1) -> MachineFinding:
     """Count the cores that the ranks of this host may use, by affinity and the container's quota, and their threads."""
     cores, quota = affine_cores(), core_quota()
     given, threads = given_threads(os.environ), int(compute_environment(ranks, {})["OMP_NUM_THREADS"])
@@ -152,7 +152,7 @@ def check_cores(ranks: int = 1) -> Finding:
     return ok("cpu", detail, cores=cores if quota is None else min(cores, quota))
 
 
-def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> Finding:
+def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> MachineFinding:
     """Compare the free memory with what each of the ranks needs (0: not known), and all of the encoder's."""
     total, available = available_memory()
     if available is None:
@@ -168,7 +168,7 @@ def check_memory(rank_bytes: int, ranks: int = 1, encoder_bytes: int = 0) -> Fin
     return ok("memory", detail, available_bytes=available)
 
 
-def check_port(host: str, port: int) -> Finding:
+def check_port(host: str, port: int) -> MachineFinding:
     """Check whether the service could listen here."""
     if why := why_not_listen(host, port):
         advice = "stop what listens there, or choose another with `dist-attn serve --port N`"
@@ -176,7 +176,7 @@ def check_port(host: str, port: int) -> Finding:
     return ok("port", f"{host}:{port} is free")
 
 
-def check_disk(data_dir: Path) -> Finding:
+def check_disk(data_dir: Path) -> MachineFinding:
     """Check whether the data folder can be written to and has room; the folder itself may not be there yet."""
     place = data_dir.absolute()
     while not place.exists() and place != place.parent:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from dist_attn.commands.machine import Finding, broken, missing, ok
+from dist_attn.commands.machine import MachineFinding, broken, missing, ok
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, machine_speeds, read_own
 from dist_attn.launchers import is_first_rank
@@ -45,12 +45,12 @@ class ProbeSettings(TrialSettings, frozen=True, kw_only=True):
         return [name for name in CHECKS if name != "mpi" and (name != "model" or self.model)]
 
 
-def findings_in(settings: ProbeSettings) -> list[Finding]:
+def findings_in(settings: ProbeSettings) -> list[MachineFinding]:
     """Read the findings written so far; a last line that is not whole is left out."""
     if not settings.report.exists():
         return []
     lines = settings.report.read_bytes().split(b"\n")[:-1]
-    return [msgspec.json.decode(line, type=Finding) for line in lines]
+    return [msgspec.json.decode(line, type=MachineFinding) for line in lines]
 
 
 def run(settings: ProbeSettings) -> None:
@@ -66,7 +66,7 @@ def run(settings: ProbeSettings) -> None:
                 return
 
 
-def _tried(name: str, check: Callable[[ProbeSettings], Finding], settings: ProbeSettings) -> Finding:
+def _tried(name: str, check: Callable[[ProbeSettings], MachineFinding], settings: ProbeSettings) -> MachineFinding:
     try:
         return check(settings)
     except Exception as error:
@@ -75,7 +75,7 @@ def _tried(name: str, check: Callable[[ProbeSettings], Finding], settings: Probe
         return broken(name, text, ADVICE.get(name, ""), needed=name not in OPTIONAL)
 
 
-def check_torch(_: ProbeSettings) -> Finding:
+def check_torch(_: ProbeSettings) -> MachineFinding:
     """Check that torch can be imported, and tell how it was built."""
     import torch
 
@@ -88,7 +88,7 @@ def check_torch(_: ProbeSettings) -> Finding:
 FIRST_BFLOAT16 = 8  # the major compute capability of GPUs that multiply in it
 
 
-def check_cuda(_: ProbeSettings) -> Finding:
+def check_cuda(_: ProbeSettings) -> MachineFinding:
     """List the GPUs that torch can use."""
     import torch
 
@@ -100,7 +100,7 @@ def check_cuda(_: ProbeSettings) -> Finding:
     return ok("cuda", detail, devices=len(devices), bfloat16=sum(d.major >= FIRST_BFLOAT16 for d in devices))
 
 
-def check_nccl(_: ProbeSettings) -> Finding:
+def check_nccl(_: ProbeSettings) -> MachineFinding:
     """Check the back end between GPUs."""
     import torch
 
@@ -111,7 +111,7 @@ def check_nccl(_: ProbeSettings) -> Finding:
     return ok("nccl", f"NCCL {'.'.join(map(str, nccl.version()))}")
 
 
-def check_exchange(settings: ProbeSettings) -> Finding:
+def check_exchange(settings: ProbeSettings) -> MachineFinding:
     """Time a real all-gather between the two processes."""
     seconds = _gather_times(settings)
     median = statistics.median(seconds)
@@ -122,7 +122,7 @@ def check_exchange(settings: ProbeSettings) -> Finding:
     return ok(settings.backend, detail, all_gather_seconds=median, message_bytes=settings.message_bytes)
 
 
-def check_matmul(_: ProbeSettings) -> Finding:
+def check_matmul(_: ProbeSettings) -> MachineFinding:
     """Time this process's products of float32 matrices and its copies of memory."""
     import torch
 
@@ -135,7 +135,7 @@ def check_matmul(_: ProbeSettings) -> Finding:
     return ok("speed", detail, matmul_gflops=rate / 1e9, copy_gb_per_s=moved / 1e9)
 
 
-def check_kernels(_: ProbeSettings) -> Finding:
+def check_kernels(_: ProbeSettings) -> MachineFinding:
     """Check that linear attention has its C kernels here; they are compiled when they have not been."""
     from dist_attn.ops.linear_attention import half_products, why_no_library
 
@@ -148,7 +148,7 @@ def check_kernels(_: ProbeSettings) -> Finding:
     return ok("kernels", f"linear attention by C kernels, compiled for this processor; bfloat16 tensors by {halves}")
 
 
-def check_model(settings: ProbeSettings) -> Finding:
+def check_model(settings: ProbeSettings) -> MachineFinding:
     """Check that the model and its tokeniser load, and that its manifest lists exactly these files."""
     from dist_attn.checkpoints import kind_of_model, load_model, load_stream_encoder, load_text_encoder
     from dist_attn.control.preflight import check_downloaded
@@ -176,7 +176,7 @@ def check_model(settings: ProbeSettings) -> Finding:
 
 
 # In this order: what the service needs comes before what is only good to know.
-CHECKS: dict[str, Callable[[ProbeSettings], Finding]] = {
+CHECKS: dict[str, Callable[[ProbeSettings], MachineFinding]] = {
     "torch": check_torch,
     "cuda": check_cuda,
     "nccl": check_nccl,

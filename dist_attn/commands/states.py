@@ -85,7 +85,7 @@ NOT_RESTORED = (
 )
 
 
-class Restored(msgspec.Struct, frozen=True):
+class RestoredSession(msgspec.Struct, frozen=True):
     """A state that has a session now."""
 
     session: str
@@ -97,7 +97,7 @@ class Restored(msgspec.Struct, frozen=True):
 class Repaired(msgspec.Struct, frozen=True):
     """The result of a repair: new sessions, files that hold no sound state with the reason, and where those lie now."""
 
-    sessions: list[Restored] = []
+    sessions: list[RestoredSession] = []
     refused: dict[str, str] = {}
     aside: str = ""
 
@@ -159,7 +159,7 @@ async def _rebuild(folder: Path, aside: Path, caller: str) -> Repaired:
             info = await store.snapshots.adopt(caller, path.name, digest, size)
             session = await store.sessions.create(caller, label=f"restored {path.name}")
             await store.sessions.replace(caller, session.id, position, info.id, instead_of="")
-            done.sessions.append(Restored(session.id, position, size, path.name))
+            done.sessions.append(RestoredSession(session.id, position, size, path.name))
     return done
 
 

@@ -9,7 +9,7 @@ from dist_attn.control.group import Phase, RankGroup
 from dist_attn.control.intake import Intake
 from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Cutting, view_of
-from dist_attn.control.scheduler import Limits, Turns, View, plan
+from dist_attn.control.scheduler import Limits, SchedulerView, Turns, plan
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
 from dist_attn.control.states import States
@@ -225,7 +225,7 @@ class Controller:
         """Return whether no request is open."""
         return not len(self._requests)
 
-    def _view(self) -> View:
+    def _view(self) -> SchedulerView:
         model, requests = self._requests.model, self._requests
         cutting = Cutting(
             chunk=requests.chunk,
@@ -239,7 +239,7 @@ class Controller:
         pace, pauses = self._pace, model.pauses if model else 0
         most = TEXTS_AT_ONCE if model and not model.writes else self._limits.max_requests
         limits = replace(self._limits, max_requests=most, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)
-        return View(limits, tuple(views), self._turns)
+        return SchedulerView(limits, tuple(views), self._turns)
 
     def _fail_the_unserved(self, now: float) -> None:
         limit = self._settings.ready_deadline_s

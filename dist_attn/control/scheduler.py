@@ -97,7 +97,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SchedulerView:
     """All that the scheduler may know. `requests` stand in order of arrival."""
 
     limits: Limits
@@ -106,7 +106,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ScheduledBlock:
     """Tokens [start, start + sum(lengths)) of a request, `lengths[r]` of them on rank r."""
 
     request: int
@@ -120,7 +120,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """The work of one step: requests to open, blocks to prefill, and the requests that each rank draws a token for.
 
     They draw `rounds` times more between the layers of the blocks. The states of `swaps` are put aside before anything
@@ -128,7 +128,7 @@ class Plan:
     """
 
     opens: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ScheduledBlock, ...]
     decodes: tuple[tuple[int, ...], ...]
     turns: Turns
     rounds: int = 0
@@ -140,7 +140,7 @@ class Plan:
         return not self.blocks and not any(self.decodes) and not self.swaps
 
 
-def plan(view: View) -> Plan:
+def plan(view: SchedulerView) -> StepPlan:
     """The next step for this view; the same view always gives the same plan."""
     limits = view.limits
     requests, swaps = admitted(view, lambda request: request.ready or bool(_next(request, request.start)))
@@ -151,7 +151,7 @@ def plan(view: View) -> Plan:
     opens = tuple(r.number for r in requests if not r.opened and r.number in busy)
     rounds = _rounds(limits, blocks) if any(decodes) else 0
     turns = Turns(documents, callers, _moved_on(line, set().union(*decodes), 1 + rounds))
-    return Plan(opens, blocks, decodes, turns, rounds, swaps)
+    return StepPlan(opens, blocks, decodes, turns, rounds, swaps)
 
 
 def _budget(limits: Limits, *, decoding: bool) -> int:
@@ -165,7 +165,7 @@ def _budget(limits: Limits, *, decoding: bool) -> int:
     return min(most, max(limits.ranks * limits.beside_decode_tokens, half))
 
 
-def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
+def _rounds(limits: Limits, blocks: tuple[ScheduledBlock, ...]) -> int:
     """The rounds of decoding between the layers, which together take `DECODE_SHARE` of the step at most."""
     if not limits.round_s or not limits.token_s:
         return 0
@@ -226,8 +226,8 @@ def _moved_on(line: tuple[Turn, ...], drawn: set[int], draws: int) -> tuple[Turn
 
 
 def _prefills(
-    view: View, requests: tuple[RequestView, ...], budget: int
-) -> tuple[tuple[Block, ...], tuple[Turn, ...], tuple[tuple[str, int], ...]]:
+    view: SchedulerView, requests: tuple[RequestView, ...], budget: int
+) -> tuple[tuple[ScheduledBlock, ...], tuple[Turn, ...], tuple[tuple[str, int], ...]]:
     """At most `budget` tokens of blocks (a little more when short and long work share it), and the next turns.
 
     `budget` and `STEP_ROW_BYTES` are raised to what one chunk takes: a chunk that fits no step would never be read.
@@ -242,7 +242,7 @@ def _prefills(
     parts = 2 if shorts and longs else 1
     share = max(chunk, budget // parts), max(chunk_rows, STEP_ROW_BYTES // parts)
 
-    blocks: list[Block] = []
+    blocks: list[ScheduledBlock] = []
     room, served = _Room(*share), 0
     for request in _by_callers(shorts, lambda r: (r.priority, read[r.caller])):
         made = room.take(request, limits.ranks)
@@ -297,7 +297,7 @@ class _Room:
     tokens: int
     row_bytes: int
 
-    def take(self, request: RequestView, ranks: int) -> list[Block]:
+    def take(self, request: RequestView, ranks: int) -> list[ScheduledBlock]:
         """The next blocks of the request for which there is room."""
         limit = min(self.tokens, self.row_bytes // request.row_bytes) if request.row_bytes else self.tokens
         made = _blocks(request, limit, ranks)
@@ -306,17 +306,19 @@ class _Room:
         return made
 
 
-def _blocks(request: RequestView, limit: int, ranks: int) -> list[Block]:
+def _blocks(request: RequestView, limit: int, ranks: int) -> list[ScheduledBlock]:
     """The next blocks of the request, `limit` tokens at most together; none while it is better to wait."""
-    blocks: list[Block] = []
+    blocks: list[ScheduledBlock] = []
     at = request.start
     while (stop := _next(request, at)) and stop - request.start <= limit:
-        blocks.append(Block(request.number, at, split(at, stop - at, ranks, request.grid, request.home % ranks)))
+        blocks.append(
+            ScheduledBlock(request.number, at, split(at, stop - at, ranks, request.grid, request.home % ranks))
+        )
         at = stop
     return blocks
 
 
-def _tokens(blocks: list[Block]) -> int:
+def _tokens(blocks: list[ScheduledBlock]) -> int:
     return sum(block.tokens for block in blocks)
 
 
@@ -344,7 +346,9 @@ def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) 
     return tuple(count if rank == home else 0 for rank in range(ranks))
 
 
-def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple[RequestView, ...], tuple[int, ...]]:
+def admitted(
+    view: SchedulerView, has_work: Callable[[RequestView], bool]
+) -> tuple[tuple[RequestView, ...], tuple[int, ...]]:
     """The requests that are worked on, in order of arrival, and those whose state is put aside for them.
 
     Room, in places and in bytes, goes to the most urgent class, in it to the caller that has the fewest places, and of

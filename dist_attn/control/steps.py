@@ -7,7 +7,7 @@ from typing import final
 
 from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Request
-from dist_attn.control.scheduler import Block, Plan
+from dist_attn.control.scheduler import ScheduledBlock, StepPlan
 from dist_attn.control.states import States
 from dist_attn.errors import WireError
 from dist_attn.model_config.figures import GRAIN
@@ -114,7 +114,7 @@ class _Orders:
             for rounds_of_rank in self.rounds if self._all_decode else [self.rounds[rank]]:
                 rounds_of_rank.append(op)
 
-    def prefill(self, block: Block) -> None:
+    def prefill(self, block: ScheduledBlock) -> None:
         """Order a block, cut over the ranks."""
         request = self._requests[block.request]
         reading = request.reading
@@ -206,7 +206,7 @@ class StepBook:
         return (self.under_way[0].sent_at, self.under_way[0].k) if self.under_way else None
 
     def compose(
-        self, plan: Plan, requests: OpenRequests, states: States, now: float
+        self, plan: StepPlan, requests: OpenRequests, states: States, now: float
     ) -> Iterator[tuple[int, AnyMessage]]:
         """Compose the next step of every rank, after the states it begins with; takes tokens out of the requests.
 
@@ -233,7 +233,7 @@ class StepBook:
         self._account(plan, now)
         return self._messages(orders, requests, states, read)
 
-    def _account(self, plan: Plan, now: float) -> None:
+    def _account(self, plan: StepPlan, now: float) -> None:
         """Count the step as under way."""
         self.last_k += 1
         reached = [(block.request, block.start + block.tokens) for block in plan.blocks]

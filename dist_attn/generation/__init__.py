@@ -5,7 +5,7 @@ from dist_attn.generation.captured_step import CapturedStep, StepGraphs, StepMod
 from dist_attn.generation.decode import generate
 from dist_attn.generation.sampling import generator_for, sample, sequence_scores, token_logprobs
 from dist_attn.generation.state_snapshot import (
-    Restored,
+    RestoredState,
     StateShapes,
     computation_of,
     identity_of,
@@ -17,7 +17,7 @@ __all__ = [
     "BeamSpec",
     "CapturedStep",
     "Hypothesis",
-    "Restored",
+    "RestoredState",
     "StateShapes",
     "StepGraphs",
     "StepMode",

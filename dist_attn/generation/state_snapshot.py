@@ -33,7 +33,7 @@ from dist_attn.wire.manifest import (
 )
 from dist_attn.wire.snapshot import Snapshot, SnapshotFile, Storage, pack_snapshot
 
-__all__ = ["Restored", "StateShapes", "computation_of", "identity_of", "pack_state", "restore_state"]
+__all__ = ["RestoredState", "StateShapes", "computation_of", "identity_of", "pack_state", "restore_state"]
 
 
 TRIED_TOKENS = 2
@@ -110,7 +110,7 @@ class StateShapes:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredState:
     """A state that goes on, the logits after its last token where they were stored, and what the restore came to."""
 
     state: ModelState
@@ -186,7 +186,7 @@ def restore_state(
     *,
     position: int | None = None,
     shapes: StateShapes | None = None,
-) -> Restored:
+) -> RestoredState:
     """The state of a snapshot, in the model that `manifest` describes, where the model lies.
 
     `position` is where the caller wants to be; the tokens from the snapshot to there are for it to feed. Without it,
@@ -206,7 +206,7 @@ def restore_state(
     logits = snapshot.arrays.get("logits")
     logits_V = None if logits is None else send(_tensor(logits, torch.float32), model.device)
     report = report_restore(stored.computed, manifest.computed, header.position, wanted=target, storage=header.storage)
-    return Restored(state, logits_V, report)
+    return RestoredState(state, logits_V, report)
 
 
 def _state(snapshot: Snapshot, shapes: StateShapes) -> ModelState:

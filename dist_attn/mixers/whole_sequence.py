@@ -62,7 +62,7 @@ class FourierMixing(WholeSequenceMixer):
 
 
 @final
-class TokenMlp(WholeSequenceMixer):
+class TokenMlpMixer(WholeSequenceMixer):
     """W2 gelu(W1 x + b1) + b2 along the sequence, of one length; each rank uses the weights of its tokens.
 
     Reference: A Unified View of Long-Sequence Models, Eq. 12 to 14 (with the activation that they leave out);

@@ -40,7 +40,7 @@ LOW, HIGH = -0.1, 1.1
 
 
 @dataclass(frozen=True)
-class Gates:
+class ExpertGates:
     """The gates of the tokens here: what decides about each, its weight when it is kept, and how open its gate is."""
 
     score_L: torch.Tensor
@@ -83,12 +83,12 @@ class Selector(nn.Module):
         done = min(1.0, self.step / self.config.anneal_steps)
         return first if last is None else float(first * (last / first) ** done)
 
-    def forward(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> Gates:
+    def forward(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> ExpertGates:
         """The gates of this process's tokens at `position_L` of `total`; `draw` numbers the noise of training."""
         gates = self._gates(x_LD, position_L, total, draw)
         return replace(gates, weight_L=_turn_round(gates.weight_L)) if self.against else gates
 
-    def _gates(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> Gates:
+    def _gates(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> ExpertGates:
         logit_L = self._logits(x_LD)
         p_L = torch.sigmoid(logit_L)
         most = self.config.most_tokens
@@ -96,9 +96,9 @@ class Selector(nn.Module):
             # The decimal number as it is written: the floats' 0.07 * 100 lies above 7.
             count = max(1, math.ceil(Fraction(str(self.config.rate)) * total))
             least = -math.inf
-            return Gates(p_L, p_L, p_L, least, count if most is None else min(count, most))
+            return ExpertGates(p_L, p_L, p_L, least, count if most is None else min(count, most))
         if not self.training:
-            return Gates(p_L, torch.ones_like(p_L), p_L, self.config.threshold, most)
+            return ExpertGates(p_L, torch.ones_like(p_L), p_L, self.config.threshold, most)
         above_L = logit_L - self.limit
         match self.config.gate:
             case "straight_through":
@@ -106,17 +106,17 @@ class Selector(nn.Module):
                 # In the rate term a closed gate counts 0: the soft one never gets there, and would close all others.
                 kept_L = (p_L >= self.config.threshold).to(soft_L)
                 open_L = kept_L + (soft_L - soft_L.detach())
-                return Gates(p_L, _straight_through(soft_L), open_L, self.config.threshold, most)
+                return ExpertGates(p_L, _straight_through(soft_L), open_L, self.config.threshold, most)
             case "soft":
                 open_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
-                return Gates(p_L, open_L, open_L, 0.0, most)
+                return ExpertGates(p_L, open_L, open_L, 0.0, most)
         noisy_L = torch.sigmoid((above_L + self._noise(above_L, position_L, draw)) / self.temperature)
         if self.config.gate == "gumbel":
             # The noise is above -a with probability sigmoid(a).
-            return Gates(noisy_L, _straight_through(noisy_L), torch.sigmoid(above_L), 0.5, most)
+            return ExpertGates(noisy_L, _straight_through(noisy_L), torch.sigmoid(above_L), 0.5, most)
         stretched_L = (noisy_L * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
         open_L = torch.sigmoid(above_L - self.temperature * math.log(-LOW / HIGH))
-        return Gates(stretched_L, stretched_L, open_L, torch.finfo(stretched_L.dtype).tiny, most)
+        return ExpertGates(stretched_L, stretched_L, open_L, torch.finfo(stretched_L.dtype).tiny, most)
 
     def rate_loss(self, share: torch.Tensor) -> torch.Tensor:
         """The loss of one sequence for its share of open gates; 0 where a fixed share is kept."""

@@ -22,7 +22,7 @@ POSITION_SCALE = 0.02  # that of embeddings at first
 
 
 @dataclass(frozen=True)
-class Tally:
+class SlotTally:
     """The counts of a sequence: its kept tokens of all, and assignments to experts that found no room, of all."""
 
     kept: int
@@ -32,7 +32,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Reading:
+class MillionReading:
     """One sequence, read: the kept tokens here with their weights, and what is equal on all ranks.
 
     `open_share` is the mean over all tokens of how open their gates are, `balance` the mean over the layers.
@@ -43,7 +43,7 @@ class Reading:
     selected: SelectedTokens
     open_share: torch.Tensor
     balance: torch.Tensor
-    tally: Tally
+    tally: SlotTally
 
 
 class GlobalMixing(Recomputable):
@@ -135,7 +135,7 @@ class MillionModel(nn.Module):
         """
         return torch.stack([self.pool(reading, ops) for reading in self._readings(tokens_BL, ops, None)])
 
-    def read(self, tokens_L: torch.Tensor, ops: SequenceOps, draw: int = 0) -> Reading:
+    def read(self, tokens_L: torch.Tensor, ops: SequenceOps, draw: int = 0) -> MillionReading:
         """Select, send to experts, restore the order and mix: one sequence, of which this process has a slice.
 
         Raises: ShapeError, TokenError for tokens that are none; InputError for no tokens or more than `max_tokens`, on
@@ -172,15 +172,15 @@ class MillionModel(nn.Module):
         if self.mixing is not None:
             z_ND = self.mixing(z_ND, weight_N, selected.ops, draw)
         assigned = selected.total * self.config.router.choices * self.config.num_layers
-        tally = Tally(selected.total, total, dropped, assigned)
-        return Reading(self.norm(z_ND), weight_N, selected, open_share, torch.stack(balances).mean(), tally)
+        tally = SlotTally(selected.total, total, dropped, assigned)
+        return MillionReading(self.norm(z_ND), weight_N, selected, open_share, torch.stack(balances).mean(), tally)
 
-    def spread(self, reading: Reading) -> torch.Tensor:
+    def spread(self, reading: MillionReading) -> torch.Tensor:
         """Vectors of all positions here, [L, D]: kept ones are copied, the others interpolated."""
         how = Interpolation(self.config.upsampling.kind, self.config.upsampling.neighbours)
         return reading.selected.upsample(_weighed(reading), how)
 
-    def pool(self, reading: Reading, ops: SequenceOps | None = None) -> torch.Tensor:
+    def pool(self, reading: MillionReading, ops: SequenceOps | None = None) -> torch.Tensor:
         """The mean over kept tokens by their weights, or over all positions, [D]; equal on all ranks.
 
         Cost: one all-reduce of D + 1 or D elements.
@@ -192,7 +192,7 @@ class MillionModel(nn.Module):
         ops = LocalSequenceOps() if ops is None else ops
         return ops.sum_over_sequence(self.spread(reading)[None])[0] / reading.tally.tokens
 
-    def classify(self, reading: Reading, ops: SequenceOps | None = None) -> torch.Tensor:
+    def classify(self, reading: MillionReading, ops: SequenceOps | None = None) -> torch.Tensor:
         """Logits [classes], equal on all ranks.
 
         Raises: InputError for a model without a head.
@@ -202,7 +202,7 @@ class MillionModel(nn.Module):
         logits_C: torch.Tensor = self.head(self.pool(reading, ops))
         return logits_C
 
-    def side_loss(self, reading: Reading) -> torch.Tensor:
+    def side_loss(self, reading: MillionReading) -> torch.Tensor:
         """The terms that a sequence adds to its loss: the rate of the Selector and the balance of the experts.
 
         Equal on all ranks, as logits are.
@@ -216,7 +216,9 @@ class MillionModel(nn.Module):
             "sequence whole): it encodes and classifies; take a language model to generate"
         )
 
-    def _readings(self, tokens_BL: torch.Tensor, ops: SequenceOps | None, draws: Sequence[int] | None) -> list[Reading]:
+    def _readings(
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None, draws: Sequence[int] | None
+    ) -> list[MillionReading]:
         ops = LocalSequenceOps() if ops is None else ops
         device = self.embedding.weight.device
         tokens_BL = check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size, device)
@@ -224,7 +226,7 @@ class MillionModel(nn.Module):
         return [self.read(tokens_L, ops, draw) for tokens_L, draw in zip(tokens_BL, numbers, strict=True)]
 
 
-def _weighed(reading: Reading) -> torch.Tensor:
+def _weighed(reading: MillionReading) -> torch.Tensor:
     return reading.weight_N[:, None].to(reading.z_ND.dtype) * reading.z_ND
 
 

@@ -9,14 +9,14 @@ that begin on an earlier rank, and relative attention, gather it (`document_exch
 """
 
 from dist_attn.sharded.carry_scan import sharded_linear_attention
-from dist_attn.sharded.prefix_scan import Algorithm, Exchange, exclusive_scan
+from dist_attn.sharded.prefix_scan import Algorithm, ScanExchange, exclusive_scan
 from dist_attn.sharded.sequence_ops import ShardedSequenceOps
 from dist_attn.sharded.sharding import CacheKept, SoftmaxExchange
 
 __all__ = [
     "Algorithm",
     "CacheKept",
-    "Exchange",
+    "ScanExchange",
     "ShardedSequenceOps",
     "SoftmaxExchange",
     "exclusive_scan",

@@ -8,13 +8,13 @@ from math import prod
 
 from dist_attn.errors import InputError
 
-__all__ = ["Block", "BlockTable", "Range", "overlap"]
+__all__ = ["TableBlock", "BlockTable", "Range", "overlap"]
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class TableBlock:
     """A part of a tensor and the rank that holds it: one [start, stop) for each dimension."""
 
     rank: int
@@ -42,7 +42,7 @@ class BlockTable:
 
     shape: tuple[int, ...]
     ranks: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[TableBlock, ...]
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (1, 2) or self.ranks < 1:
@@ -70,7 +70,7 @@ class BlockTable:
         ranges = list(product(*(tuple(pairwise(c)) for c in cuts)))
         if len(ranges) != len(owners):
             raise InputError(f"{len(owners)} owners for {len(ranges)} blocks; give the rank of each block")
-        blocks = (Block(rank, block) for rank, block in zip(owners, ranges, strict=True))
+        blocks = (TableBlock(rank, block) for rank, block in zip(owners, ranges, strict=True))
         return cls(tuple(c[-1] for c in cuts), ranks, tuple(blocks))
 
     @classmethod
@@ -90,7 +90,7 @@ class BlockTable:
             owners.append(owner)
         return cls.grid(cuts, owners, prod(grid))
 
-    def of(self, rank: int) -> tuple[Block, ...]:
+    def of(self, rank: int) -> tuple[TableBlock, ...]:
         """The blocks of `rank`, in the order in which it keeps them."""
         return tuple(block for block in self.blocks if block.rank == rank)
 
@@ -107,7 +107,7 @@ class BlockTable:
 
     def relabelled(self, players: Sequence[int]) -> "BlockTable":
         """Rename the ranks of the blocks: `players[rank]` stands for `rank`."""
-        return BlockTable(self.shape, self.ranks, tuple(Block(players[b.rank], b.ranges) for b in self.blocks))
+        return BlockTable(self.shape, self.ranks, tuple(TableBlock(players[b.rank], b.ranges) for b in self.blocks))
 
 
 def overlap(a: Iterable[Range], b: Iterable[Range]) -> tuple[Range, ...] | None:

@@ -41,7 +41,7 @@ from dist_attn.ops.linear_attention import (
     local_sums,
     tokens_until_forgotten,
 )
-from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_scan_start
+from dist_attn.sharded.prefix_scan import ScanExchange, exclusive_scan, exclusive_scan_start
 
 Walks = Literal["one_walk", "two_walks"]
 
@@ -52,7 +52,7 @@ OVERLAP_TOKENS = {"cpu": 0, "cuda": 1024}
 
 
 def sharded_linear_attention(
-    comm: Communicator, call: LinearCall, *, exchange: Exchange | None = None, walks: Walks | None = None
+    comm: Communicator, call: LinearCall, *, exchange: ScanExchange | None = None, walks: Walks | None = None
 ) -> tuple[torch.Tensor, LinearState]:
     """`ops.linear_attention` of this rank's slice of queries and keys.
 
@@ -110,7 +110,7 @@ class _Segment:
     call: LinearCall
     initial: LinearState | None
     dtype: torch.dtype  # the precision that one rank alone sums in
-    exchange: Exchange | None
+    exchange: ScanExchange | None
 
     def faster_walks(self) -> Walks:
         """Two where C kernels attend without gates, one otherwise."""

@@ -21,8 +21,8 @@ from functools import lru_cache
 import torch
 
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, attend_exactly
-from dist_attn.sharded.block_table import Block, BlockTable, Range
+from dist_attn.ops.softmax_attention import QueryPlacement, SoftmaxCall, attend_exactly
+from dist_attn.sharded.block_table import BlockTable, Range, TableBlock
 from dist_attn.sharded.redistribution import block_views, redistribute
 from dist_attn.sharded.redistribution_plan import Change, RedistributionPlan, plan_redistribution
 from dist_attn.sharded.sharding import Sharding, placement_of
@@ -141,8 +141,8 @@ def head_reshuffle_plans(
     """Plan the moves of q, k, v to the heads and of the outputs back; `numbers` lie at each [key head, token]."""
     ranks = layout.size
     parts = head_parts(groups, layout.total, memory.total, ranks, causal=causal)
-    q_blocks = [Block(r, (p.heads, q)) for r, of_rank in enumerate(parts) for p in of_rank for q in p.queries]
-    k_blocks = [Block(r, (p.heads, p.keys)) for r, of_rank in enumerate(parts) for p in of_rank]
+    q_blocks = [TableBlock(r, (p.heads, q)) for r, of_rank in enumerate(parts) for p in of_rank for q in p.queries]
+    k_blocks = [TableBlock(r, (p.heads, p.keys)) for r, of_rank in enumerate(parts) for p in of_rank]
     queries = BlockTable.grid([[0, groups], layout.cuts], range(ranks), ranks)
     keys = BlockTable.grid([[0, groups], memory.cuts], range(ranks), ranks)
     q_target = BlockTable(queries.shape, ranks, tuple(q_blocks))
@@ -158,7 +158,9 @@ def head_reshuffle_plans(
     return there, back
 
 
-def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, call: SoftmaxCall) -> Placement | None:
+def _placement(
+    part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, call: SoftmaxCall
+) -> QueryPlacement | None:
     """The positions of a part's queries and keys; None where kernels for whole sequences can attend without them."""
     if not layout.documents and not memory.documents and (part.whole or not (call.causal or call.options.relative)):
         return None
@@ -168,7 +170,7 @@ def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, c
 def _attend(
     call: SoftmaxCall,
     parts: Sequence[HeadPart],
-    placements: Sequence[Placement | None],
+    placements: Sequence[QueryPlacement | None],
     blocks: Sequence[Sequence[torch.Tensor]],
 ) -> Iterator[torch.Tensor]:
     """The outputs [L, B R V] of all heads of all parts, one after the other, in the order of the blocks of queries.

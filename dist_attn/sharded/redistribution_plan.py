@@ -13,9 +13,9 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from dist_attn.errors import InputError
-from dist_attn.sharded.block_table import Block, BlockTable, Range, overlap
+from dist_attn.sharded.block_table import BlockTable, Range, TableBlock, overlap
 
-__all__ = ["Change", "Piece", "RedistributionPlan", "plan_redistribution"]
+__all__ = ["Change", "SentPiece", "RedistributionPlan", "plan_redistribution"]
 
 PLANS_KEPT = 128
 
@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentPiece:
     """The overlap of one block of the sender and one of the receiver; ranges count from the blocks' corners.
 
     `source` and `target` are places among the blocks of the sender's and of the receiver's table.
@@ -73,7 +73,7 @@ class RedistributionPlan:
     changes: tuple[Change, ...]
     players: tuple[int, ...]
     targets: tuple[BlockTable, ...]
-    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+    pieces: tuple[tuple[tuple[SentPiece, ...], ...], ...]
 
     @property
     def ranks(self) -> int:
@@ -109,7 +109,7 @@ class RedistributionPlan:
         pieces = tuple(
             tuple(
                 tuple(
-                    Piece(p.change, p.target, p.source, p.target_ranges, p.source_ranges, p.elements)
+                    SentPiece(p.change, p.target, p.source, p.target_ranges, p.source_ranges, p.elements)
                     for p in self.pieces[sender][receiver]
                 )
                 for sender in range(self.ranks)
@@ -119,7 +119,7 @@ class RedistributionPlan:
         sources = tuple(change.source for change in self.changes)
         return RedistributionPlan(changes, tuple(range(self.ranks)), sources, pieces)
 
-    def _numbers(self, pieces: Sequence[Piece]) -> int:
+    def _numbers(self, pieces: Sequence[SentPiece]) -> int:
         return sum(piece.elements * self.changes[piece.change].numbers for piece in pieces)
 
 
@@ -142,7 +142,7 @@ def plan_redistribution(changes: tuple[Change, ...], *, relabel: bool = True) ->
         raise InputError("a redistribution needs one tensor or more, all over the same ranks")
     ranks = changes[0].source.ranks
     kept = [[0] * ranks for _ in range(ranks)]
-    found: list[tuple[int, int, Piece]] = []
+    found: list[tuple[int, int, SentPiece]] = []
     for number, change in enumerate(changes):
         source_places, target_places = _places(change.source), _places(change.target)
         for s, source in enumerate(change.source.blocks):
@@ -152,7 +152,7 @@ def plan_redistribution(changes: tuple[Change, ...], *, relabel: bool = True) ->
                     found.append((source.rank, target.rank, piece))
                     kept[source.rank][target.rank] += piece.elements * change.numbers
     players = _players(kept) if relabel else tuple(range(ranks))
-    pieces: list[list[list[Piece]]] = [[[] for _ in range(ranks)] for _ in range(ranks)]
+    pieces: list[list[list[SentPiece]]] = [[[] for _ in range(ranks)] for _ in range(ranks)]
     for sender, part, piece in found:
         pieces[sender][players[part]].append(piece)
     return RedistributionPlan(
@@ -174,13 +174,13 @@ def _places(table: BlockTable) -> list[int]:
 
 
 def _piece(
-    number: int, change: Change, source: Block, target: Block, source_place: int, target_place: int
-) -> Piece | None:
+    number: int, change: Change, source: TableBlock, target: TableBlock, source_place: int, target_place: int
+) -> SentPiece | None:
     flip = -1 if change.transpose else 1
     common = overlap(source.ranges, target.ranges[::flip])
     if common is None:
         return None
-    return Piece(
+    return SentPiece(
         number,
         source_place,
         target_place,

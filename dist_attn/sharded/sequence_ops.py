@@ -25,7 +25,7 @@ from dist_attn.sharded.affine import recur_over_ranks, threads_of
 from dist_attn.sharded.columns import sharded_fourier_mix, sharded_long_convolve
 from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.linear import attend_over_layouts
-from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
+from dist_attn.sharded.prefix_scan import Algorithm, ScanExchange, settle
 from dist_attn.sharded.relative import (
     sharded_packed_relative_attention,
     sharded_relative_attention,
@@ -85,13 +85,13 @@ class ShardedSequenceOps(SequenceOps):
         memory_layout: SequenceLayout | None = None,
         *,
         softmax: SoftmaxExchange = "reshuffle",
-        exchange: Exchange | Algorithm = "auto",
+        exchange: ScanExchange | Algorithm = "auto",
         cache: CacheKept = "spread",
         deterministic: bool = False,
         implementation: Implementation = "auto",
     ) -> None:
         memory = layout if memory_layout is None else memory_layout
-        asked = Exchange(exchange) if isinstance(exchange, str) else exchange
+        asked = ScanExchange(exchange) if isinstance(exchange, str) else exchange
         sharding = Sharding(comm, layout, memory, asked, softmax, cache, deterministic, implementation)
         sharding.check_implementation()
         # Messages have one size for any layout: with different ones on the ranks results would be wrong without a word.

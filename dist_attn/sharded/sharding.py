@@ -18,9 +18,9 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap
 from dist_attn.ops.linear_attention import Implementation, check_implementation
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS
-from dist_attn.ops.softmax_attention import Placement
+from dist_attn.ops.softmax_attention import QueryPlacement
 from dist_attn.sharded.block_table import Range
-from dist_attn.sharded.prefix_scan import Exchange
+from dist_attn.sharded.prefix_scan import ScanExchange
 
 Setting = bool | int | float | str | Denominator | FeatureMap | torch.Tensor | None
 SoftmaxExchange = Literal["reshuffle", "ring"]
@@ -40,7 +40,7 @@ class Sharding:
     comm: Communicator
     layout: SequenceLayout
     memory: SequenceLayout
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: ScanExchange = field(default_factory=ScanExchange)
     softmax: SoftmaxExchange = "reshuffle"
     cache: CacheKept = "spread"
     deterministic: bool = False
@@ -162,19 +162,19 @@ class Sharding:
 
 def placement_of(
     queries: Sequence[Range], keys: Sequence[Range], layout: SequenceLayout, memory: SequenceLayout
-) -> Placement:
+) -> QueryPlacement:
     """The placement of some ranges of queries on `layout` over some ranges of keys on `memory`.
 
     Raises: InputError when only one of the layouts has documents.
     """
     queries_L, keys_S = (torch.cat([torch.arange(*one, device="cpu") for one in ranges]) for ranges in (queries, keys))
     if not layout.documents and not memory.documents:
-        return Placement(queries_L, keys_S)
+        return QueryPlacement(queries_L, keys_S)
     if layout.documents is None or memory.documents is None:
         raise InputError(
             "queries have documents and the memory has none, or the other way round; give both, or neither"
         )
-    return Placement(
+    return QueryPlacement(
         queries_L, keys_S, _documents_at(layout.documents, queries_L), _documents_at(memory.documents, keys_S)
     )
 

@@ -24,7 +24,7 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
-    Placement,
+    QueryPlacement,
     SoftmaxCall,
     attend_documents,
     attend_exactly,
@@ -34,7 +34,7 @@ from dist_attn.ops.softmax_attention import (
 )
 from dist_attn.ops.softmax_attention.cache import streaming_placement
 from dist_attn.ops.softmax_attention.tiled import with_sinks
-from dist_attn.sharded.block_table import Block, BlockTable
+from dist_attn.sharded.block_table import BlockTable, TableBlock
 from dist_attn.sharded.columns import starts_inside
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.redistribution import redistribute
@@ -160,7 +160,7 @@ def attend_over_whole_cache(
     after = cache.appended(*kv_BGTN.split([x.shape[3] for x in call.qkv[1:]], dim=3))
     block = streaming_placement(cache.tokens, layout.total, layout.documents or (), cache.dropped)
     documents_T, own = block.query_documents_L, slice(*layout.range(comm.rank))
-    placement = Placement(
+    placement = QueryPlacement(
         block.queries_L[own],
         block.keys_S,
         None if documents_T is None else documents_T[own],
@@ -177,18 +177,18 @@ def last_document(cache: KeyValueCache, layout: SequenceLayout, rank: int) -> Ke
     return cache.since(cache.tokens - layout.total + layout.documents[-1], rank)
 
 
-def _of_own_keys(placement: Placement, first: int, positions_S: torch.Tensor) -> Placement:
+def _of_own_keys(placement: QueryPlacement, first: int, positions_S: torch.Tensor) -> QueryPlacement:
     """Place the same queries over the keys at some positions only; `placement` has all keys since `first`."""
     documents = placement.key_documents_S
     own = None if documents is None else documents[positions_S - first]
-    return Placement(placement.queries_L, positions_S, placement.query_documents_L, own)
+    return QueryPlacement(placement.queries_L, positions_S, placement.query_documents_L, own)
 
 
 def _to_every_rank(comm: Communicator, layout: SequenceLayout, x_BHLN: torch.Tensor, label: str) -> torch.Tensor:
     """All slices of a block, on every rank: [B, H, L local, N] -> [B, H, T, N]."""
     batch, heads, length, size = x_BHLN.shape
     source = BlockTable.grid([layout.cuts], range(comm.size), comm.size)
-    copies = tuple(Block(rank, ((0, layout.total),)) for rank in range(comm.size))
+    copies = tuple(TableBlock(rank, ((0, layout.total),)) for rank in range(comm.size))
     change = Change(source, BlockTable((layout.total,), comm.size, copies), batch * heads * size)
     plan = plan_redistribution((change,), relabel=False)
     (x_TN,) = redistribute(comm, plan, x_BHLN.permute(2, 0, 1, 3).reshape(length, change.numbers), label=label)

@@ -22,7 +22,7 @@ from dist_attn.ops.token_selection import (
     share_of_highest,
     upsample,
 )
-from dist_attn.sharded.block_table import Block, BlockTable
+from dist_attn.sharded.block_table import BlockTable, TableBlock
 from dist_attn.sharded.redistribution import realign_tokens, redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
 
@@ -140,11 +140,11 @@ def _share_of_ranks(comm: Communicator, score_N: torch.Tensor, counts: list[int]
     return kept
 
 
-def _needed(source: SequenceLayout, found: SequenceLayout, reach: int) -> list[Block]:
+def _needed(source: SequenceLayout, found: SequenceLayout, reach: int) -> list[TableBlock]:
     """For each rank the kept tokens that have a part in its positions; none for a rank without positions."""
     blocks = []
     for rank in range(source.size):
         start, stop = found.range(rank)
         around = (max(0, start - reach), min(found.total, stop + reach)) if source.lengths[rank] else (0, 0)
-        blocks.append(Block(rank, (around,)))
+        blocks.append(TableBlock(rank, (around,)))
     return blocks

@@ -14,7 +14,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.mixers import HippoConfig, LsslConfig, S4Config, ScaleformerConfig, TokenMlpConfig
 from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models import MillionConfig, MillionModel, TextClassifier, TextClassifierConfig
-from dist_attn.models.million import Reading
+from dist_attn.models.million import MillionReading
 from dist_attn.ops.device import send
 from dist_attn.training.classification import ClassificationTask, ExamplesTask, Tally, cross_entropy
 from dist_attn.training.config import TrainingConfig
@@ -174,7 +174,7 @@ class MillionTask(_TextTask):
 
     def _read(
         self, examples: TextExamples, numbers: Sequence[int], draws: Sequence[int]
-    ) -> tuple[Tensor, Tensor, list[Reading]]:
+    ) -> tuple[Tensor, Tensor, list[MillionReading]]:
         """Compute logits, classes and readings of some examples."""
         logits, classes, readings = [], [], []
         for number, draw in zip(numbers, draws, strict=True):

@@ -29,7 +29,7 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.dependencies import Services
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.http.auth import KeyRing
-from dist_attn_service.http.limits import OpenRequests
+from dist_attn_service.http.limits import RequestLimit
 from dist_attn_service.http.protocol import BoundedProtocol, bounded_protocol
 
 __all__ = ["ApiServer", "main", "serve", "server_config"]
@@ -49,7 +49,7 @@ class ApiServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, url: str = "") -> None:
         super().__init__(config)
-        self._open_requests: OpenRequests = app.state.open_requests
+        self._open_requests: RequestLimit = app.state.open_requests
         self._url = url
         self._announcing: asyncio.Task[None] | None = None
 

@@ -38,7 +38,7 @@ from dist_attn_service.engine.workload import Workload
 from dist_attn_service.feeding import FeedingService
 from dist_attn_service.http.auth import KeyRing
 from dist_attn_service.http.envelope import EXCEPTION_HANDLERS, Envelope
-from dist_attn_service.http.limits import BodyMemory, OpenRequests
+from dist_attn_service.http.limits import BodyMemory, RequestLimit
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.jobs.catalogue import JobCatalogue
 from dist_attn_service.routers import (
@@ -81,7 +81,7 @@ def create_app(
     log = log or make_log(level=settings.log_level, form=settings.log_format)
     metrics, keys = Metrics(), KeyRing.read(settings)
     tracing = tracing or Tracing.of(settings.tracing)
-    open_requests = OpenRequests(settings.open_requests)
+    open_requests = RequestLimit(settings.open_requests)
     ports = engines or _connections(settings, log)
 
     @asynccontextmanager
@@ -233,7 +233,7 @@ def _services(
     chats: Sequence[ChatService],
     stores: Stores,
     disk: Executor,
-    open_requests: OpenRequests,
+    open_requests: RequestLimit,
 ) -> Services:
     """Put the parts together."""
     writer = contexts[0]

@@ -22,7 +22,7 @@ from dist_attn_service.encodings.estimates import EstimateService
 from dist_attn_service.engine.metrics import Gauges, Metrics
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.feeding import FeedingService
-from dist_attn_service.http.limits import BodyMemory, OpenRequests
+from dist_attn_service.http.limits import BodyMemory, RequestLimit
 from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.append import AppendService
@@ -88,7 +88,7 @@ class Services:
     threads: Executor
     sessions: SessionServices
     jobs: JobServices
-    open_requests: OpenRequests
+    open_requests: RequestLimit
     json_memory: BodyMemory
     search_memory: BodyMemory
     budget: DiskBudget

@@ -11,7 +11,7 @@ import torch
 from torch.futures import Future
 
 from dist_attn.comm import Communicator, differentiable, run_simulated
-from dist_attn.comm.call import Call
+from dist_attn.comm.call import ExchangeCall
 from dist_attn.comm.torch_dist import first_failed
 from dist_attn.errors import CommError, InputError, MismatchError
 from tests.support.ranks import run_processes, run_ranks
@@ -233,7 +233,9 @@ def test_gloo_wait_has_a_deadline(timeout_s: float, then_s: float | None, tmp_pa
 
 def test_the_first_queued_exchange_that_failed_is_named() -> None:
     """Of exchanges that a GPU is still to do, the first one that torch gives a bad result is the one that failed."""
-    queued: list[tuple[Call, Future[int]]] = [(Call("all_gather", label=f"layer {n}"), Future()) for n in range(4)]
+    queued: list[tuple[ExchangeCall, Future[int]]] = [
+        (ExchangeCall("all_gather", label=f"layer {n}"), Future()) for n in range(4)
+    ]
     assert first_failed(queued) == "one of 4 exchanges, the last of them all_gather() for layer 3,"
     for (_, result), said in zip(queued, (0, 1, 2), strict=False):
         result.set_result(said)

@@ -12,7 +12,7 @@ import pytest
 from dist_attn.commands import doctor as doctor_module
 from dist_attn.commands import machine, options
 from dist_attn.commands.doctor import doctor, examine, probe, probe_mpi
-from dist_attn.commands.machine import Finding
+from dist_attn.commands.machine import MachineFinding
 from dist_attn.commands.probe import ProbeSettings, findings_in
 from dist_attn.errors import ConfigError
 from dist_attn.settings import Settings, read_settings
@@ -42,7 +42,7 @@ def _settings(model: str, port: int, data_dir: Path) -> Settings:
     return read_settings(environment={}, flags=flags).settings
 
 
-def _by_name(findings: list[Finding]) -> dict[str, Finding]:
+def _by_name(findings: list[MachineFinding]) -> dict[str, MachineFinding]:
     return {finding.name: finding for finding in findings}
 
 
@@ -144,7 +144,7 @@ def test_half_a_report(tmp_path: Path) -> None:
     """A report that was cut off in a line is read up to the last whole one."""
     settings = ProbeSettings(rank=0, folder=str(tmp_path))
     assert findings_in(settings) == []
-    whole = msgspec.json.encode(Finding(name="torch", status="ok", detail="fine"))
+    whole = msgspec.json.encode(MachineFinding(name="torch", status="ok", detail="fine"))
     settings.report.write_bytes(whole + b"\n" + whole[:9])
     assert [finding.name for finding in findings_in(settings)] == ["torch"]
 
@@ -153,7 +153,7 @@ def test_half_a_report(tmp_path: Path) -> None:
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """doctor without its two processes, as if all they try were ok."""
     names = ("torch", "nccl", "gloo", "speed", "model")
-    fine = [Finding(name=name, status="ok", detail="fine", needed=name != "nccl") for name in names]
+    fine = [MachineFinding(name=name, status="ok", detail="fine", needed=name != "nccl") for name in names]
     monkeypatch.setattr(doctor_module, "probe", lambda folder, *_: fine if folder else fine[:-1])
     monkeypatch.setattr(doctor_module, "probe_mpi", lambda *_: machine.check_mpi())
 

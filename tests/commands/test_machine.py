@@ -9,7 +9,7 @@ import pytest
 
 from dist_attn import host_limits
 from dist_attn.commands import machine
-from dist_attn.commands.machine import Finding, broken, missing, ok
+from dist_attn.commands.machine import MachineFinding, broken, missing, ok
 
 PROJECT = tomllib.loads((Path(machine.__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -174,4 +174,4 @@ def test_a_finding_is_one_line() -> None:
         "broken   c          two lines; do this",
     ]
     assert [finding.blocks for finding in found] == [False, False, True]
-    assert not Finding(name="d", status="broken", detail="", needed=False).blocks
+    assert not MachineFinding(name="d", status="broken", detail="", needed=False).blocks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_attn.control.scheduler import Limits, RequestView, View, admitted
+from dist_attn.control.scheduler import Limits, RequestView, SchedulerView, admitted
 
 
 def reading(request, **fields):
@@ -23,7 +23,7 @@ def document(request, **fields):
 def chosen(*requests, room, state_bytes=0):
     """Numbers of those that are worked on, and of those put aside."""
     limits = Limits(max_active=room, state_bytes=state_bytes)
-    working, swaps = admitted(View(limits, requests), lambda s: bool(s.ready or s.available))
+    working, swaps = admitted(SchedulerView(limits, requests), lambda s: bool(s.ready or s.available))
     return [r.number for r in working], list(swaps)
 
 

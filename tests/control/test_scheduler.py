@@ -13,8 +13,8 @@ from dist_attn.control.scheduler import (
     STEP_ROW_BYTES,
     Limits,
     RequestView,
+    SchedulerView,
     Turns,
-    View,
     admitted,
     plan,
     split,
@@ -51,7 +51,7 @@ def short_text(number, rows, **fields):
 
 def planned(*requests, limits=LIMITS, turns=NO_TURNS):
     """The plan for these requests."""
-    return plan(View(limits, requests, turns))
+    return plan(SchedulerView(limits, requests, turns))
 
 
 def tokens_of(made):
@@ -215,17 +215,17 @@ def test_places_go_to_callers_that_have_fewest():
     reading = [long_document(n, caller="many", swappable=True) for n in range(4)]
     waiting = [long_document(n, caller="many", opened=False, queued_at=float(n)) for n in range(4, 9)]
     late = long_document(9, caller="one", opened=False, queued_at=9.0)
-    chosen, swaps = admitted(View(limits, (*reading, *waiting, late)), lambda request: True)
+    chosen, swaps = admitted(SchedulerView(limits, (*reading, *waiting, late)), lambda request: True)
     assert {r.number for r in chosen} == {0, 1, 2, 3, 9} and not swaps
     limits = replace(LIMITS, max_active=4)
-    chosen, swaps = admitted(View(limits, (*reading, *waiting, late)), lambda request: True)
+    chosen, swaps = admitted(SchedulerView(limits, (*reading, *waiting, late)), lambda request: True)
     assert {r.number for r in chosen} == {0, 1, 2, 9} and swaps == (3,)
     now = (*reading[:3], replace(late, opened=True, swappable=True), replace(reading[3], opened=False))
-    assert admitted(View(limits, now), lambda request: True)[1] == ()
+    assert admitted(SchedulerView(limits, now), lambda request: True)[1] == ()
     drawing = [decoder(n, opened=False, caller="many") for n in range(128)]
-    chosen, _ = admitted(View(replace(LIMITS, max_active=128), (*drawing, late)), lambda request: True)
+    chosen, _ = admitted(SchedulerView(replace(LIMITS, max_active=128), (*drawing, late)), lambda request: True)
     assert len(chosen) == 128 - SLOTS + 1 and chosen[-1] == late
-    chosen, _ = admitted(View(replace(LIMITS, max_active=128), tuple(drawing)), lambda request: True)
+    chosen, _ = admitted(SchedulerView(replace(LIMITS, max_active=128), tuple(drawing)), lambda request: True)
     assert len(chosen) == 128
 
 
@@ -234,7 +234,7 @@ def test_no_state_is_put_aside_for_a_request_that_then_does_not_fit():
     stays = long_document(0, caller="many", state_bytes=60)
     reading = [long_document(n, caller="many", swappable=True, state_bytes=10) for n in (1, 2, 3)]
     large = long_document(4, caller="one", opened=False, state_bytes=100)
-    view = View(replace(LIMITS, state_bytes=100), (stays, *reading, large))
+    view = SchedulerView(replace(LIMITS, state_bytes=100), (stays, *reading, large))
     chosen, swaps = admitted(view, lambda request: True)
     assert [r.number for r in chosen] == [0, 1, 2, 3] and swaps == ()
 
@@ -409,7 +409,7 @@ def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_t
             if request.cancel_at is not None and step > request.cancel_at:
                 del requests[request.number]
         views = tuple(request.view() for request in requests.values())
-        made = plan(View(limits, views, turns))
+        made = plan(SchedulerView(limits, views, turns))
         turns = made.turns
         drawing = {number for numbers in made.decodes for number in numbers}
         ready = {view.number for view in views if view.ready and view.opened}

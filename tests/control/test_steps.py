@@ -1,7 +1,7 @@
 """The account of the steps under way: what it keeps, and for how long."""
 
 from dist_attn.control.open_requests import OpenRequests
-from dist_attn.control.scheduler import Plan
+from dist_attn.control.scheduler import StepPlan
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
 from dist_attn.control.steps import RATE_WINDOW_S, StepBook
@@ -19,6 +19,6 @@ def test_the_rate_is_forgotten_without_anybody_asking():
     states = States(requests, SETTINGS, keeper)
     book.begin_epoch(1)
     for k in range(1, 1001):
-        book.compose(Plan((), (), ((),), ()), requests, states, now=float(k))
+        book.compose(StepPlan((), (), ((),), ()), requests, states, now=float(k))
         book.finish(StepDone(1, k, 0, 0.0, [], []))
     assert len(book._rate) <= RATE_WINDOW_S + 1

@@ -15,7 +15,7 @@ from dist_attn.costs.estimate import GRAIN, busiest_rank_tokens
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.rank_link import rows as control_rows
-from dist_attn.sharded import Algorithm, Exchange, ShardedSequenceOps
+from dist_attn.sharded import Algorithm, ScanExchange, ShardedSequenceOps
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
 
@@ -60,7 +60,7 @@ def test_bytes_of_a_chosen_exchange(exchange: Algorithm, tmp_path: Path) -> None
         state = None
         for piece in torch.zeros(1, tokens, dtype=torch.int64).split(ranks * block, dim=1):
             layout = SequenceLayout.even(piece.shape[1], ranks)
-            ops = ShardedSequenceOps(comm, layout, exchange=Exchange(exchange, hosts=hosts))
+            ops = ShardedSequenceOps(comm, layout, exchange=ScanExchange(exchange, hosts=hosts))
             _, state = model.hidden(piece[:, slice(*layout.range(comm.rank))], ops, state)
         return sum(e.bytes_sent for e in comm.traffic.events if e.label == "carry")
 

@@ -9,7 +9,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config import figures
 from dist_attn.ops import LinearState
-from dist_attn.sharded import Exchange, ShardedSequenceOps, exclusive_scan
+from dist_attn.sharded import ScanExchange, ShardedSequenceOps, exclusive_scan
 from dist_attn.sharded.prefix_scan import LogDecay
 
 HOSTS = {1: ((0,),), 2: ((0,), (1,)), 3: ((0, 1), (2,)), 5: ((0, 1), (2, 3, 4)), 8: ((0, 1, 2, 3), (4, 5, 6, 7))}
@@ -19,10 +19,10 @@ HOSTS = {1: ((0,),), 2: ((0,), (1,)), 3: ((0, 1), (2,)), 5: ((0, 1), (2, 3, 4)),
 def test_bytes_and_messages_of_every_exchange(ranks: int) -> None:
     """Every exchange sends exactly the bytes and messages of its formula, from every rank."""
     exchanges = [
-        *(Exchange(name) for name in ("gather", "exscan", "log_step", "serial_ring")),
-        *(Exchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 6)),
-        Exchange("two_level", hosts=HOSTS[ranks]),
-        *([Exchange("pair")] if ranks == 2 else []),
+        *(ScanExchange(name) for name in ("gather", "exscan", "log_step", "serial_ring")),
+        *(ScanExchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 6)),
+        ScanExchange("two_level", hosts=HOSTS[ranks]),
+        *([ScanExchange("pair")] if ranks == 2 else []),
     ]
     message = ScanMessage(groups=2 * 3, sums=4 * 5 + 4 + 1)
 

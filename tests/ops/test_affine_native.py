@@ -12,7 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.ops import AffineState, LocalSequenceOps, affine_recurrence
 from dist_attn.ops.affine import AffineCall, absorb
 from dist_attn.ops.affine.implementation import choose, why_no_library
-from dist_attn.ops.affine.native import Call, kernels
+from dist_attn.ops.affine.native import NativeRecurrence, kernels
 from dist_attn.ops.c_call import BLOCK, CHUNK
 from dist_attn.ops.state import steps_in_place
 from tests.support.affine import KINDS, AffineInputs
@@ -249,7 +249,7 @@ def test_a_step_may_write_over_its_state(kind):
 
 def test_memory_does_not_grow_with_the_length():
     """Forward and backward hold outputs and gradients and nothing more of the sequence's length."""
-    call = Call(1, 1, 2**20, 128, 128, 128, num_chunks=2**14)
+    call = NativeRecurrence(1, 1, 2**20, 128, 128, 128, num_chunks=2**14)
     whole = kernels().dist_attn_backward_floats(byref(call)), kernels().dist_attn_forward_floats(byref(call))
     call.tokens, call.num_chunks = 2**13, 2**7
     assert whole == (kernels().dist_attn_backward_floats(byref(call)), kernels().dist_attn_forward_floats(byref(call)))

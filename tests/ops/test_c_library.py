@@ -17,7 +17,7 @@ from dist_attn.ops import c_library, linear_attention
 from dist_attn.ops.c_call import kernels_of
 from dist_attn.ops.c_library import COMPILERS, NoLibraryError, load_library
 from dist_attn.ops.linear_attention import LinearCall, choose, implementation
-from dist_attn.ops.linear_attention.native_call import Call
+from dist_attn.ops.linear_attention.native_call import NativeCall
 from tests.support.native import needs_kernels
 
 X = torch.ones(1, 2, 3, 4)
@@ -209,7 +209,7 @@ def test_a_source_that_is_missing_is_a_reason(source):
 def test_attention_without_a_compiler(tmp_path, monkeypatch):
     """Where no kernels can be had "auto" takes the streaming form and says why; by name they are refused in words."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(implementation, "kernels", lambda: kernels_of.__wrapped__("attention", Call))
+    monkeypatch.setattr(implementation, "kernels", lambda: kernels_of.__wrapped__("attention", NativeCall))
     c_library._loaded.cache_clear()
     try:
         choice = choose(LinearCall(X, X, X))

@@ -16,7 +16,7 @@ from dist_attn.ops import (
     linear_attention_step,
 )
 from dist_attn.ops.linear_attention import linear_attention_naive
-from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, Tokens
+from dist_attn.ops.linear_attention.block import AttentionBlock, BlockCarry, BlockTokens
 from dist_attn.ops.linear_attention.streaming import block_ranges
 from dist_attn.ops.state import steps_in_place
 from tests.support.attention import Inputs, weighted_sum
@@ -122,8 +122,8 @@ def test_chunks_of_a_block_may_be_scanned_at_once(gate, scale):
         leaves = Inputs.random(320, 320, gate=gate, scale=scale, state=True).leaves()
         (q, k, v), kwargs = leaves.arguments()
         state, feature_map = kwargs["state"], kwargs["feature_map"]
-        carry = Carry(torch.cat([state.s_BHMV, state.z_BHM[..., None]], -1), state.mass_BH, state.log_decay_BH)
-        tokens = Tokens(q, k, v, kwargs["log_gate_BHS"], kwargs["key_scale_BHS"], None)
+        carry = BlockCarry(torch.cat([state.s_BHMV, state.z_BHM[..., None]], -1), state.mass_BH, state.log_decay_BH)
+        tokens = BlockTokens(q, k, v, kwargs["log_gate_BHS"], kwargs["key_scale_BHS"], None)
         block = AttentionBlock(feature_map, EXACT, 64, torch.float64, at_once)
         num_BHTW, mass_BHT, after = block.sums(tokens, carry, feature_map.tensors())
         weighted_sum(num_BHTW, mass_BHT, *after).backward()

@@ -14,7 +14,7 @@ from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import Denominator, LinearState, Watch, absorb_keys, linear_attention, watching
 from dist_attn.ops.c_call import BLOCK, CHUNK
 from dist_attn.ops.linear_attention import LinearCall, OutputBuffers, attend, choose, complete_sums, local_sums
-from dist_attn.ops.linear_attention.native_call import Call, kernels
+from dist_attn.ops.linear_attention.native_call import NativeCall, kernels
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.native import Case, by_kernels, needs_kernels
@@ -250,7 +250,7 @@ def test_memory_is_freed_and_does_not_grow_with_the_length():
 def test_working_space_grows_by_levels():
     """What the backward pass works in has room for a further level of states where parts of parts are not enough."""
     parts, chunks = 16, BLOCK * 16**5
-    call = Call(1, 1, CHUNK * chunks, 1024, 1024, projections=1024, features=1024, num_chunks=chunks)
+    call = NativeCall(1, 1, CHUNK * chunks, 1024, 1024, projections=1024, features=1024, num_chunks=chunks)
     state = kernels().dist_attn_state_floats(byref(call))
     least = kernels().dist_attn_backward_floats(byref(call))
     call.num_chunks += 1

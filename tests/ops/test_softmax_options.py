@@ -18,7 +18,7 @@ from dist_attn.ops import (
 )
 from dist_attn.ops.softmax_attention import (
     CacheSlots,
-    Placement,
+    QueryPlacement,
     SoftmaxCall,
     softmax_attention_naive,
     softmax_attention_of_slots,
@@ -76,7 +76,7 @@ def test_any_placement_equals_the_oracle(queries, keys, causal, place, given, ti
         generator = torch.Generator().manual_seed(tile)
         where = [torch.randperm(30, generator=generator)[:count] for count in (queries, keys)]
         number_T = torch.cumsum(torch.rand(30, generator=generator) < 0.2, 0)
-        placement = Placement(*where, *([number_T[w] for w in where] if place == "documents" else [None, None]))
+        placement = QueryPlacement(*where, *([number_T[w] for w in where] if place == "documents" else [None, None]))
     inputs = _inputs(queries, keys)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiled, "TILE_QUERIES", tile)
@@ -120,7 +120,7 @@ def test_a_stream_equals_one_call(lengths, starts, given):
     starts = [start for start in starts if start < total]
     positions = torch.arange(total)
     numbers = torch.bucketize(positions, torch.tensor(starts, dtype=torch.int64), right=True)
-    placement = Placement(positions, positions, numbers, numbers)
+    placement = QueryPlacement(positions, positions, numbers, numbers)
     inputs = _inputs(total, total)
     got = _run(lambda q, k, v, **o: _streamed(q, k, v, lengths=lengths, starts=starts, **o), inputs, given)
     want = _run(

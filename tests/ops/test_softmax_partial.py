@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.softmax_attention import (
-    Placement,
+    QueryPlacement,
     SoftmaxCall,
     SoftmaxOptions,
     attend_partially,
@@ -30,15 +30,15 @@ def _inputs(queries: int, keys: int, seed: int = 0, dtype: torch.dtype = torch.f
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-def _placement(queries: int, keys: int, documents: bool, seed: int = 0) -> Placement:
+def _placement(queries: int, keys: int, documents: bool, seed: int = 0) -> QueryPlacement:
     """Positions in any order, and documents of one token and more."""
     generator = torch.Generator().manual_seed(seed)
     where = [torch.randperm(TOTAL, generator=generator)[:count] for count in (queries, keys)]
     number_T = torch.cumsum(torch.rand(TOTAL, generator=generator) < 0.2, 0)
-    return Placement(*where, *([number_T[w] for w in where] if documents else [None, None]))
+    return QueryPlacement(*where, *([number_T[w] for w in where] if documents else [None, None]))
 
 
-def _partial(q, k, v, *, causal: bool, placement: Placement | None = None, scale: float | None = None):
+def _partial(q, k, v, *, causal: bool, placement: QueryPlacement | None = None, scale: float | None = None):
     call = SoftmaxCall(q, k, v, causal, SoftmaxOptions(scale), placement)
     call.check()
     return attend_partially(call)
@@ -86,7 +86,7 @@ def test_parts_of_the_keys_merge_to_the_whole(causal):
     def in_parts(q, k, v):
         parts = []
         for a, b in pairwise(cuts):
-            placement = Placement(torch.arange(TOTAL), torch.arange(a, b))
+            placement = QueryPlacement(torch.arange(TOTAL), torch.arange(a, b))
             parts.append(_partial(q, k[:, :, a:b], v[:, :, a:b], causal=causal, placement=placement))
         out, lse = merge_partials(*zip(*parts, strict=True))
         return torch.cat([out, lse[..., None]], dim=-1)
@@ -102,7 +102,7 @@ def test_parts_of_the_keys_merge_to_the_whole(causal):
 
 def test_gradcheck_of_output_and_weight():
     """Output and log-sum-exp have the gradients of finite differences, also where a query sees nothing."""
-    placement = Placement(torch.tensor([3, 0, 6]), torch.tensor([1, 5, 3, 8]))
+    placement = QueryPlacement(torch.tensor([3, 0, 6]), torch.tensor([1, 5, 3, 8]))
     leaves = [x[:1] for x in _inputs(3, 4)]
 
     def attend(q, k, v):
@@ -115,7 +115,7 @@ def test_gradcheck_of_output_and_weight():
 def test_queries_that_see_no_key_are_zero():
     """Where a query's document has no key here, the output is 0, the weight is nothing, and no gradient is NaN."""
     q, k, v = _inputs(2, 3)
-    placement = Placement(torch.tensor([0, 9]), torch.tensor([4, 5, 6]))
+    placement = QueryPlacement(torch.tensor([0, 9]), torch.tensor([4, 5, 6]))
     out, lse = _partial(q, k, v, causal=True, placement=placement)
     assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
     assert bool((lse[:, :, 0] == -torch.inf).all()) and bool(lse[:, :, 1].isfinite().all())
@@ -144,6 +144,6 @@ def test_placements_that_do_not_fit_are_named():
     """Positions of another number of tokens, or documents of one side alone, raise a ShapeError."""
     q, k, v = _inputs(3, 4)
     with pytest.raises(ShapeError, match="for 3 queries"):
-        softmax_attention(q, k, v, causal=True, placement=Placement.in_order(4, 4))
+        softmax_attention(q, k, v, causal=True, placement=QueryPlacement.in_order(4, 4))
     with pytest.raises(ShapeError, match="give both, or neither"):
-        Placement(torch.arange(3), torch.arange(4), torch.zeros(3))
+        QueryPlacement(torch.arange(3), torch.arange(4), torch.zeros(3))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops import KeyValueCache, LocalSequenceOps, RelativePositions, softmax_attention
-from dist_attn.ops.softmax_attention import Placement, softmax_attention_naive, tiled
+from dist_attn.ops.softmax_attention import QueryPlacement, softmax_attention_naive, tiled
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
 from tests.support.golden import golden
@@ -84,7 +84,7 @@ def test_any_placement_equals_the_oracle(queries, keys, reach, causal, documents
     generator = torch.Generator().manual_seed(tile)
     where = [torch.randperm(30, generator=generator)[:count] for count in (queries, keys)]
     number_T = torch.cumsum(torch.rand(30, generator=generator) < 0.2, 0)
-    placement = Placement(*where, *([number_T[w] for w in where] if documents else [None, None]))
+    placement = QueryPlacement(*where, *([number_T[w] for w in where] if documents else [None, None]))
     leaves = _inputs(queries, keys, reach, shared=shared, values=values)
     options = {"causal": causal, "scale": 0.6, "placement": placement}
     with pytest.MonkeyPatch.context() as patch:

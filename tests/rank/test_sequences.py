@@ -12,7 +12,7 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands.encode_file import Encoding, encode_file
 from dist_attn.control.intake import misfit
-from dist_attn.control.scheduler import Limits, RequestView, View, plan, split
+from dist_attn.control.scheduler import Limits, RequestView, SchedulerView, plan, split
 from dist_attn.devices import ON_CPU
 from dist_attn.errors import EngineError, InputError, NotFiniteError
 from dist_attn.models import TextEncoder, TextEncoderConfig, build_model
@@ -172,18 +172,18 @@ def test_sequences_are_never_cut() -> None:
     """Blocks end at whole sequences, short texts go to the rank of their own number, and a long sequence has room."""
     limits = Limits(ranks=2, block_tokens=512, beside_decode_tokens=256)
     stream = RequestView(1, available=1023, grid=TEXT_TOKENS, chunk=36 * TEXT_TOKENS)
-    first, second = plan(View(limits, (replace(stream, available=1020),))).blocks
+    first, second = plan(SchedulerView(limits, (replace(stream, available=1020),))).blocks
     assert (first.tokens, second.tokens) == (36 * TEXT_TOKENS, 36 * TEXT_TOKENS)
-    (block,) = plan(View(limits, (replace(stream, available=1000),))).blocks
+    (block,) = plan(SchedulerView(limits, (replace(stream, available=1000),))).blocks
     assert block.tokens % TEXT_TOKENS == 0 and block.lengths[0] % TEXT_TOKENS == 0 and min(block.lengths) > 0
     shorts = tuple(
         RequestView(n, opened=False, available=9, final=True, grid=TEXT_TOKENS, chunk=504, home=n) for n in range(4)
     )
-    assert [block.lengths for block in plan(View(limits, shorts)).blocks] == [(9, 0), (0, 9), (9, 0), (0, 9)]
+    assert [block.lengths for block in plan(SchedulerView(limits, shorts)).blocks] == [(9, 0), (0, 9), (9, 0), (0, 9)]
     long = RequestView(1, opened=False, available=3000, final=True, grid=4096, chunk=4096)
-    assert [block.tokens for block in plan(View(limits, (long,))).blocks] == [3000]
+    assert [block.tokens for block in plan(SchedulerView(limits, (long,))).blocks] == [3000]
     waiting = RequestView(1, available=TEXT_TOKENS - 1, grid=TEXT_TOKENS, chunk=504)
-    assert plan(View(limits, (waiting,))).empty
+    assert plan(SchedulerView(limits, (waiting,))).empty
 
 
 def test_work_that_does_not_fit_is_refused() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dist_attn_service.encodings.encoding_run import RowBlock
 from dist_attn_service.jobs.catalogue import JobPoint
-from dist_attn_service.jobs.files import RowFile
+from dist_attn_service.jobs.files import JobRowFile
 
 from dist_attn.settings import JobSettings, StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser, train_bpe
@@ -184,7 +184,7 @@ def test_a_process_that_was_taken_for_dead_spoils_no_row(tmp_path: Path) -> None
     def block(first: int, stop: int) -> RowBlock:
         return RowBlock(first, ranges_N4[first:stop], vectors_ND[first:stop])
 
-    stale, fresh = RowFile(tmp_path, 5), RowFile(tmp_path, 5)
+    stale, fresh = JobRowFile(tmp_path, 5), JobRowFile(tmp_path, 5)
     assert stale.begin(0) == 0
     stale.append(block(0, 5))
     assert stale.settle() == 5

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 from dist_attn_service.base.errors import MOST_RETRY_SECONDS, ServiceError
-from dist_attn_service.http.limits import GUESS_SECONDS, BodyMemory, OpenRequests
+from dist_attn_service.http.limits import GUESS_SECONDS, BodyMemory, RequestLimit
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head
@@ -27,7 +27,7 @@ def refused(requests, caller):
 
 def test_no_caller_takes_all_places():
     """A caller may hold half of what others leave: each next one finds a place, until there are hardly any."""
-    requests = OpenRequests(16)
+    requests = RequestLimit(16)
     with ExitStack() as held:
         for caller, share in (("a", 8), ("b", 4), ("c", 2), ("d", 1), ("e", 1)):
             for _ in range(share):
@@ -42,7 +42,7 @@ def test_no_caller_takes_all_places():
 
 def test_a_single_place_can_be_taken():
     """The smallest limit refuses nobody for ever."""
-    requests = OpenRequests(1)
+    requests = RequestLimit(1)
     with requests.one("a"):
         assert refused(requests, "a")[0] == refused(requests, "b")[0] == GUESS_SECONDS
     with requests.one("b"):
@@ -52,7 +52,7 @@ def test_a_single_place_can_be_taken():
 def test_when_to_come_back_follows_from_how_long_requests_take():
     """Each that is refused is told a later time, as places come free; another caller does not wait behind them."""
     now = [0.0]
-    requests = OpenRequests(8, clock=lambda: now[0])
+    requests = RequestLimit(8, clock=lambda: now[0])
     for _ in range(3):
         with requests.one("a"):
             now[0] += 40
@@ -73,7 +73,7 @@ def test_when_to_come_back_follows_from_how_long_requests_take():
 def test_a_full_service_tells_when_the_next_of_all_places_comes_free():
     """Whoever holds them, places come free one after the other: all who are refused form one line, until it is over."""
     now = [0.0]
-    requests = OpenRequests(4, clock=lambda: now[0])
+    requests = RequestLimit(4, clock=lambda: now[0])
     with requests.one("a"):
         now[0] += 40
     with ExitStack() as held:
@@ -88,7 +88,7 @@ def test_a_full_service_tells_when_the_next_of_all_places_comes_free():
 
 def test_a_service_that_closes_waits_for_what_is_under_way():
     """It is drained once nothing is under way, at once where nothing was, and says so when that took too long."""
-    requests = OpenRequests(2)
+    requests = RequestLimit(2)
     assert asyncio.run(requests.drained(60.0))
     with requests.one("a"):
         assert not asyncio.run(requests.drained(0.0))
@@ -98,7 +98,7 @@ def test_a_service_that_closes_waits_for_what_is_under_way():
 def test_those_who_come_back_when_told_find_a_place():
     """Of many requests at once each is done after few refusals, though no two are served at a time."""
     now, work = [0.0], 5.0
-    requests = OpenRequests(2, clock=lambda: now[0])
+    requests = RequestLimit(2, clock=lambda: now[0])
     waiting, tries, ends = [(0.0, n) for n in range(40)], dict.fromkeys(range(40), 0), []
     while waiting:
         at, number = min(waiting)

@@ -10,7 +10,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.sharded.prefix_scan import Exchange
+from dist_attn.sharded.prefix_scan import ScanExchange
 from tests.support.affine import KINDS, AffineInputs
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
@@ -35,7 +35,7 @@ def run(inputs: AffineInputs, ops: object, start: int, stop: int, last: bool):
 def on_rank(comm: Communicator, inputs: AffineInputs, layout: SequenceLayout, exchange: str):
     """`run` of one rank's slice."""
     hosts = ((0, 1), (2, 3, 4)) if exchange == "two_level" else ()
-    ops = ShardedSequenceOps(comm, layout, exchange=Exchange(exchange, hosts=hosts))
+    ops = ShardedSequenceOps(comm, layout, exchange=ScanExchange(exchange, hosts=hosts))
     return run(inputs, ops, *layout.range(comm.rank), comm.rank == comm.size - 1)
 
 

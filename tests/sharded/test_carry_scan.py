@@ -10,7 +10,7 @@ from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState, linear_attention
 from dist_attn.ops.linear_attention import LinearCall
-from dist_attn.sharded import Exchange, ShardedSequenceOps, carry_scan, sharded_linear_attention
+from dist_attn.sharded import ScanExchange, ShardedSequenceOps, carry_scan, sharded_linear_attention
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
@@ -81,7 +81,7 @@ WALKS = ["one_walk", "two_walks"]
 
 
 def _attend_by(
-    comm: Communicator, inputs: Inputs, layout: SequenceLayout, walks: str, exchange: Exchange
+    comm: Communicator, inputs: Inputs, layout: SequenceLayout, walks: str, exchange: ScanExchange
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     leaves = inputs.leaves(*layout.range(comm.rank))
     qkv, kwargs = leaves.arguments()
@@ -112,9 +112,9 @@ def test_both_ways_to_cut_the_local_work(monkeypatch, overlap, dtype, lengths, g
     layout = SequenceLayout.from_lengths(lengths)
     inputs = Inputs.random(layout.total, layout.total, gate=gate, scale=gate, state=True, dtype=dtype)
     whole = SequenceLayout.from_lengths([layout.total])
-    want = run_simulated(partial(_attend_by, inputs=inputs, layout=whole, walks=walks, exchange=Exchange()), 1)[0]
+    want = run_simulated(partial(_attend_by, inputs=inputs, layout=whole, walks=walks, exchange=ScanExchange()), 1)[0]
     ranks = run_simulated(
-        partial(_attend_by, inputs=inputs, layout=layout, walks=walks, exchange=Exchange()), layout.size
+        partial(_attend_by, inputs=inputs, layout=layout, walks=walks, exchange=ScanExchange()), layout.size
     )
     assert_close(torch.cat([out for out, _, _ in ranks], 2), want[0])
     for _, after, _ in ranks:
@@ -136,7 +136,7 @@ def test_states_travel_while_a_rank_works(monkeypatch, lengths, algorithm, walks
     inputs = Inputs.random(layout.total, layout.total, gate=True, scale=False, state=False)
 
     def body(comm: Communicator) -> list[str]:
-        _attend_by(comm, inputs, layout, walks, Exchange(algorithm))
+        _attend_by(comm, inputs, layout, walks, ScanExchange(algorithm))
         return comm.traffic.order()
 
     for order in run_simulated(body, layout.size):

@@ -12,7 +12,7 @@ from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
-from dist_attn.sharded.prefix_scan import Exchange
+from dist_attn.sharded.prefix_scan import ScanExchange
 from tests.sharded.operation_cases import CASES, KERNEL_CASES, Case, Tensors, inputs_of, linear, softmax
 from tests.support.across_ranks import across_ranks
 
@@ -23,12 +23,12 @@ WITHOUT_GRADIENT = {
     "softmax_attention_streaming", "running_maximum", "positions", "cuts", "document_places", "total_length", "whole",
 }  # fmt: skip
 EXCHANGES = {
-    "pair": (Exchange("pair"), (3, 2)),
-    "exscan": (Exchange("exscan"), (3, 0, 2)),
-    "log steps": (Exchange("log_step"), (3, 0, 2)),
-    "two levels": (Exchange("two_level", hosts=((0, 1), (2,))), (3, 0, 2)),
-    "pipelined ring": (Exchange("pipelined_ring", pieces=2), (0, 3, 2)),
-    "serial ring": (Exchange("serial_ring"), (3, 0, 2)),
+    "pair": (ScanExchange("pair"), (3, 2)),
+    "exscan": (ScanExchange("exscan"), (3, 0, 2)),
+    "log steps": (ScanExchange("log_step"), (3, 0, 2)),
+    "two levels": (ScanExchange("two_level", hosts=((0, 1), (2,))), (3, 0, 2)),
+    "pipelined ring": (ScanExchange("pipelined_ring", pieces=2), (0, 3, 2)),
+    "serial ring": (ScanExchange("serial_ring"), (3, 0, 2)),
 }
 
 
@@ -37,7 +37,7 @@ def _global(
     lengths: tuple[int, ...],
     *,
     documents: tuple[int, ...] | None = None,
-    exchange: Exchange | None = None,
+    exchange: ScanExchange | None = None,
     softmax: SoftmaxExchange = "reshuffle",
 ) -> tuple[Callable[..., Tensor], Tensors]:
     """The operation over all ranks as one function from whole inputs to all outputs in a row, and such inputs."""

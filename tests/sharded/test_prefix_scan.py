@@ -13,12 +13,12 @@ from dist_attn.costs import Calibration, ScanTime
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
 from dist_attn.sharded.prefix_scan import (
-    Exchange,
     LegsForgets,
     LogDecay,
     Matrix,
     Monoid,
     Powers,
+    ScanExchange,
     exclusive_scan,
     scan_over_ranks,
 )
@@ -66,7 +66,7 @@ def expected(size: int, depends: Depends):
     return prefixes, torch.autograd.grad(torch.stack(losses).sum(), leaves, materialize_grads=True)
 
 
-def on_a_rank(comm: Communicator, exchange: Exchange, depends: Depends, with_initial: bool = True):
+def on_a_rank(comm: Communicator, exchange: ScanExchange, depends: Depends, with_initial: bool = True):
     """Results of one rank, gradients of its element and its share of those of the initial state."""
     elements, initial = states(comm.size)
     element = elements[comm.rank]
@@ -76,7 +76,7 @@ def on_a_rank(comm: Communicator, exchange: Exchange, depends: Depends, with_ini
     return [t.detach() for t in floats(before)], [t.detach() for t in floats(after)], list(grads)
 
 
-def check(kind: str, exchange: Exchange, size: int, depends: Depends = "both") -> None:
+def check(kind: str, exchange: ScanExchange, size: int, depends: Depends = "both") -> None:
     """Compare all ranks with the fold."""
     prefixes, grads = expected(size, depends)
     ranks = run_ranks(kind, partial(on_a_rank, exchange=exchange, depends=depends), size)
@@ -97,13 +97,13 @@ def hosts(*sizes: int) -> tuple[tuple[int, ...], ...]:
 
 
 EXCHANGES = [
-    *(Exchange(name) for name in ("auto", "gather", "exscan", "log_step", "serial_ring")),
-    *(Exchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 20)),
+    *(ScanExchange(name) for name in ("auto", "gather", "exscan", "log_step", "serial_ring")),
+    *(ScanExchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 20)),
 ]
 TWO_LEVELS = [(1,), (3,), (1, 1), (2, 2), (3, 1), (1, 2, 4), (2, 2, 2), (4, 4), (1, 1, 1, 1, 1)]
 
 
-def name_of(exchange: Exchange) -> str:
+def name_of(exchange: ScanExchange) -> str:
     """For the list of tests."""
     return f"{exchange.algorithm}-{exchange.pieces}"
 
@@ -113,7 +113,7 @@ def name_of(exchange: Exchange) -> str:
     [*((size, "both") for size in SIZES), *((size, depends) for size in (1, 2, 5) for depends in ("before", "after"))],
 )
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=name_of)
-def test_every_exchange_is_the_fold(exchange: Exchange, size: int, depends: Depends) -> None:
+def test_every_exchange_is_the_fold(exchange: ScanExchange, size: int, depends: Depends) -> None:
     """Each exchange gives the states and gradients of a left fold, for any number of ranks and whatever is used."""
     check("simulated", exchange, size, depends)
 
@@ -121,17 +121,17 @@ def test_every_exchange_is_the_fold(exchange: Exchange, size: int, depends: Depe
 @pytest.mark.parametrize("depends", ["before", "after", "both"])
 def test_a_pair(depends: Depends) -> None:
     """Two ranks that swap their states have the fold's results and gradients."""
-    check("simulated", Exchange("pair"), 2, depends)
+    check("simulated", ScanExchange("pair"), 2, depends)
 
 
 @pytest.mark.parametrize("depends", ["before", "after", "both"])
 @pytest.mark.parametrize("sizes", TWO_LEVELS, ids=str)
 def test_two_levels(sizes: tuple[int, ...], depends: Depends) -> None:
     """Hosts of equal or different size give the fold's results and gradients."""
-    check("simulated", Exchange("two_level", hosts=hosts(*sizes)), sum(sizes), depends)
+    check("simulated", ScanExchange("two_level", hosts=hosts(*sizes)), sum(sizes), depends)
 
 
-OVER_PROCESSES = [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 1))]
+OVER_PROCESSES = [*EXCHANGES, ScanExchange("two_level", hosts=hosts(2, 1))]
 
 
 def over_processes(comm: Communicator):
@@ -149,8 +149,8 @@ def test_over_processes(kind: Kind) -> None:
                 assert_close(got, want, kind="exact" if exchange.algorithm != "exscan" else "gradient")
 
 
-@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 1))], ids=name_of)
-def test_without_an_initial_state(exchange: Exchange) -> None:
+@pytest.mark.parametrize("exchange", [*EXCHANGES, ScanExchange("two_level", hosts=hosts(2, 1))], ids=name_of)
+def test_without_an_initial_state(exchange: ScanExchange) -> None:
     """Without an initial state the first rank begins from nothing."""
     elements, _ = states(3)
     ranks = run_simulated(partial(on_a_rank, exchange=exchange, depends="both", with_initial=False), 3)
@@ -159,8 +159,8 @@ def test_without_an_initial_state(exchange: Exchange) -> None:
         assert_close(after[0], LinearState.fold(elements).s_BHMV, kind="state")
 
 
-@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 2, 1))], ids=name_of)
-def test_second_derivatives(exchange: Exchange) -> None:
+@pytest.mark.parametrize("exchange", [*EXCHANGES, ScanExchange("two_level", hosts=hosts(2, 2, 1))], ids=name_of)
+def test_second_derivatives(exchange: ScanExchange) -> None:
     """Gradients of gradients through each exchange are those of the fold."""
     size = 5
 
@@ -185,8 +185,8 @@ def test_second_derivatives(exchange: Exchange) -> None:
             assert_close(one, other, kind="gradient", what=f"rank {rank}")
 
 
-@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 2))], ids=name_of)
-def test_the_future_does_not_reach_back(exchange: Exchange) -> None:
+@pytest.mark.parametrize("exchange", [*EXCHANGES, ScanExchange("two_level", hosts=hosts(2, 2))], ids=name_of)
+def test_the_future_does_not_reach_back(exchange: ScanExchange) -> None:
     """NaN in a later rank's state leaves the states before it bitwise as they were."""
 
     def body(comm: Communicator, spoiled: bool) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_the_future_does_not_reach_back(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=name_of)
-def test_a_state_that_forgets_goes_on_forgetting(exchange: Exchange) -> None:
+def test_a_state_that_forgets_goes_on_forgetting(exchange: ScanExchange) -> None:
     """The flag of a state behind a document's start, which drops what came earlier, is there after the ranks too."""
     elements, initial = states(3)
     initial = replace(initial.detach(), reset_BH=torch.ones_like(initial.reset_BH))
@@ -215,8 +215,8 @@ def test_what_is_refused() -> None:
     """Unknown exchanges, a pair of three, no pieces and hosts that do not fit are errors that name what was given."""
     for bad in ({"algorithm": "telepathy"}, {"pieces": 0}):
         with pytest.raises(ConfigError, match=r"telepathy|0 pieces"):
-            Exchange(**bad)
-    for exchange in (Exchange("pair"), Exchange("two_level", hosts=((0, 2), (1,)))):
+            ScanExchange(**bad)
+    for exchange in (ScanExchange("pair"), ScanExchange("two_level", hosts=((0, 2), (1,)))):
         with pytest.raises(ConfigError, match=r"there are 3|consecutive ranks"):
             run_simulated(partial(on_a_rank, exchange=exchange, depends="both"), 3)
 
@@ -228,7 +228,7 @@ def test_the_choice_is_what_was_measured() -> None:
     for known in (Calibration(), Calibration(times)):
 
         def body(comm: Communicator, known: Calibration = known) -> list[str]:
-            exclusive_scan(comm, LinearState.identity(1, 1, 2, 2), None, Exchange(calibration=known))
+            exclusive_scan(comm, LinearState.identity(1, 1, 2, 2), None, ScanExchange(calibration=known))
             return [event.name for event in comm.traffic.events if event.phase != "wait"]
 
         (steps[len(known.times)],) = {tuple(names) for names in run_simulated(body, 4)}
@@ -237,7 +237,7 @@ def test_the_choice_is_what_was_measured() -> None:
 
 def test_two_levels_find_their_hosts() -> None:
     """Without hosts being named, those of the launcher are taken: threads of one process are on one."""
-    check("simulated", Exchange("two_level"), 3)
+    check("simulated", ScanExchange("two_level"), 3)
 
 
 def _drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -270,7 +270,7 @@ def weighed(monoid: Monoid, results: tuple[torch.Tensor, ...], seed: int) -> tor
     return weighted_sum(*(t[..., :last].sin() for t in results), seed=seed)
 
 
-def scanned(comm: Communicator, monoid: Monoid, exchange: Exchange):
+def scanned(comm: Communicator, monoid: Monoid, exchange: ScanExchange):
     """One rank's results, its gradients, and those of a function of its gradients."""
     initial, *own = messages(monoid, comm.size)
     leaves = [own[comm.rank], initial, *monoid.known]
@@ -296,9 +296,9 @@ def folded(monoid: Monoid, size: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level")], ids=name_of)
+@pytest.mark.parametrize("exchange", [*EXCHANGES, ScanExchange("two_level")], ids=name_of)
 @pytest.mark.parametrize("monoid", MONOIDS.values(), ids=MONOIDS.keys())
-def test_every_monoid_over_every_exchange_is_the_fold(monoid: Monoid, exchange: Exchange, size: int) -> None:
+def test_every_monoid_over_every_exchange_is_the_fold(monoid: Monoid, exchange: ScanExchange, size: int) -> None:
     """Whatever a stretch does to a state, results, gradients and second gradients are those of a left fold."""
     if exchange.algorithm == "two_level":
         exchange = replace(exchange, hosts=hosts(size) if size < 3 else hosts(2, size - 2))

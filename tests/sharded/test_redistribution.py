@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.sharded.block_table import Block, BlockTable
+from dist_attn.sharded.block_table import BlockTable, TableBlock
 from dist_attn.sharded.redistribution import block_views, redistribute
 from dist_attn.sharded.redistribution_plan import Change, RedistributionPlan, plan_redistribution
 from tests.support.closeness import assert_close
@@ -139,7 +139,7 @@ def test_a_relabelling_can_save_everything():
 def test_copies_add_up_their_gradients():
     """A target whose blocks overlap gives every rank its copy, and the gradients of the copies are summed."""
     source = BlockTable.grid([[0, 4, 9]], [0, 1], 3)
-    target = BlockTable((9,), 3, tuple(Block(rank, ((rank, 9),)) for rank in range(3)))
+    target = BlockTable((9,), 3, tuple(TableBlock(rank, ((rank, 9),)) for rank in range(3)))
     plan = plan_redistribution((Change(source, target, 2),))
     assert plan.traffic == 2 * (9 + 8 + 7 - max(4 + 5, 4 + 5))
     _check(plan)
@@ -187,12 +187,12 @@ def test_views_share_memory():
     ("make", "words"),
     [
         (lambda: BlockTable((2, 2, 2), 1, ()), "1 or 2 dimensions"),
-        (lambda: BlockTable((4,), 2, (Block(2, ((0, 4),)),)), "does not fit"),
-        (lambda: BlockTable((4,), 2, (Block(0, ((0, 5),)),)), "does not fit"),
+        (lambda: BlockTable((4,), 2, (TableBlock(2, ((0, 4),)),)), "does not fit"),
+        (lambda: BlockTable((4,), 2, (TableBlock(0, ((0, 5),)),)), "does not fit"),
         (lambda: BlockTable.grid([[0, 3, 2]], [0, 0], 1), "never fall"),
         (lambda: BlockTable.grid([[0, 3]], [0, 0], 1), "2 owners for 1 blocks"),
         (lambda: BlockTable.cyclic((3,), (0,), (1,)), "one positive entry"),
-        (lambda: Change(BlockTable((4,), 1, (Block(0, ((0, 3),)),)), BlockTable.grid([[0, 4]], [0], 1)), "leave"),
+        (lambda: Change(BlockTable((4,), 1, (TableBlock(0, ((0, 3),)),)), BlockTable.grid([[0, 4]], [0], 1)), "leave"),
         (lambda: Change(BlockTable.grid([[0, 4]], [0], 1), BlockTable.grid([[0, 3]], [0], 1)), "same elements"),
         (lambda: plan_redistribution(()), "one tensor or more"),
     ],

@@ -13,7 +13,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import MismatchError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache
-from dist_attn.ops.softmax_attention import Placement, softmax_attention_naive
+from dist_attn.ops.softmax_attention import QueryPlacement, softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
@@ -48,7 +48,7 @@ def _want(blocks: list[SequenceLayout], sinks: bool, given: dict) -> tuple[Tenso
     positions = torch.arange(starts[-1])
     documents = [start + d for start, block in zip(starts, blocks, strict=False) for d in block.documents or ()]
     numbers = torch.bucketize(positions, torch.tensor(documents, dtype=torch.int64), right=True)
-    placement = Placement(positions, positions, numbers, numbers)
+    placement = QueryPlacement(positions, positions, numbers, numbers)
     q, k, v, *sinks_H = leaves = _leaves(starts[-1], sinks=sinks)
     given = given | {"sinks_H": sinks_H[0]} if sinks else given
     out = softmax_attention_naive(q, k, v, causal=True, placement=placement, **given)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache, LocalSequenceOps
-from dist_attn.ops.softmax_attention import Placement, SoftmaxCall, softmax_attention_naive
+from dist_attn.ops.softmax_attention import QueryPlacement, SoftmaxCall, softmax_attention_naive
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.sharding import Sharding
 from dist_attn.sharded.softmax import attend_over_spread_cache, attend_over_whole_cache, last_document
@@ -42,7 +42,7 @@ def _want(blocks: list[SequenceLayout]) -> torch.Tensor:
     positions = torch.arange(starts[-1])
     documents = [start + d for start, block in zip(starts, blocks, strict=False) for d in block.documents or ()]
     numbers = torch.bucketize(positions, torch.tensor(documents, dtype=torch.int64), right=True)
-    placement = Placement(positions, positions, numbers, numbers)
+    placement = QueryPlacement(positions, positions, numbers, numbers)
     return softmax_attention_naive(*_inputs(starts[-1]), causal=True, placement=placement)
 
 

@@ -23,7 +23,7 @@ from dist_attn.ops.parts import Place, empty_like
 from dist_attn.ops.state import writes_in_place
 
 
-class Call(ctypes.Structure):
+class NativeRecurrence(ctypes.Structure):
     """One call as the C kernels read it, `csrc/affine_call.h` field by field; what is not set is not there."""
 
     _fields_ = [
@@ -42,7 +42,7 @@ def kernels() -> ctypes.CDLL:
 
     Raises: NoLibraryError where there are none.
     """
-    return kernels_of("affine", Call)
+    return kernels_of("affine", NativeRecurrence)
 
 
 def native_recurrence(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
@@ -110,7 +110,7 @@ class _Recurrence(KernelOperation[AffineTensors]):
 
     def _call(self, x: AffineTensors) -> CCall:
         k, v, log_decay = present(x.k), present(x.v), present(x.log_decay)
-        fields = Call(*k.shape, v.shape[3], log_decay.shape[3], self.read == "before")
+        fields = NativeRecurrence(*k.shape, v.shape[3], log_decay.shape[3], self.read == "before")
         call = CCall(kernels(), fields, Chunks.of(k.shape[2], self.documents))
         call.read(q=x.q, k=k, v=v, log_decay=log_decay, a=x.a, b=x.b, beta=x.beta)
         call.point(s=x.s, bonus=None if x.bonus is None else x.bonus.float())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.linear_attention.block import AttentionBlock, Tokens, bounded
+from dist_attn.ops.linear_attention.block import AttentionBlock, BlockTokens, bounded
 from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR, Implementation, LinearCall, prefix_then_causal
 from dist_attn.ops.linear_attention.implementation import choose, choose_attention
 from dist_attn.ops.linear_attention.native import native_absorb_keys, native_linear_attention
@@ -242,7 +242,7 @@ def _attend_together(
     """
 
     def together(sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:
-        q, k, v, log_gate, key_scale, starts = Tokens.of(sequence)
+        q, k, v, log_gate, key_scale, starts = BlockTokens.of(sequence)
         assert q is not None and starts is not None
         dtype = block.dtype
         same_TT = same_document(starts[0, 0])
@@ -258,7 +258,7 @@ def _attend_together(
         return block.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], mass_BHT)
 
     parameters = () if block.feature_map is None else block.feature_map.tensors()
-    shape = tuple(Tokens.of(sequence).v_BHTV.shape)
+    shape = tuple(BlockTokens.of(sequence).v_BHTV.shape)
     body = OutputOnly(together)
     return scan(body, groups, sequence, (), parameters, output_shape=shape, output_dtype=output_dtype)[0]
 

@@ -24,7 +24,7 @@ from dist_attn.ops.feature_map import FeatureMap
 CLOSED = {torch.float32: -104.0, torch.float64: -746.0}  # exp gives 0 from here on
 
 
-class Carry(NamedTuple):
+class BlockCarry(NamedTuple):
     """The values that go from block to block: [S | z] as one [B, H, M, V + 1], the mass and the log decay [B, H]."""
 
     sz_BHMW: torch.Tensor
@@ -32,7 +32,7 @@ class Carry(NamedTuple):
     log_decay_BH: torch.Tensor
 
 
-class Tokens(NamedTuple):
+class BlockTokens(NamedTuple):
     """The tensors of a block along its tokens; without queries its keys are only absorbed."""
 
     q_BHTK: torch.Tensor | None
@@ -43,9 +43,9 @@ class Tokens(NamedTuple):
     starts_11T: torch.Tensor | None  # at which tokens documents start; None: at none of them
 
     @staticmethod
-    def of(sequence: tuple[torch.Tensor | None, ...]) -> "Tokens":
+    def of(sequence: tuple[torch.Tensor | None, ...]) -> "BlockTokens":
         """The slices that a scan was given of a call's tensors."""
-        return Tokens(*sequence)  # type: ignore[arg-type]  # keys and values are always there
+        return BlockTokens(*sequence)  # type: ignore[arg-type]  # keys and values are always there
 
 
 class _Segments(NamedTuple):
@@ -89,14 +89,16 @@ class AttentionBlock:
     dtype: torch.dtype
     at_once: bool = False
 
-    def attend(self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, Carry]:
+    def attend(
+        self, tokens: BlockTokens, carry: BlockCarry, map_tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, BlockCarry]:
         """Outputs [B, H, T, V] of the block's queries and the carry after it. T is a multiple of `chunk` or below."""
         num_BHTW, mass_BHT, after = self.sums(tokens, carry, map_tensors)
         return self.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], mass_BHT), after
 
     def sums(
-        self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor, Carry]:
+        self, tokens: BlockTokens, carry: BlockCarry, map_tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, BlockCarry]:
         """Sum up numerators beside denominators, [B, H, T, V + 1], which `attend` divides, and masses [B, H, T].
 
         Returns them and the carry after the block.
@@ -129,7 +131,7 @@ class AttentionBlock:
         sums_BHTX: torch.Tensor,
         q_BHTK: torch.Tensor,
         decay_BHT: torch.Tensor | None,
-        earlier: Carry,
+        earlier: BlockCarry,
         map_tensors: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         """Outputs of queries whose `sums` and mass were taken from nothing, with `earlier` before them added.
@@ -147,12 +149,12 @@ class AttentionBlock:
         """Outputs of queries that nothing came before."""
         return self.denominator.divide(sums_BHTX[..., :-2], sums_BHTX[..., -2], sums_BHTX[..., -1])
 
-    def absorb(self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> Carry:
+    def absorb(self, tokens: BlockTokens, carry: BlockCarry, map_tensors: tuple[torch.Tensor, ...]) -> BlockCarry:
         """The carry after the block, without its outputs."""
         keys = self._chunked(tokens, map_tensors, min(self.chunk, tokens.v_BHTV.shape[2]))
         return self._scan(keys, carry)[2]
 
-    def read(self, q_BHTK: torch.Tensor, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def read(self, q_BHTK: torch.Tensor, carry: BlockCarry, map_tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Outputs of queries that all see exactly `carry` (cross and full attention, RFA Algorithm 2)."""
         num_BHTW = self.features(q_BHTK, map_tensors) @ carry.sz_BHMW
         return self.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], carry.mass_BH[..., None])
@@ -162,7 +164,7 @@ class AttentionBlock:
         x_BHTK = x_BHTK.to(self.dtype)
         return x_BHTK if self.feature_map is None else self.feature_map.with_tensors(*map_tensors)(x_BHTK)
 
-    def _chunked(self, tokens: Tokens, map_tensors: tuple[torch.Tensor, ...], size: int) -> _Chunked:
+    def _chunked(self, tokens: BlockTokens, map_tensors: tuple[torch.Tensor, ...], size: int) -> _Chunked:
         _, k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T = tokens
         batch, heads, length, values = v_BHTV.shape
         groups, chunks = batch * heads, length // size
@@ -186,7 +188,7 @@ class AttentionBlock:
         totals_GnMW = phi_k_GnCM.transpose(-1, -2) @ kept_GnCW
         return _Chunked(phi_k_GnCM, v1_GnCW, scale_GnC, decay_GnC, totals_GnMW, within_GnC, segments)
 
-    def _scan(self, keys: _Chunked, carry: Carry) -> tuple[torch.Tensor, torch.Tensor | None, Carry]:
+    def _scan(self, keys: _Chunked, carry: BlockCarry) -> tuple[torch.Tensor, torch.Tensor | None, BlockCarry]:
         """The state [G, n, M, W] and the mass [G, n] before each chunk, and the carry after the last one.
 
         Without gates and documents the mass is a cumulative sum and is not given.
@@ -222,14 +224,14 @@ class AttentionBlock:
                     gain_G = end_G.exp()
                     state_GMW = torch.addcmul(total_GMW, state_GMW, gain_G[:, None, None])
                     mass_G, log_decay_G = gain_G * mass_G + added_G, log_decay_G + end_G
-        after = Carry(
+        after = BlockCarry(
             state_GMW.reshape(carry.sz_BHMW.shape),
             mass_G.reshape(carry.mass_BH.shape),
             log_decay_G.reshape(carry.log_decay_BH.shape),
         )
         return torch.stack(before, dim=1), torch.stack(mass_before, dim=1) if mass_before else None, after
 
-    def _scan_at_once(self, keys: _Chunked, carry: Carry) -> tuple[torch.Tensor, torch.Tensor | None, Carry]:
+    def _scan_at_once(self, keys: _Chunked, carry: BlockCarry) -> tuple[torch.Tensor, torch.Tensor | None, BlockCarry]:
         """`_scan` without a loop. Not with documents: a weight of 0 does not keep out what is not finite.
 
         Cost: with gates n^2 M W for each head, n the chunks of the block.
@@ -256,7 +258,7 @@ class AttentionBlock:
             masses_GN1 = left_GNN @ torch.cat([mass_G[:, None], within_GnC.sum(-1)], dim=1)[..., None]
             mass_before, mass_G = masses_GN1[:, :-1, 0], masses_GN1[:, -1, 0]
             log_decay_BH = log_decay_BH + end_Gn.sum(-1).reshape(log_decay_BH.shape)
-        after = Carry(
+        after = BlockCarry(
             states_GNMW[:, -1].reshape(carry.sz_BHMW.shape), mass_G.reshape(carry.mass_BH.shape), log_decay_BH
         )
         return states_GNMW[:, :-1], mass_before, after

@@ -17,7 +17,7 @@ from dist_attn.ops.linear_attention.streaming import stream_absorb, stream_atten
 from dist_attn.ops.state import LinearState
 
 
-class Inputs(NamedTuple, Generic[Each]):
+class LinearInputs(NamedTuple, Generic[Each]):
     """A value for each tensor of an attention: the tensor, its gradient, or whether that is asked for.
 
     `s` is S before the first token, `zm` z beside the mass, `w` the feature map's tensor. Without q keys are absorbed.
@@ -33,7 +33,7 @@ class Inputs(NamedTuple, Generic[Each]):
     w: Each
 
 
-LinearTensors = Inputs[torch.Tensor | None]
+LinearTensors = LinearInputs[torch.Tensor | None]
 
 
 class Results(NamedTuple):
@@ -51,7 +51,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Terms(KernelOperation[LinearTensors]):
+class LinearTerms(KernelOperation[LinearTensors]):
     """Attention of one call: what it is about beside its tensors, which is all that a graph may hold on to."""
 
     feature_map: FeatureMap | None
@@ -104,7 +104,7 @@ class Terms(KernelOperation[LinearTensors]):
 
 def inputs_of(call: LinearCall, state: LinearState) -> LinearTensors:
     """The tensors of a call from this state."""
-    return Inputs(*call.sequence, *sums_of(state), call.map_tensor)
+    return LinearInputs(*call.sequence, *sums_of(state), call.map_tensor)
 
 
 def map_of(feature_map: FeatureMap | None, w: torch.Tensor | None) -> FeatureMap | None:

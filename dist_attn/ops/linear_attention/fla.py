@@ -28,7 +28,7 @@ from dist_attn.ops.documents import document_ranges, start_flags
 from dist_attn.ops.kernel_operation import Tensors, gradients_again, present
 from dist_attn.ops.linear_attention.block import CLOSED, bounded
 from dist_attn.ops.linear_attention.call import LinearCall
-from dist_attn.ops.linear_attention.differentiable import LinearTensors, Terms
+from dist_attn.ops.linear_attention.differentiable import LinearTensors, LinearTerms
 from dist_attn.ops.state import LinearState
 
 MASS_CHUNK = 16  # so many numbers are kept for each token and head, far fewer than its features
@@ -44,7 +44,7 @@ def fla_linear_attention(call: LinearCall, *, undivided: bool = False) -> tuple[
 
 
 @dataclass(frozen=True)
-class _FlaKernels(Terms):
+class _FlaKernels(LinearTerms):
     def forward(self, x: LinearTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         return self._results(x), ()
 

@@ -20,10 +20,10 @@ from dist_attn.ops.c_call import TYPES
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, gradients_of_replay, present
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.differentiable import (
-    Inputs,
+    LinearInputs,
     LinearTensors,
+    LinearTerms,
     Results,
-    Terms,
     inputs_of,
     state_after,
     state_of,
@@ -31,7 +31,7 @@ from dist_attn.ops.linear_attention.differentiable import (
 )
 from dist_attn.ops.linear_attention.native_call import num_features
 from dist_attn.ops.linear_attention.native_passes import (
-    ReadInputs,
+    NativeReadInputs,
     ReadTensors,
     adjoint_read,
     attend,
@@ -87,7 +87,7 @@ def _read(call: LinearCall, state: LinearState, sums_BHLX: torch.Tensor | None) 
             raise ShapeError(f"{name} is {tuple(tensor.shape)}; needed here is {(batch, heads, *needed)}")
     written = call.v_BHSV.dtype if call.v_BHSV.dtype in TYPES else torch.float32
     terms = replace(_Attention.of(call), documents=(), buffers=call.buffers if written == call.v_BHSV.dtype else None)
-    inputs = ReadInputs(call.q_BHLK, log_gate, sums_BHLX, *sums_of(state), call.map_tensor)
+    inputs = NativeReadInputs(call.q_BHLK, log_gate, sums_BHLX, *sums_of(state), call.map_tensor)
     (out,) = map(present, _Read(terms, written)(inputs))
     return out.to(call.v_BHSV.dtype)
 
@@ -96,7 +96,7 @@ def _state_before(call: LinearCall) -> LinearState:
     return call.state_before(num_features(call.feature_map, call.k_BHSK.shape[3]))
 
 
-class _Attention(Terms):
+class _Attention(LinearTerms):
     """Outputs, if there are queries, S and z beside the mass."""
 
     def forward(self, x: LinearTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
@@ -112,7 +112,7 @@ class _Attention(Terms):
 class _Read(KernelOperation[ReadTensors]):
     """Outputs in `out_dtype` of queries that all read one state."""
 
-    terms: Terms
+    terms: LinearTerms
     out_dtype: torch.dtype
 
     def for_backward(self) -> "_Read":
@@ -127,7 +127,7 @@ class _Read(KernelOperation[ReadTensors]):
 
     def replay(self, x: ReadTensors) -> Tensors:
         q, s, zm = present(x.q), present(x.s), present(x.zm)
-        call = self.terms.call(Inputs(q, q, s[:, :, :0].to(self.out_dtype), x.log_gate, None, s, zm, x.w))
+        call = self.terms.call(LinearInputs(q, q, s[:, :, :0].to(self.out_dtype), x.log_gate, None, s, zm, x.w))
         if x.sums is not None:
             return (stream_completed_sums(call, x.sums),)
         return (stream_attention(call.reading(state_of(s, zm)))[0],)
@@ -146,7 +146,7 @@ class _SecondWalk(NamedTuple):
 class _Shared:
     """The values that both walks share; the second walk's are there from its backward pass to the first one's."""
 
-    terms: Terms
+    terms: LinearTerms
     second: _SecondWalk | None = None
 
 
@@ -187,7 +187,7 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shared: _Shared, *tensors: torch.Tensor | None) -> Any:
-        inputs: LinearTensors = Inputs(*tensors)
+        inputs: LinearTensors = LinearInputs(*tensors)
         results = attend(shared.terms, inputs._replace(q=None), keep=False).results
         ctx.shared = shared
         ctx.save_for_backward(*inputs)
@@ -198,7 +198,7 @@ class _First(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         shared: _Shared = ctx.shared
-        inputs: LinearTensors = Inputs(*ctx.saved_tensors)
+        inputs: LinearTensors = LinearInputs(*ctx.saved_tensors)
         _, *asked = ctx.needs_input_grad
         s, zm, grad_out = grads
         behind = Results(
@@ -207,7 +207,7 @@ class _First(torch.autograd.Function):
             torch.zeros_like(present(inputs.zm)) if zm is None else zm,
         )
         second, shared.second = shared.second, None
-        keys, of_keys = inputs._replace(q=None), Inputs(*asked)._replace(q=False)
+        keys, of_keys = inputs._replace(q=None), LinearInputs(*asked)._replace(q=False)
         # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
         if torch.is_grad_enabled():
             return (None, *gradients_of_replay(shared.terms.replay, keys, of_keys, behind))
@@ -217,7 +217,7 @@ class _First(torch.autograd.Function):
         results = behind._replace(out=grad_out)
         return (
             None,
-            *attend_backward(shared.terms, both, Inputs(*asked), results, out=second.out, kept=second.kept),
+            *attend_backward(shared.terms, both, LinearInputs(*asked), results, out=second.out, kept=second.kept),
         )
 
 
@@ -227,7 +227,7 @@ class _Second(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shared: _Shared, link: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
         keep = any(ctx.needs_input_grad)
-        inputs: LinearTensors = Inputs(*tensors)
+        inputs: LinearTensors = LinearInputs(*tensors)
         passed = attend(shared.terms, inputs, keep=keep, denominators=keep)
         ctx.shared = shared
         if keep:
@@ -238,16 +238,16 @@ class _Second(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         shared: _Shared = ctx.shared
         *tensors, out, kept, den_mass = ctx.saved_tensors
-        inputs: LinearTensors = Inputs(*tensors)
+        inputs: LinearTensors = LinearInputs(*tensors)
         _, needs_link, *asked = ctx.needs_input_grad
-        needs = Inputs(*asked)
+        needs = LinearInputs(*asked)
         if torch.is_grad_enabled():  # as in `_First`: here the slice's tensors get their gradients without a link
             grads = (grad_out, None, None)
             return (None, None, *gradients_of_replay(shared.terms.replay, inputs, needs, grads))
         s, zm = present(inputs.s), present(inputs.zm)
         if needs_link:
             shared.second = _SecondWalk(s, zm, out, kept)
-        of_state = Inputs[torch.Tensor | None](*(None for _ in inputs))
+        of_state = LinearInputs[torch.Tensor | None](*(None for _ in inputs))
         if needs.s or needs.zm:
             grad_s, grad_zm = adjoint_read(shared.terms, inputs, out, den_mass, grad_out)
             of_state = of_state._replace(s=grad_s, zm=grad_zm)

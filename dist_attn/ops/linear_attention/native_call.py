@@ -16,7 +16,7 @@ KINDS: Final = {"gaussian": 1, "arc_cosine": 2, "elu": 3}
 POLICIES: Final = {"floor": 0, "exact": 1, "clamp": 2, "sign_clamp": 3, "mass": 4, "one": 5, "abs_clamp": 6}
 
 
-class Call(ctypes.Structure):
+class NativeCall(ctypes.Structure):
     """One call; what is not set is not there."""
 
     _fields_ = [
@@ -39,7 +39,7 @@ def kernels() -> ctypes.CDLL:
 
     Raises: NoLibraryError where there are none.
     """
-    return kernels_of("attention", Call)
+    return kernels_of("attention", NativeCall)
 
 
 def half_products() -> bool:
@@ -70,7 +70,7 @@ class KernelCall(CCall):
     def __init__(self, tokens: torch.Tensor, values: int, chunks: Chunks) -> None:
         """Begin a call for queries or keys of this shape, [B, H, L, K], and so many values."""
         batch, heads, length, size = tokens.shape
-        super().__init__(kernels(), Call(batch, heads, length, size, values), chunks)
+        super().__init__(kernels(), NativeCall(batch, heads, length, size, values), chunks)
 
     def compute(self, feature_map: FeatureMap | None, w_HDK: torch.Tensor | None, policy: Denominator) -> None:
         """Set the features and the denominators to compute with."""

@@ -10,14 +10,14 @@ import torch
 from dist_attn.ops.c_call import Chunks
 from dist_attn.ops.kernel_operation import Each, present
 from dist_attn.ops.linear_attention.call import OutputBuffers
-from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Results, Terms, converted
+from dist_attn.ops.linear_attention.differentiable import LinearInputs, LinearTensors, LinearTerms, Results, converted
 from dist_attn.ops.linear_attention.native_call import KernelCall
 from dist_attn.ops.parts import Place, empty_like
 from dist_attn.ops.processor import on_large_pages
 
 
-class ReadInputs(NamedTuple, Generic[Each]):
-    """A value for each tensor of a read, as `Inputs`; `sums` are what the read-out is added to before it is divided."""
+class NativeReadInputs(NamedTuple, Generic[Each]):
+    """A value for each tensor of a read, as `LinearInputs`; the read-out is added to `sums` before it is divided."""
 
     q: Each
     log_gate: Each
@@ -27,7 +27,7 @@ class ReadInputs(NamedTuple, Generic[Each]):
     w: Each
 
 
-ReadTensors = ReadInputs[torch.Tensor | None]
+ReadTensors = NativeReadInputs[torch.Tensor | None]
 
 
 class Passed(NamedTuple):
@@ -41,7 +41,7 @@ class Passed(NamedTuple):
     den_mass: torch.Tensor | None
 
 
-def attend(terms: Terms, x: LinearTensors, *, keep: bool, denominators: bool = False) -> Passed:
+def attend(terms: LinearTerms, x: LinearTensors, *, keep: bool, denominators: bool = False) -> Passed:
     """The forward pass; with `keep`, what `attend_backward` begins with is kept, at most 16 states of each head."""
     v, s, zm = present(x.v), present(x.s), present(x.zm)
     call = _attention_call(terms, x)
@@ -64,7 +64,7 @@ def attend(terms: Terms, x: LinearTensors, *, keep: bool, denominators: bool = F
 
 
 def attend_backward(
-    terms: Terms,
+    terms: LinearTerms,
     x: LinearTensors,
     needs: LinearTensors,
     grads: Results,
@@ -80,7 +80,7 @@ def attend_backward(
     call.read(out=out, grad_out=grads.out)
     call.point(kept=kept, grad_s_after=grads.s, grad_zm_after=grads.zm)
     buffers = OutputBuffers(None) if terms.buffers is None else terms.buffers
-    totals = Inputs(
+    totals = LinearInputs(
         q=_gradient(x.q, needs.q, buffers.grad_q),
         k=_gradient(x.k, needs.k, buffers.grad_k),
         v=_gradient(x.v, needs.v, buffers.grad_v),
@@ -102,7 +102,7 @@ def attend_backward(
 
 
 def adjoint_read(
-    terms: Terms, x: LinearTensors, out: torch.Tensor, den_mass: torch.Tensor, grad_out: torch.Tensor
+    terms: LinearTerms, x: LinearTensors, out: torch.Tensor, den_mass: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the state before an attention without gates, S and z beside the mass: one walk over the queries.
 
@@ -116,7 +116,7 @@ def adjoint_read(
     return grad_s, grad_zm
 
 
-def read(terms: Terms, x: ReadTensors, out_dtype: torch.dtype) -> torch.Tensor:
+def read(terms: LinearTerms, x: ReadTensors, out_dtype: torch.dtype) -> torch.Tensor:
     """Outputs [B, H, L, V] of queries that all read one state."""
     q, s = present(x.q), present(x.s)
     out = None if terms.buffers is None else terms.buffers.out
@@ -132,12 +132,12 @@ def read(terms: Terms, x: ReadTensors, out_dtype: torch.dtype) -> torch.Tensor:
 
 
 def read_backward(
-    terms: Terms, x: ReadTensors, needs: ReadTensors, out: torch.Tensor, grad_out: torch.Tensor
+    terms: LinearTerms, x: ReadTensors, needs: ReadTensors, out: torch.Tensor, grad_out: torch.Tensor
 ) -> ReadTensors:
     """The gradients of the tensors from that of the outputs."""
     call = _read_call(terms, x)
     call.read(out=out, grad_out=grad_out)
-    totals = ReadInputs(
+    totals = NativeReadInputs(
         q=_gradient(x.q, needs.q),
         log_gate=_whole_gradient(x.log_gate, needs.log_gate),
         sums=_gradient(x.sums, needs.sums),
@@ -154,7 +154,7 @@ def read_backward(
     )
 
 
-def _attention_call(terms: Terms, x: LinearTensors) -> KernelCall:
+def _attention_call(terms: LinearTerms, x: LinearTensors) -> KernelCall:
     k, v = present(x.k), present(x.v)
     call = KernelCall(k, v.shape[3], Chunks.of(k.shape[2], terms.documents))
     call.compute(terms.feature_map, x.w, terms.denominator)
@@ -164,7 +164,7 @@ def _attention_call(terms: Terms, x: LinearTensors) -> KernelCall:
     return call
 
 
-def _read_call(terms: Terms, x: ReadTensors) -> KernelCall:
+def _read_call(terms: LinearTerms, x: ReadTensors) -> KernelCall:
     q = present(x.q)
     call = KernelCall(q, present(x.s).shape[3], Chunks.of(q.shape[2], ()))
     call.compute(terms.feature_map, x.w, terms.denominator)
@@ -195,7 +195,7 @@ def _den_mass(den_mass: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
     return {} if den_mass is None else {"den": den_mass[0], "mass": den_mass[1]}
 
 
-def _denominators(terms: Terms, tokens_BHL: torch.Tensor, asked: bool) -> torch.Tensor | None:
+def _denominators(terms: LinearTerms, tokens_BHL: torch.Tensor, asked: bool) -> torch.Tensor | None:
     """Memory for denominators and masses, where they are asked for or a watch counts them."""
     if not (asked or terms.denominator.is_watched):
         return None

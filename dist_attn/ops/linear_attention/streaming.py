@@ -16,7 +16,7 @@ import torch
 
 from dist_attn.ops.device import running_sums
 from dist_attn.ops.documents import start_flags
-from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, Tokens, bounded
+from dist_attn.ops.linear_attention.block import AttentionBlock, BlockCarry, BlockTokens, bounded
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, StateOnly, Tensors, scan
 from dist_attn.ops.state import LinearState
@@ -87,7 +87,7 @@ class _Stream:
     """The terms that all blocks of a call have in common, and the values that they begin with."""
 
     block: AttentionBlock
-    carry: Carry
+    carry: BlockCarry
     map_tensors: Tensors
     reset_BH: torch.Tensor
 
@@ -97,12 +97,14 @@ class _Stream:
         sz_BHMW = torch.cat([state.s_BHMV, state.z_BHM[..., None]], dim=-1).to(dtype)
         return _Stream(
             AttentionBlock(call.feature_map, call.denominator, CHUNK_TOKENS, dtype, call.v_BHSV.device.type != "cpu"),
-            Carry(sz_BHMW, state.mass_BH.to(dtype), state.log_decay_BH.to(dtype)),
+            BlockCarry(sz_BHMW, state.mass_BH.to(dtype), state.log_decay_BH.to(dtype)),
             call.map_tensors,
             torch.ones_like(state.reset_BH) if call.documents else state.reset_BH,
         )
 
-    def attend(self, call: LinearCall, carry: Carry, *, undivided: bool = False) -> tuple[torch.Tensor, Carry]:
+    def attend(
+        self, call: LinearCall, carry: BlockCarry, *, undivided: bool = False
+    ) -> tuple[torch.Tensor, BlockCarry]:
         """Outputs, or what is to be divided [B, H, L, V + 2], and the carry after the last token."""
         columns, dtype = (2, self.block.dtype) if undivided else (0, call.v_BHSV.dtype)
         shape = (*call.v_BHSV.shape[:3], call.v_BHSV.shape[3] + columns)
@@ -115,28 +117,28 @@ class _Stream:
             output_shape=shape,
             output_dtype=dtype,
         )
-        return out, Carry(*after)
+        return out, BlockCarry(*after)
 
-    def absorb(self, call: LinearCall, carry: Carry) -> Carry:
+    def absorb(self, call: LinearCall, carry: BlockCarry) -> BlockCarry:
         """The carry after the last key."""
         body = StateOnly(partial(_absorb, self.block))
         blocks = block_ranges(call.v_BHSV.shape, call.v_BHSV.device)
-        return Carry(*scan(body, blocks, self._tokens(call, None), carry, self.map_tensors)[1])
+        return BlockCarry(*scan(body, blocks, self._tokens(call, None), carry, self.map_tensors)[1])
 
-    def _tokens(self, call: LinearCall, q_BHLK: torch.Tensor | None) -> Tokens:
+    def _tokens(self, call: LinearCall, q_BHLK: torch.Tensor | None) -> BlockTokens:
         starts_11L = None
         if call.documents:
             starts_11L = start_flags(call.documents, call.keys, call.k_BHSK.device)[None, None]
-        return Tokens(q_BHLK, *call.sequence[1:], starts_11L)
+        return BlockTokens(q_BHLK, *call.sequence[1:], starts_11L)
 
-    def read(self, q_BHLK: torch.Tensor, carry: Carry, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, q_BHLK: torch.Tensor, carry: BlockCarry, dtype: torch.dtype) -> torch.Tensor:
         """Outputs [B, H, L, V] of queries that all see exactly `carry`: a parameter, whose gradients add up."""
         block, count = self.block, len(self.map_tensors)
 
         def read(sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:
             (q,) = sequence
             assert q is not None
-            return block.read(q, Carry(*parameters[count:]), parameters[:count])
+            return block.read(q, BlockCarry(*parameters[count:]), parameters[:count])
 
         return scan(
             OutputOnly(read),
@@ -148,14 +150,14 @@ class _Stream:
             output_dtype=dtype,
         )[0]
 
-    def state(self, carry: Carry) -> LinearState:
+    def state(self, carry: BlockCarry) -> LinearState:
         sz_BHMW, mass_BH, log_decay_BH = carry
         return LinearState(sz_BHMW[..., :-1], sz_BHMW[..., -1], mass_BH, log_decay_BH, self.reset_BH)
 
 
-def _absorb(block: AttentionBlock, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Carry:
+def _absorb(block: AttentionBlock, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> BlockCarry:
     """The carry after a block, without its outputs."""
-    return block.absorb(Tokens.of(sequence), Carry(*carry), parameters)
+    return block.absorb(BlockTokens.of(sequence), BlockCarry(*carry), parameters)
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class _Attend:
     has_output = True
 
     def run(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> tuple[torch.Tensor | None, Tensors]:
-        tokens, before = Tokens.of(sequence), Carry(*carry)
+        tokens, before = BlockTokens.of(sequence), BlockCarry(*carry)
         if not self.undivided:
             return self.block.attend(tokens, before, parameters)
         num_BHTW, mass_BHT, after = self.block.sums(tokens, before, parameters)
@@ -196,7 +198,7 @@ class _Complete:
                 return self.block.divide(sums), carry
             decay_BHT = carry[0][..., None] + running_sums(bounded(log_gate, sums.dtype))
             after = (decay_BHT[..., -1],)
-        earlier = Carry(sz_BHMW, mass_BH, mass_BH)
+        earlier = BlockCarry(sz_BHMW, mass_BH, mass_BH)
         return self.block.complete(sums, q, decay_BHT, earlier, parameters[: self.num_map_tensors]), after
 
     def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:

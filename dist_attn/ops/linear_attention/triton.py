@@ -19,13 +19,13 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import document_numbers
 from dist_attn.ops.kernel_operation import Tensors, present
 from dist_attn.ops.linear_attention.call import LinearCall
-from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Results, Terms, converted
+from dist_attn.ops.linear_attention.differentiable import LinearInputs, LinearTensors, LinearTerms, Results, converted
 from dist_attn.ops.linear_attention.triton_backward import policy_rows, stretch_gradients, undivided_rows
 from dist_attn.ops.linear_attention.triton_forward import (
     Attended,
-    Plan,
+    KernelPlan,
+    StateSums,
     Stretch,
-    Sums,
     blocks,
     gates,
     key_states,
@@ -51,7 +51,7 @@ def triton_linear_attention(
     """
     q, v = call.q_BHLK, call.v_BHSV
     policy = Denominator("one") if undivided else call.denominator
-    plan = Plan.of(q.shape[3], v.shape[3], call.feature_map, policy, tiles or tiles_for(q, v, call.feature_map))
+    plan = KernelPlan.of(q.shape[3], v.shape[3], call.feature_map, policy, tiles or tiles_for(q, v, call.feature_map))
     attention = _CausalKernels.of(call, undivided=undivided, plan=plan)
     return attention.attend(call, call.state_before(plan.features))
 
@@ -64,15 +64,15 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CausalKernels(Terms):
-    plan: Plan
+class _CausalKernels(LinearTerms):
+    plan: KernelPlan
 
     def forward(self, x: LinearTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         v, s, zm = present(x.v), present(x.s), present(x.zm)
         values = v.shape[3]
         width, dtype = (values + 2, torch.float32) if self.undivided else (values, v.dtype)
         result = torch.empty((*v.shape[:3], width), dtype=dtype, device=v.device)
-        state = Sums(s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous())
+        state = StateSums(s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous())
         den, mass = (torch.empty(v.shape[:3], device=v.device) for _ in range(2))
         starts: list[torch.Tensor] = []
         with on_device(v.device):
@@ -96,13 +96,13 @@ class _CausalKernels(Terms):
         grad_result = rowwise(present(results.out))
         grad_out = grad_result[..., : present(x.v).shape[3]]
         out, den, mass, *starts = kept
-        end = Sums(*(g.flatten(0, 1).contiguous() for g in (results.s, results.zm)))
+        end = StateSums(*(g.flatten(0, 1).contiguous() for g in (results.s, results.zm)))
         along_tokens = x._replace(s=None, zm=None, w=None)
-        totals = Inputs(
+        totals = LinearInputs(
             *(None if t is None or not n else torch.empty_like(t) for t, n in zip(along_tokens, needs, strict=True))
         )
         grad_w = None
-        befores = [Sums(*map(present, pair)) for pair in zip(starts[::2], starts[1::2], strict=True)]
+        befores = [StateSums(*map(present, pair)) for pair in zip(starts[::2], starts[1::2], strict=True)]
         with on_device(grad_out.device):
             for (tokens, stretch), start in reversed(list(zip(self._stretches(x), befores, strict=True))):
                 gate = gates(stretch)
@@ -114,7 +114,7 @@ class _CausalKernels(Terms):
                     attended = Attended(*(present(t)[:, :, tokens] for t in (out, den, mass)))
                     rows = policy_rows(stretch, attended, of_out)
                 part = stretch_gradients(stretch, gate, scanned.before, rows, of_out, end, with_map=with_map)
-                end = Sums(present(part.s), present(part.zm))
+                end = StateSums(present(part.s), present(part.zm))
                 for total, grad in zip(totals, part._replace(s=None, zm=None, w=None), strict=True):
                     if total is not None and grad is not None:
                         total[:, :, tokens] = grad

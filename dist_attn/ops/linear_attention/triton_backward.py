@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 from dist_attn.ops.kernel_operation import present
-from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors
+from dist_attn.ops.linear_attention.differentiable import LinearInputs, LinearTensors
 from dist_attn.ops.linear_attention.triton_forward import (
     CLOSED_GATE,
     Attended,
     Gates,
     Scanned,
+    StateSums,
     Stretch,
-    Sums,
-    Weights,
+    TokenWeights,
     blocks,
     either,
     precision,
@@ -39,7 +39,7 @@ from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 MAP_CHUNKS = 16  # chunks of tokens behind each partial sum of dw
 
 
-class Rows(NamedTuple):
+class DivisorRows(NamedTuple):
     """Of every query, [G, N T]: one over its divisor, and the gradients of its denominator and mass."""
 
     inverse: torch.Tensor
@@ -54,8 +54,8 @@ class Side(NamedTuple):
     other: torch.Tensor
     own_y: torch.Tensor
     other_y: torch.Tensor
-    weights: Weights
-    state: Sums
+    weights: TokenWeights
+    state: StateSums
     keys: bool
 
 
@@ -69,21 +69,28 @@ class FeaturesGradient(NamedTuple):
 
 
 def stretch_gradients(
-    stretch: Stretch, gate: Gates, before: Sums, rows: Rows, grad_out: torch.Tensor, grad_end: Sums, *, with_map: bool
+    stretch: Stretch,
+    gate: Gates,
+    before: StateSums,
+    rows: DivisorRows,
+    grad_out: torch.Tensor,
+    grad_end: StateSums,
+    *,
+    with_map: bool,
 ) -> LinearTensors:
     """The gradients of a stretch from those of its outputs and of the state after it, [G, M, V] and [G, M + 1].
 
     Those of the state before are of the same shapes; None where there is no such input.
     """
     q, k, v = stretch.q, stretch.k, stretch.v
-    of_queries = Weights(*(gate.read * row for row in rows))
+    of_queries = TokenWeights(*(gate.read * row for row in rows))
     other = None if stretch.log_gate is None else before
     after = states(stretch, q, grad_out, of_queries, grad_end, gate.gain, q.dtype, reverse=True, other=other)
     queries = Side(q, k, grad_out, v, of_queries, before, False)
-    keys = Side(k, q, v, grad_out, Weights.all(gate.left), after.before, True)
+    keys = Side(k, q, v, grad_out, TokenWeights.all(gate.left), after.before, True)
     of_q, of_k = (features_gradient(stretch, gate, rows, side, with_map) for side in (queries, keys))
     key_scale = None if stretch.key_scale is None else of_k.rows[:, : stretch.tokens].reshape(v.shape[:3])
-    return Inputs(
+    return LinearInputs(
         q=of_q.x,
         k=of_k.x,
         v=_values_gradient(stretch, gate, rows, grad_out, after.before),
@@ -95,12 +102,12 @@ def stretch_gradients(
     )
 
 
-def undivided_rows(stretch: Stretch, grad_den: torch.Tensor, grad_mass: torch.Tensor) -> Rows:
+def undivided_rows(stretch: Stretch, grad_den: torch.Tensor, grad_mass: torch.Tensor) -> DivisorRows:
     """Rows of outputs that were not divided, from the gradients of their denominators and masses [B, H, L]."""
-    return Rows(*map(stretch.filled, (torch.ones_like(grad_den), grad_den, grad_mass)))
+    return DivisorRows(*map(stretch.filled, (torch.ones_like(grad_den), grad_den, grad_mass)))
 
 
-def policy_rows(stretch: Stretch, attended: Attended, grad_out: torch.Tensor) -> Rows:
+def policy_rows(stretch: Stretch, attended: Attended, grad_out: torch.Tensor) -> DivisorRows:
     """Rows of outputs that were divided, from dO [B, H, L, V]."""
     products = row_products(grad_out, attended.out, stretch.plan.tiles)
     with torch.enable_grad():
@@ -111,7 +118,9 @@ def policy_rows(stretch: Stretch, attended: Attended, grad_out: torch.Tensor) ->
     grads: tuple[torch.Tensor | None, ...] = (None, None)
     if divisor.requires_grad:
         grads = torch.autograd.grad(divisor, (den, mass), -products * inverse, allow_unused=True)
-    return Rows(*(stretch.filled(torch.zeros_like(inverse) if row is None else row) for row in (inverse, *grads)))
+    return DivisorRows(
+        *(stretch.filled(torch.zeros_like(inverse) if row is None else row) for row in (inverse, *grads))
+    )
 
 
 def row_products(a: torch.Tensor, b: torch.Tensor, tiles: Tiles) -> torch.Tensor:
@@ -126,7 +135,7 @@ def row_products(a: torch.Tensor, b: torch.Tensor, tiles: Tiles) -> torch.Tensor
 
 
 def features_gradient(
-    stretch: Stretch, gate: Gates, rows: Rows, side: Side, with_map: bool, *, pairs: bool = True
+    stretch: Stretch, gate: Gates, rows: DivisorRows, side: Side, with_map: bool, *, pairs: bool = True
 ) -> FeaturesGradient:
     """The gradient of one side; without `pairs` all that a token sees went through one state."""
     own, size, values = side.own, side.own.shape[3], side.own_y.shape[3]
@@ -169,7 +178,9 @@ def map_gradient(projected: torch.Tensor, x: torch.Tensor, chunk: int, dtype: to
     return parts.view(batch, heads, splits, projections, size).sum((0, 2))
 
 
-def _values_gradient(stretch: Stretch, gate: Gates, rows: Rows, grad_out: torch.Tensor, after: Sums) -> torch.Tensor:
+def _values_gradient(
+    stretch: Stretch, gate: Gates, rows: DivisorRows, grad_out: torch.Tensor, after: StateSums
+) -> torch.Tensor:
     q, k, v = stretch.q, stretch.k, stretch.v
     grad = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     values_gradient_kernel[(stretch.chunks * stretch.groups, blocks(v.shape[3], stretch.plan.tiles.block_v))](

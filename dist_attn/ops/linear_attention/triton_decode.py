@@ -10,7 +10,7 @@ import triton.language as tl
 from dist_attn.ops.kernel_operation import present
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.triton_features import features, load_projections
-from dist_attn.ops.linear_attention.triton_forward import Plan, blocks, either, on_device
+from dist_attn.ops.linear_attention.triton_forward import KernelPlan, blocks, either, on_device
 from dist_attn.ops.linear_attention.triton_outputs import guard
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 from dist_attn.ops.state import LinearState, writes_in_place
@@ -116,7 +116,7 @@ def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, Linear
     q, k, v, log_gate, key_scale = (None if t is None else t.detach()[:, :, 0].contiguous() for t in call.sequence)
     q, k, v = map(present, (q, k, v))
     (batch, heads, size), values = q.shape, v.shape[2]
-    plan = Plan.of(size, values, call.feature_map, policy, STEP_TILES)
+    plan = KernelPlan.of(size, values, call.feature_map, policy, STEP_TILES)
     state.check(batch, heads, plan.features, values)
     w = state.s_BHMV if call.map_tensor is None else call.map_tensor
     before = [t.detach().contiguous() for t in state.tensors()[:3]]

@@ -27,7 +27,7 @@ CLOSED_GATE = CLOSED[torch.float32]
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """The settings that all stretches of a call share."""
 
     map: str
@@ -39,7 +39,7 @@ class Plan:
     features: int  # M
 
     @staticmethod
-    def of(size: int, values: int, feature_map: FeatureMap | None, policy: Denominator, tiles: Tiles) -> "Plan":
+    def of(size: int, values: int, feature_map: FeatureMap | None, policy: Denominator, tiles: Tiles) -> "KernelPlan":
         """Plan the computation of a map of this form and these sizes."""
         form: FusedForm | None = None
         tensors: tuple[torch.Tensor, ...] = ()
@@ -47,7 +47,7 @@ class Plan:
             assert isinstance(feature_map, HasFusedForm)  # `choose` lets no other come here
             form, tensors = feature_map.fused_form(), feature_map.tensors()
         projections = tensors[0].shape[1] if tensors else size
-        return Plan(
+        return KernelPlan(
             map="none" if form is None else form.kind,
             unit_norm=form is not None and form.unit_norm,
             policy=policy,
@@ -84,7 +84,7 @@ class Stretch(NamedTuple):
         [B, H, L] contiguous; documents int32 [N T], how many documents have started in this stretch so far.
     """
 
-    plan: Plan
+    plan: KernelPlan
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -151,7 +151,7 @@ class Gates(NamedTuple):
         return self.left if self.key_scale is None else self.left * self.key_scale
 
 
-class Weights(NamedTuple):
+class TokenWeights(NamedTuple):
     """The weights of every token [G, N T]: of its values, of its features in z, and of its mass."""
 
     values: torch.Tensor
@@ -159,12 +159,12 @@ class Weights(NamedTuple):
     mass: torch.Tensor
 
     @staticmethod
-    def all(weight: torch.Tensor) -> "Weights":
+    def all(weight: torch.Tensor) -> "TokenWeights":
         """Take one weight for all three."""
-        return Weights(weight, weight, weight)
+        return TokenWeights(weight, weight, weight)
 
 
-class Sums(NamedTuple):
+class StateSums(NamedTuple):
     """Sums over keys, or what is of their kind: S [..., M, V], and z beside the mass [..., M + 1]."""
 
     s: torch.Tensor
@@ -174,8 +174,8 @@ class Sums(NamedTuple):
 class Scanned(NamedTuple):
     """The state before each chunk as it enters products, the one after the last, and [G, N] products of the former."""
 
-    before: Sums
-    end: Sums
+    before: StateSums
+    end: StateSums
     products: torch.Tensor | None
 
 
@@ -219,23 +219,25 @@ def gates(stretch: Stretch) -> Gates:
     return Gates(decay, left, read, gain, None if stretch.key_scale is None else stretch.filled(stretch.key_scale))
 
 
-def sequence_sums(stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights, dtype: torch.dtype) -> Sums:
+def sequence_sums(
+    stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: TokenWeights, dtype: torch.dtype
+) -> StateSums:
     """Sums of features of x and values y over all tokens, [G, M, V] and [G, M + 1], in products of `dtype`."""
     sums = _sums(stretch, x, y, weights, dtype, _length(stretch, y))
-    return Sums(sums.s.sum(1), sums.zm.sum(1))
+    return StateSums(sums.s.sum(1), sums.zm.sum(1))
 
 
 def states(
     stretch: Stretch,
     x: torch.Tensor,
     y: torch.Tensor,
-    weights: Weights,
-    start: Sums,
+    weights: TokenWeights,
+    start: StateSums,
     gain: torch.Tensor | None,
     dtype: torch.dtype,
     *,
     reverse: bool = False,
-    other: Sums | None = None,
+    other: StateSums | None = None,
 ) -> Scanned:
     """The states before all chunks (after them, in reverse) from `start`, [G, M, V] and [G, M + 1].
 
@@ -243,7 +245,7 @@ def states(
     """
     plan, length, values = stretch.plan, _length(stretch, y), y.shape[3]
     splits = blocks(stretch.chunks, length)
-    starts = Sums(start.s.unsqueeze(1), start.zm.unsqueeze(1))
+    starts = StateSums(start.s.unsqueeze(1), start.zm.unsqueeze(1))
     if splits > 1:
         starts = _sums(stretch, x, y, weights, dtype, length, gain, reverse=reverse)
         kept = stretch.empty(splits).fill_(1.0)
@@ -255,20 +257,20 @@ def states(
                 sums, first, kept, splits, elements, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4,
             )  # fmt: skip
     features = plan.features
-    before = Sums(
+    before = StateSums(
         stretch.empty(stretch.chunks, features, values, dtype=tile_dtype(dtype)),
         stretch.empty(stretch.chunks, features + 1),
     )
-    end, parts = Sums(*map(torch.empty_like, start)), _parts(plan, values)
+    end, parts = StateSums(*map(torch.empty_like, start)), _parts(plan, values)
     products = None if other is None else stretch.empty(stretch.chunks, parts)
     _walk(stretch, x, y, weights, gain, starts, before, end, other, products, dtype, length, reverse=reverse)
     return Scanned(before, end, None if products is None else products.sum(-1))
 
 
-def key_states(stretch: Stretch, gate: Gates, start: Sums) -> Scanned:
+def key_states(stretch: Stretch, gate: Gates, start: StateSums) -> Scanned:
     """`states` of keys and their values."""
     k, v = stretch.k, stretch.v
-    return states(stretch, k, v, Weights.all(gate.kept), start, gate.gain, k.dtype)
+    return states(stretch, k, v, TokenWeights.all(gate.kept), start, gate.gain, k.dtype)
 
 
 def _length(stretch: Stretch, y: torch.Tensor) -> int:
@@ -276,7 +278,7 @@ def _length(stretch: Stretch, y: torch.Tensor) -> int:
     return max(1, blocks(stretch.chunks * _parts(stretch.plan, y.shape[3]) * stretch.groups, SUM_PROGRAMS))
 
 
-def _parts(plan: Plan, values: int) -> int:
+def _parts(plan: KernelPlan, values: int) -> int:
     """Programs that share a state."""
     return blocks(values, plan.tiles.block_v) * blocks(plan.projections, plan.tiles.block_d)
 
@@ -285,16 +287,16 @@ def _sums(
     stretch: Stretch,
     x: torch.Tensor,
     y: torch.Tensor,
-    weights: Weights,
+    weights: TokenWeights,
     dtype: torch.dtype,
     length: int,
     gain: torch.Tensor | None = None,
     *,
     reverse: bool = False,
-) -> Sums:
+) -> StateSums:
     """Sums over every `length` chunks, [G, splits, M, V] and [G, splits, M + 1]."""
     splits, features = blocks(stretch.chunks, length), stretch.plan.features
-    end = Sums(stretch.empty(splits, features, y.shape[3]), stretch.empty(splits, features + 1))
+    end = StateSums(stretch.empty(splits, features, y.shape[3]), stretch.empty(splits, features + 1))
     _walk(stretch, x, y, weights, gain, None, None, end, None, None, dtype, length, reverse=reverse)
     return end
 
@@ -303,12 +305,12 @@ def _walk(
     stretch: Stretch,
     x: torch.Tensor,
     y: torch.Tensor,
-    weights: Weights,
+    weights: TokenWeights,
     gain: torch.Tensor | None,
-    start: Sums | None,
-    before: Sums | None,
-    end: Sums,
-    other: Sums | None,
+    start: StateSums | None,
+    before: StateSums | None,
+    end: StateSums,
+    other: StateSums | None,
     products: torch.Tensor | None,
     dtype: torch.dtype,
     length: int,
@@ -326,7 +328,7 @@ def _walk(
     )  # fmt: skip
 
 
-def outputs(stretch: Stretch, gate: Gates, state: Sums, out: torch.Tensor) -> Attended:
+def outputs(stretch: Stretch, gate: Gates, state: StateSums, out: torch.Tensor) -> Attended:
     """Fill `out` [B, H, L, V] from the states before all chunks."""
     (q, k, v), plan = (stretch.q, stretch.k, stretch.v), stretch.plan
     den, mass = (torch.empty(v.shape[:3], device=v.device) for _ in range(2))
@@ -339,7 +341,7 @@ def outputs(stretch: Stretch, gate: Gates, state: Sums, out: torch.Tensor) -> At
 
 
 def read(
-    stretch: Stretch, x: torch.Tensor, state: Sums, weight: torch.Tensor | None, dtype: torch.dtype
+    stretch: Stretch, x: torch.Tensor, state: StateSums, weight: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [B, H, L, V] in `dtype` and denominators [B, H, L] of x that read one state; see `read_kernel`."""
     plan, values = stretch.plan, state.s.shape[2]

@@ -20,14 +20,20 @@ from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, prese
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.differentiable import converted, map_of, sums_of
-from dist_attn.ops.linear_attention.triton_backward import Rows, Side, features_gradient, policy_rows, undivided_rows
+from dist_attn.ops.linear_attention.triton_backward import (
+    DivisorRows,
+    Side,
+    features_gradient,
+    policy_rows,
+    undivided_rows,
+)
 from dist_attn.ops.linear_attention.triton_forward import (
     Attended,
     Gates,
-    Plan,
+    KernelPlan,
+    StateSums,
     Stretch,
-    Sums,
-    Weights,
+    TokenWeights,
     map_operand,
     on_device,
     read,
@@ -80,7 +86,9 @@ def triton_absorb_keys(call: LinearCall) -> LinearState:
     Shapes: as `triton_full_attention`, S at least 1.
     """
     _, k, v, log_gate, key_scale = call.sequence
-    plan = Plan.of(k.shape[3], v.shape[3], call.feature_map, Denominator("one"), tiles_for(k, v, call.feature_map))
+    plan = KernelPlan.of(
+        k.shape[3], v.shape[3], call.feature_map, Denominator("one"), tiles_for(k, v, call.feature_map)
+    )
     state = call.state_before(plan.features)
     weight = None if key_scale is None else key_scale.float()
     s, z, mass, log_decay = state.s_BHMV, state.z_BHM, state.mass_BH, state.log_decay_BH
@@ -106,7 +114,7 @@ def triton_read(call: LinearCall, *, undivided: bool = False) -> tuple[torch.Ten
     s, zm = sums_of(state)
     policy = Denominator("one") if undivided else call.denominator
     tiles = tiles_for(q, s[:, :, :0].to(q.dtype), call.feature_map)
-    plan = Plan.of(q.shape[3], s.shape[3], call.feature_map, policy, tiles)
+    plan = KernelPlan.of(q.shape[3], s.shape[3], call.feature_map, policy, tiles)
     state.check(*q.shape[:2], plan.features, s.shape[3])
     out, *den = _Read(plan, call.feature_map, undivided)(ReadInputs(q, s, zm, call.map_tensor))
     return present(out), den[0] if undivided else None
@@ -116,14 +124,14 @@ def triton_read(call: LinearCall, *, undivided: bool = False) -> tuple[torch.Ten
 class _Sums(KernelOperation[SumTensors]):
     """Sums of weight phi(k) v^T [B, H, M, V] and of weight [phi(k), 1]."""
 
-    plan: Plan
+    plan: KernelPlan
     feature_map: FeatureMap | None
 
     def forward(self, x: SumTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         v = present(x.v)
         stretch = _stretch(self.plan, x.k, v, x.w)
         with on_device(v.device):
-            weights = Weights.all(_weights(stretch, x.weight))
+            weights = TokenWeights.all(_weights(stretch, x.weight))
             sums, zm = sequence_sums(stretch, stretch.k, stretch.v, weights, stretch.k.dtype)
         return (sums.view(*v.shape[:2], *sums.shape[1:]), zm.view(*v.shape[:2], -1)), ()
 
@@ -133,9 +141,9 @@ class _Sums(KernelOperation[SumTensors]):
         with on_device(v.device):
             of_sums, ones = _one_state(grads[0], grads[1], v.dtype), stretch.ones()
             gate = _gates(ones, None if x.weight is None else _weights(stretch, x.weight))
-            side = Side(stretch.k, stretch.k, stretch.v, stretch.v, Weights.all(ones), of_sums, True)
+            side = Side(stretch.k, stretch.k, stretch.v, stretch.v, TokenWeights.all(ones), of_sums, True)
             with_map = x.w is not None and bool(needs.w)
-            of_k = features_gradient(stretch, gate, Rows(ones, ones, ones), side, with_map, pairs=False)
+            of_k = features_gradient(stretch, gate, DivisorRows(ones, ones, ones), side, with_map, pairs=False)
             grad_v, _ = read(stretch, stretch.k, of_sums, gate.key_scale, v.dtype)
         grad_weight = None if x.weight is None else of_k.rows[:, : v.shape[2]].reshape(v.shape[:3])
         return SumInputs(of_k.x, grad_v, grad_weight, converted(of_k.w, x.w))
@@ -152,7 +160,7 @@ class _Sums(KernelOperation[SumTensors]):
 class _Read(KernelOperation[ReadTensors]):
     """Outputs [B, H, L, V]; `undivided` also denominators before any policy [B, H, L]."""
 
-    plan: Plan
+    plan: KernelPlan
     feature_map: FeatureMap | None
     undivided: bool
 
@@ -176,7 +184,7 @@ class _Read(KernelOperation[ReadTensors]):
             else:
                 out, den = map(present, kept)
                 rows = policy_rows(stretch, Attended(out, den, zm[..., -1:].expand_as(den)), stretch.v)
-            weights = Weights(*rows)
+            weights = TokenWeights(*rows)
             of_state = sequence_sums(stretch, stretch.q, stretch.v, weights, q.dtype)
             state = _one_state(s, zm, q.dtype)
             side = Side(stretch.q, stretch.q, stretch.v, stretch.v, weights, state, False)
@@ -193,7 +201,7 @@ class _Read(KernelOperation[ReadTensors]):
         return ((num / self.plan.policy.guard(den, zm[..., -1:].expand_as(den))[..., None]).to(q.dtype),)
 
 
-def _stretch(plan: Plan, x: torch.Tensor | None, y: torch.Tensor, w: torch.Tensor | None) -> Stretch:
+def _stretch(plan: KernelPlan, x: torch.Tensor | None, y: torch.Tensor, w: torch.Tensor | None) -> Stretch:
     """x and y of the whole sequence, as kernels take them."""
     x, y = rowwise(present(x)), rowwise(y)
     return Stretch(plan, x, x, y, x if w is None else map_operand(w, x.dtype))
@@ -205,10 +213,10 @@ def _features(feature_map: FeatureMap | None, x: torch.Tensor | None, w: torch.T
     return x if phi is None else phi(x)
 
 
-def _one_state(s: torch.Tensor | None, zm: torch.Tensor | None, dtype: torch.dtype) -> Sums:
+def _one_state(s: torch.Tensor | None, zm: torch.Tensor | None, dtype: torch.dtype) -> StateSums:
     """A state, or the gradient of one, as it enters products: [G, M, V] and [G, M + 1]."""
     s, zm = present(s).flatten(0, 1), present(zm).flatten(0, 1)
-    return Sums(s.to(tile_dtype(dtype)).contiguous(), zm.contiguous())
+    return StateSums(s.to(tile_dtype(dtype)).contiguous(), zm.contiguous())
 
 
 def _weights(stretch: Stretch, weight: torch.Tensor | None) -> torch.Tensor:

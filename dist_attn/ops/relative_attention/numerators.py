@@ -31,7 +31,7 @@ from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 CHUNK_TOKENS = 64
 
 
-class Carry(NamedTuple):
+class WindowCarry(NamedTuple):
     """The values a causal walk carries: kernel sums (of no features where there are no keys), far values, near ones."""
 
     sz_BHMW: torch.Tensor
@@ -39,9 +39,9 @@ class Carry(NamedTuple):
     near_BHTW: torch.Tensor
 
     @staticmethod
-    def of(state: RelativeState, dtype: torch.dtype) -> "Carry":
+    def of(state: RelativeState, dtype: torch.dtype) -> "WindowCarry":
         """The carry behind this state."""
-        return Carry(*(t.to(dtype) for t in (state.sz_BHMW, state.window.far_BHW, state.window.near_BHTW)))
+        return WindowCarry(*(t.to(dtype) for t in (state.sz_BHMW, state.window.far_BHW, state.window.near_BHTW)))
 
 
 def numerators(
@@ -59,11 +59,11 @@ def numerators(
     position scores count (then `before` is a window alone). `own`: whether a query sees its own key.
     """
     if isinstance(before, RelativeState):
-        carry = Carry.of(before, v1_BHLW.dtype)
+        carry = WindowCarry.of(before, v1_BHLW.dtype)
     else:
         window = WindowState.of(v1_BHLW[:, :, :0], max(rp_HRK.shape[1] - 2, 0)) if before is None else before
         (batch, heads, _, columns), features = v1_BHLW.shape, 0 if k_BHLK is None else k_BHLK.shape[3]
-        carry = Carry(v1_BHLW.new_zeros((batch, heads, features, columns)), window.far_BHW, window.near_BHTW)
+        carry = WindowCarry(v1_BHLW.new_zeros((batch, heads, features, columns)), window.far_BHW, window.near_BHTW)
     return walk(q_BHLK, k_BHLK, v1_BHLW, rp_HRK, own, carry)[0]
 
 
@@ -73,8 +73,8 @@ def walk(
     v1_BHLW: torch.Tensor,
     rp_HRK: torch.Tensor,
     own: bool,
-    carry: Carry,
-) -> tuple[torch.Tensor, Carry]:
+    carry: WindowCarry,
+) -> tuple[torch.Tensor, WindowCarry]:
     """Numerators after `carry`, and the carry behind the last token."""
     num_BHLW, after = scan(
         _WindowPass(own),
@@ -85,7 +85,7 @@ def walk(
         output_shape=tuple(v1_BHLW.shape),
         output_dtype=v1_BHLW.dtype,
     )
-    return num_BHLW, Carry(*after)
+    return num_BHLW, WindowCarry(*after)
 
 
 def numerators_of_all(
@@ -175,7 +175,7 @@ class _WindowPass:
             own_BHNCC = own_BHNCC + (q_BHNCK @ k_BHNCK.transpose(-1, -2)).tril()
         num_BHNCW = num_BHNCW + own_BHNCC @ v1_BHNCW
         # The copy, so that a state that is kept does not keep the block.
-        return num_BHNCW.flatten(2, 3), Carry(sz_BHMW, far_BHW, seen_BHJW[:, :, tokens:].clone())
+        return num_BHNCW.flatten(2, 3), WindowCarry(sz_BHMW, far_BHW, seen_BHJW[:, :, tokens:].clone())
 
     def advance(self, sequence: MaybeTensors, carry: Tensors, parameters: Tensors) -> Tensors:
         _, k, v1 = sequence
@@ -184,7 +184,7 @@ class _WindowPass:
         window = WindowState(far_BHW, near_BHTW, 0).combine(WindowState.of(v1, near_BHTW.shape[2]))
         if k is not None:
             sz_BHMW = sz_BHMW + k.transpose(-1, -2) @ v1
-        return Carry(sz_BHMW, window.far_BHW, window.near_BHTW)
+        return WindowCarry(sz_BHMW, window.far_BHW, window.near_BHTW)
 
 
 def _around(sequence: MaybeTensors, parameters: Tensors) -> torch.Tensor:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.linear_attention.triton_backward import map_gradient, row_products
 from dist_attn.ops.linear_attention.triton_forward import (
-    Plan,
+    KernelPlan,
     Scanned,
+    StateSums,
     Stretch,
-    Sums,
-    Weights,
+    TokenWeights,
     blocks,
     precision,
     rowwise,
@@ -97,7 +97,7 @@ class KernelInputs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     rp: torch.Tensor
-    state: Sums
+    state: StateSums
     far: torch.Tensor
     ones: torch.Tensor
 
@@ -111,7 +111,7 @@ class KernelInputs(NamedTuple):
             k=rowwise(x.k),
             v=rowwise(x.v),
             rp=x.rp.float().contiguous(),
-            state=Sums(x.s.flatten(0, 1).contiguous(), F.pad(x.z.flatten(0, 1), (0, 1))),
+            state=StateSums(x.s.flatten(0, 1).contiguous(), F.pad(x.z.flatten(0, 1), (0, 1))),
             far=x.far.flatten(0, 1).contiguous(),
             ones=F.pad(x.ones.flatten(0, 1), (0, setting.chunks(keys) * setting.tiles.chunk - keys)),
         )
@@ -150,8 +150,8 @@ class Walk(NamedTuple):
     """
 
     positions: torch.Tensor
-    before: Sums
-    end: Sums
+    before: StateSums
+    end: StateSums
     earlier: torch.Tensor
     later: torch.Tensor
 
@@ -170,13 +170,13 @@ class _Side(NamedTuple):
     other: torch.Tensor
     own_y: torch.Tensor
     other_y: torch.Tensor
-    state: Sums
+    state: StateSums
     scores: torch.Tensor | None  # the gradient of position scores, of queries alone
 
 
 def walk(x: KernelInputs) -> Walk:
     """Compute everything that outputs, and later gradients, are made of."""
-    scanned = _states(x, x.k, x.v, Weights.all(x.ones), x.state)
+    scanned = _states(x, x.k, x.v, TokenWeights.all(x.ones), x.state)
     count = x.ones.view(x.groups, -1, x.setting.tiles.chunk).sum(-1, keepdim=True)
     of_chunks = torch.cat([_row_sums(x, x.v, x.ones), count], dim=-1)
     earlier = _sums_before(of_chunks, x.far)
@@ -212,10 +212,10 @@ def relative_gradients(
     grad_out, walked = rowwise(grad_out), walk(x)
     rows = _query_rows(x.setting, out, den, grad_out)
     # The gradients that queries send back through the states of the keys before them.
-    grad_end = Sums(grad_s.flatten(0, 1).float().contiguous(), F.pad(grad_z.flatten(0, 1).float(), (0, 1)))
-    weights = Weights(rows.inverse, rows.grad_den, rows.grad_den)
+    grad_end = StateSums(grad_s.flatten(0, 1).float().contiguous(), F.pad(grad_z.flatten(0, 1).float(), (0, 1)))
+    weights = TokenWeights(rows.inverse, rows.grad_den, rows.grad_den)
     after = _states(x, q, grad_out, weights, grad_end, reverse=True)
-    start = after.end if x.setting.causal else Sums(*map(torch.zeros_like, x.state))
+    start = after.end if x.setting.causal else StateSums(*map(torch.zeros_like, x.state))
     scores = _scores_gradient(x, walked, grad_out, rows)
     grad_v, far = _values_gradient(x, walked, grad_out, rows, after.before)
     return RelativeTensors(
@@ -231,11 +231,17 @@ def relative_gradients(
 
 
 def _states(
-    x: KernelInputs, tokens: torch.Tensor, y: torch.Tensor, weights: Weights, start: Sums, *, reverse: bool = False
+    x: KernelInputs,
+    tokens: torch.Tensor,
+    y: torch.Tensor,
+    weights: TokenWeights,
+    start: StateSums,
+    *,
+    reverse: bool = False,
 ) -> Scanned:
     """The states before all chunks of these tokens, and the one after the last; of all of them if not causal."""
     size = tokens.shape[3]
-    plan = Plan("none", False, Denominator(), x.setting.tiles, size, size, size)
+    plan = KernelPlan("none", False, Denominator(), x.setting.tiles, size, size, size)
     stretch = Stretch(plan, tokens, tokens, y, y)
     if x.setting.causal:
         return states(stretch, tokens, y, weights, start, None, y.dtype, reverse=reverse)
@@ -312,7 +318,7 @@ def _features_gradient(x: KernelInputs, rows: QueryRows, side: _Side) -> torch.T
 
 
 def _values_gradient(
-    x: KernelInputs, walked: Walk, grad_out: torch.Tensor, rows: QueryRows, after: Sums
+    x: KernelInputs, walked: Walk, grad_out: torch.Tensor, rows: QueryRows, after: StateSums
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dv, and the gradient [G, V] of the sum of values that every query is far from."""
     q, k, v, tiles = x.q, x.k, x.v, x.setting.tiles

@@ -22,7 +22,7 @@ from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_relative
-from dist_attn.ops.relative_attention.numerators import Carry, numerators, numerators_of_all, walk
+from dist_attn.ops.relative_attention.numerators import WindowCarry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
 from dist_attn.ops.relative_rows import take_by_row
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
@@ -153,7 +153,7 @@ def stream_relative(call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
     (q, k, v1, rp_HRK), state = call.widened(), call.state
     if state is None:
         state = RelativeState.of(k[:, :, :0], v1[:, :, :0], call.width)
-    num, after = walk(q, k, v1, rp_HRK[:, : call.reach + 1], True, Carry.of(state, v1.dtype))
+    num, after = walk(q, k, v1, rp_HRK[:, : call.reach + 1], True, WindowCarry.of(state, v1.dtype))
     window = WindowState(after.far_BHW, after.near_BHTW, state.window.length + call.keys)
     return normalised(num, call.v_BHSV.dtype), RelativeState(after.sz_BHMW, window)
 

@@ -13,7 +13,7 @@ from dist_attn.ops.softmax_attention.cache import (
     softmax_attention_of_rows,
     softmax_attention_streaming,
 )
-from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention.call import QueryPlacement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.slots import CacheSlots, places_for, softmax_attention_of_slots
 from dist_attn.ops.softmax_attention.tiled import attend_partially, merge_partials
 
@@ -21,7 +21,7 @@ __all__ = [
     "CacheRows",
     "CacheSlots",
     "KeyValueCache",
-    "Placement",
+    "QueryPlacement",
     "RelativePositions",
     "SoftmaxCall",
     "SoftmaxOptions",

@@ -19,7 +19,7 @@ from dist_attn.ops.documents import (
     split_tokens,
     start_flags,
 )
-from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention.call import QueryPlacement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
 
 # On CPUs torch's fused kernel goes backward through short half-precision sequences up to 10 times more slowly than
@@ -38,7 +38,7 @@ def softmax_attention(
     *,
     causal: bool,
     scale: float | None = None,
-    placement: Placement | None = None,
+    placement: QueryPlacement | None = None,
     prefix: int = 0,
     relative: RelativePositions | None = None,
 ) -> torch.Tensor:
@@ -66,7 +66,7 @@ def softmax_attention_naive(
     *,
     causal: bool,
     scale: float | None = None,
-    placement: Placement | None = None,
+    placement: QueryPlacement | None = None,
     prefix: int = 0,
     window: int | None = None,
     softcap: float | None = None,
@@ -77,7 +77,7 @@ def softmax_attention_naive(
     repeats = q_BHLK.shape[1] // k_BGSK.shape[1]
     k_BHSK, v_BHSV = k_BGSK.repeat_interleave(repeats, 1), v_BGSV.repeat_interleave(repeats, 1)
     scores_BHLS = q_BHLK @ k_BHSK.transpose(-1, -2) * (1 / math.sqrt(q_BHLK.shape[3]) if scale is None else scale)
-    where = Placement.in_order(q_BHLK.shape[2], k_BGSK.shape[2]) if placement is None else placement
+    where = QueryPlacement.in_order(q_BHLK.shape[2], k_BGSK.shape[2]) if placement is None else placement
     where = where.on(q_BHLK.device)
     if relative is not None:
         row_LS = (where.keys_S - where.queries_L[:, None]).clamp(-relative.reach, relative.reach) + relative.reach
@@ -133,7 +133,7 @@ def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Ten
     check_documents(documents, length, call.keys)
     if call.needs_tiles:
         tokens_L, number_L = torch.arange(length, device="cpu"), document_numbers(documents, length)
-        return attend_exactly(replace(call, placement=Placement(tokens_L, tokens_L, number_L, number_L)))
+        return attend_exactly(replace(call, placement=QueryPlacement(tokens_L, tokens_L, number_L, number_L)))
     flags_L = start_flags(documents, length, call.q_BHLK.device)
     starts = frozenset(documents)
     outputs = []

@@ -11,7 +11,7 @@ import torch
 from dist_attn.errors import InputError
 from dist_attn.ops.documents import check_documents, document_numbers
 from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly
-from dist_attn.ops.softmax_attention.call import PLAIN, Placement, SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.softmax_attention.call import PLAIN, QueryPlacement, SoftmaxCall, SoftmaxOptions
 
 
 @dataclass
@@ -226,7 +226,7 @@ def softmax_attention_of_rows(
     return torch.cat(outputs), tuple(after)
 
 
-def streaming_placement(past: int, length: int, documents: tuple[int, ...], dropped: int) -> Placement:
+def streaming_placement(past: int, length: int, documents: tuple[int, ...], dropped: int) -> QueryPlacement:
     """The placement of `length` tokens after `past` ones, which belong to one document, and of all these keys.
 
     There are none of the first `dropped` tokens.
@@ -234,6 +234,6 @@ def streaming_placement(past: int, length: int, documents: tuple[int, ...], drop
     keys_S = torch.arange(dropped, past + length, device="cpu")
     queries_L = keys_S[past - dropped :]
     if not documents:
-        return Placement(queries_L, keys_S)
+        return QueryPlacement(queries_L, keys_S)
     number_L = document_numbers(documents, length)
-    return Placement(queries_L, keys_S, number_L, torch.cat([number_L.new_zeros(past - dropped), number_L]))
+    return QueryPlacement(queries_L, keys_S, number_L, torch.cat([number_L.new_zeros(past - dropped), number_L]))

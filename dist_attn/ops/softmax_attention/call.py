@@ -14,7 +14,7 @@ from dist_attn.ops.linear_attention.call import check_prefix
 
 
 @dataclass(frozen=True)
-class Placement:
+class QueryPlacement:
     """Positions of queries [L] and keys [S] in the sequence and, with packed documents, the document of each.
 
     A query sees the keys of its own document; when causal, those at its own position or before it. Positions are
@@ -34,14 +34,14 @@ class Placement:
             raise ShapeError("documents were given for queries or for keys alone; give both, or neither")
 
     @classmethod
-    def in_order(cls, queries: int, keys: int) -> "Placement":
+    def in_order(cls, queries: int, keys: int) -> "QueryPlacement":
         """All tokens of a sequence, aligned at the top left."""
         return cls(torch.arange(queries, device="cpu"), torch.arange(keys, device="cpu"))
 
-    def on(self, device: torch.device) -> "Placement":
+    def on(self, device: torch.device) -> "QueryPlacement":
         """A copy there, to make masks from."""
         parts = (self.queries_L, self.keys_S, self.query_documents_L, self.key_documents_S)
-        return Placement(*(None if t is None else send(t, device) for t in parts))  # type: ignore[arg-type]
+        return QueryPlacement(*(None if t is None else send(t, device) for t in parts))  # type: ignore[arg-type]
 
     def check(self, queries: int, keys: int) -> None:
         """Raises: ShapeError for positions or documents of another number of tokens."""
@@ -167,7 +167,7 @@ class SoftmaxCall:
     v_BGSV: torch.Tensor
     causal: bool
     options: SoftmaxOptions = PLAIN
-    placement: Placement | None = None
+    placement: QueryPlacement | None = None
     prefix: int = 0
 
     @property
@@ -209,7 +209,7 @@ class SoftmaxCall:
         """Return this call with other queries, keys and values."""
         return replace(self, q_BHLK=q_BHLK, k_BGSK=k_BGSK, v_BGSV=v_BGSV)
 
-    def over(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor, placement: Placement | None) -> "SoftmaxCall":
+    def over(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor, placement: QueryPlacement | None) -> "SoftmaxCall":
         """Return this call's queries over other keys and values."""
         return replace(self, k_BGSK=k_BGSK, v_BGSV=v_BGSV, placement=placement)
 

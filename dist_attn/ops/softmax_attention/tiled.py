@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.relative_rows import sum_by_row
-from dist_attn.ops.softmax_attention.call import Placement, SoftmaxCall
+from dist_attn.ops.softmax_attention.call import QueryPlacement, SoftmaxCall
 
 TILE_QUERIES = 256
 TILE_KEYS = 1024
@@ -33,14 +33,14 @@ class TileTerms(NamedTuple):
 
     causal: bool
     scale: float
-    placement: Placement
+    placement: QueryPlacement
     window: int | None = None
     softcap: float | None = None
 
     @staticmethod
     def of(call: SoftmaxCall) -> "TileTerms":
         """The terms of a call; without a placement its tokens are in order."""
-        placement = Placement.in_order(call.queries, call.keys) if call.placement is None else call.placement
+        placement = QueryPlacement.in_order(call.queries, call.keys) if call.placement is None else call.placement
         return TileTerms(call.causal, call.score_scale, placement, call.options.window, call.options.softcap)
 
 

@@ -3,7 +3,7 @@
 from dist_attn.ops.monoid import LegsForgets, LogDecay, Matrix, Monoid, Powers
 from dist_attn.sharded.prefix_scan.scan import (
     Algorithm,
-    Exchange,
+    ScanExchange,
     exclusive_scan,
     exclusive_scan_start,
     scan_over_ranks,
@@ -13,7 +13,7 @@ from dist_attn.sharded.prefix_scan.scan import (
 
 __all__ = [
     "Algorithm",
-    "Exchange",
+    "ScanExchange",
     "LegsForgets",
     "LogDecay",
     "Matrix",

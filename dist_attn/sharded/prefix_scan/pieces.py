@@ -77,7 +77,7 @@ class _Ring:
         self._before = [torch.zeros_like(piece) for piece in self._own]
         self._total = [torch.zeros_like(piece) for piece in self._own]
         self._previous = torch.stack(self._own)
-        self._launched: collectives.Launched | collectives.Done | None = None
+        self._launched: collectives.Launched | collectives.FinishedExchange | None = None
 
     def launch(self, step: int) -> None:
         rank, size = self._comm.rank, self._comm.size

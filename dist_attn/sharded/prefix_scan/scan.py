@@ -28,7 +28,7 @@ Algorithm = StateExchange
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ScanExchange:
     """A way of moving states between ranks; equal on all ranks.
 
     `auto` is what `dist-attn doctor --measure` found fastest on the machine of rank 0, else `costs.default_exchange`.
@@ -49,7 +49,7 @@ class Exchange:
         if self.pieces < 1:
             raise ConfigError(f"a ring in {self.pieces} pieces was asked for; it needs 1 or more")
 
-    def resolved(self, comm: Communicator, message_bytes: int) -> "Exchange":
+    def resolved(self, comm: Communicator, message_bytes: int) -> "ScanExchange":
         """This exchange, settled, with `auto` replaced by what suits a message of this size."""
         if self.algorithm != "auto":
             return self
@@ -58,7 +58,7 @@ class Exchange:
         return replace(self, algorithm=cast(StateExchange, name))
 
 
-def settle(comm: Communicator, exchange: Exchange) -> Exchange:
+def settle(comm: Communicator, exchange: ScanExchange) -> ScanExchange:
     """The exchange with all that the ranks have to learn of each other for it: measured times, and hosts.
 
     Every rank calls this. What was settled before is as it is, so that nothing is looked up inside a compiled graph.
@@ -78,7 +78,7 @@ def scan_over_ranks(
     monoid: Monoid,
     own: torch.Tensor,
     initial: torch.Tensor | None = None,
-    exchange: Exchange | None = None,
+    exchange: ScanExchange | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The messages of all ranks before this one, combined, and of all ranks; both behind `initial`.
 
@@ -97,7 +97,7 @@ def scan_over_ranks_start(
     monoid: Monoid,
     own: torch.Tensor,
     initial: torch.Tensor | None = None,
-    exchange: Exchange | None = None,
+    exchange: ScanExchange | None = None,
 ) -> Finish:
     """Launch `scan_over_ranks`: what its algorithm can send before it has received anything is under way.
 
@@ -109,7 +109,7 @@ def scan_over_ranks_start(
     with_first = monoid.combine(first, own)
     if comm.size == 1:
         return lambda: (first, with_first)
-    settled = settle(comm, Exchange() if exchange is None else exchange)
+    settled = settle(comm, ScanExchange() if exchange is None else exchange)
     chosen = settled.resolved(comm, with_first.numel() * with_first.element_size())
     finish = _starter(chosen)(comm, monoid, with_first)
 
@@ -122,7 +122,7 @@ def scan_over_ranks_start(
 
 
 def exclusive_scan(
-    comm: Communicator, element: State, initial: State | None = None, exchange: Exchange | None = None
+    comm: Communicator, element: State, initial: State | None = None, exchange: ScanExchange | None = None
 ) -> tuple[State, State]:
     """`scan_over_ranks` of states: that before this rank's first token, and the global last.
 
@@ -133,7 +133,7 @@ def exclusive_scan(
 
 
 def exclusive_scan_start(
-    comm: Communicator, element: State, initial: State | None = None, exchange: Exchange | None = None
+    comm: Communicator, element: State, initial: State | None = None, exchange: ScanExchange | None = None
 ) -> Callable[[], tuple[State, State]]:
     """Launch an `exclusive_scan`, as `scan_over_ranks_start`."""
     before_all = None if initial is None else initial.pack()
@@ -148,7 +148,7 @@ def exclusive_scan_start(
     return states
 
 
-def _starter(exchange: Exchange) -> Callable[[Communicator, Monoid, torch.Tensor], Finish]:
+def _starter(exchange: ScanExchange) -> Callable[[Communicator, Monoid, torch.Tensor], Finish]:
     if exchange.algorithm == "two_level":
         return partial(start_two_level, hosts=exchange.hosts)
     if exchange.algorithm == "pipelined_ring":

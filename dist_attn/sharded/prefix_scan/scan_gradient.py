@@ -18,10 +18,12 @@ __all__ = ["Running", "before_start"]
 
 def before_start(
     comm: Communicator, monoid: Monoid, x_BHX: torch.Tensor, *, label: str = ""
-) -> "Running | collectives.Done":
+) -> "Running | collectives.FinishedExchange":
     """Launch the scan of the elements before this rank; its backward pass likewise launches and waits."""
     if torch.compiler.is_compiling():
-        return collectives.Done(_in_graph(x_BHX, list(monoid.known), comm.number, monoid.name, False, label))
+        return collectives.FinishedExchange(
+            _in_graph(x_BHX, list(monoid.known), comm.number, monoid.name, False, label)
+        )
     return _start(x_BHX, _Flight(comm, monoid, label))
 
 

@@ -21,13 +21,13 @@ from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.text.spool import Spool, SpoolFactory
 from dist_attn_service.text.tokenising import Piece, TextMark
 
-__all__ = ["DocumentService", "RowRequest", "Source"]
+__all__ = ["DocumentService", "RowRequest", "DocumentSource"]
 
 TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """The source of a document: the body that still arrives, a text that came as JSON, or a stored file.
 
     `pieces` gives it once, as it comes, and checks it. Raises: ServiceError for what is no document, ClientGone.
@@ -55,7 +55,7 @@ class _Document:
     """The moving parts of one encoding."""
 
     request: RowRequest
-    source: Source
+    source: DocumentSource
     body: RequestBody
     inbox: Spool
     outbox: Spool
@@ -72,7 +72,12 @@ class DocumentService:
         self._spools = spools
 
     async def answer(
-        self, request: RowRequest, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
+        self,
+        request: RowRequest,
+        source: DocumentSource,
+        body: RequestBody,
+        writer: ResponseWriter,
+        record: RequestRecord,
     ) -> None:
         """Stream the rows of one document; the head goes out after the first bytes of the body came in.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from dist_attn_service.base.errors import MOST_RETRY_SECONDS, Code, ServiceError, retry_after
 
-__all__ = ["BodyMemory", "OpenRequests", "Turnover"]
+__all__ = ["BodyMemory", "RequestLimit", "Turnover"]
 
 LATELY = 64  # requests that have ended, by which the next ones are judged
 GUESS_SECONDS = 5.0  # that a request takes, before any has ended
@@ -46,7 +46,7 @@ class Turnover:
         return ServiceError(message, code=Code.OVERLOADED, headers=retry_after(until - now))
 
 
-class OpenRequests:
+class RequestLimit:
     """The count of requests that hold engine work or spools; over the limit the next one is told to come back.
 
     A caller may hold half of the places that others leave, so that no caller, and no few of them, can take all.

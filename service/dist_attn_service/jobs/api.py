@@ -17,7 +17,7 @@ from dist_attn_api.types import Job, JobProgress
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge, disk_code
 from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.completions.run import CompletionService
-from dist_attn_service.encodings.documents import Source
+from dist_attn_service.encodings.documents import DocumentSource
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import Event, JobCatalogue, JobRecord, end_of, with_event
 from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
@@ -68,7 +68,12 @@ class JobServices:
     # ---- handing in ----------------------------------------------------------------------------
 
     async def encoding(
-        self, context: ServiceContext, caller: str, spec: RowSpec, source: Source, boundaries: Sequence[int] = ()
+        self,
+        context: ServiceContext,
+        caller: str,
+        spec: RowSpec,
+        source: DocumentSource,
+        boundaries: Sequence[int] = (),
     ) -> tuple[str, JobRecord]:
         """A new job that encodes a document with the model of `context`.
 
@@ -122,7 +127,7 @@ class JobServices:
             **{"state": "queued", **values},
         )
 
-    async def _receive(self, name: str, source: Source, ends: bytes, lease: float) -> tuple[int, str]:
+    async def _receive(self, name: str, source: DocumentSource, ends: bytes, lease: float) -> tuple[int, str]:
         """Write a document and its rows' ends to the job's files; return its length, and the SHA-256 of both in hex."""
         await beside(None, self._store.files.make, name)
         total, reserved, waiting = 0, source.size or 0, bytearray()

@@ -93,9 +93,9 @@ class JobFiles:
         writing.replace(self.result(name))
         self._sync_names(name)
 
-    def rows(self, name: str, dim: int) -> "RowFile":
+    def rows(self, name: str, dim: int) -> "JobRowFile":
         """The rows of an encoding."""
-        return RowFile(self._of(name), dim)
+        return JobRowFile(self._of(name), dim)
 
     def _boundaries(self, name: str) -> Path:
         return self._of(name) / "boundaries"
@@ -110,7 +110,7 @@ class JobFiles:
 
 
 @final
-class RowFile:
+class JobRowFile:
     """Rows in two files. One process writes; others read the rows that the catalogue says are safe.
 
     A process that was taken for dead may still write for a moment: every row has its place, and equal bits, whoever

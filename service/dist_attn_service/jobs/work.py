@@ -19,7 +19,7 @@ from dist_attn_service.completions.run import CompletionService, whole_completio
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
-from dist_attn_service.jobs.files import JobFiles, JobStates, RowFile
+from dist_attn_service.jobs.files import JobFiles, JobRowFile, JobStates
 from dist_attn_service.jobs.runner import Report
 from dist_attn_service.schemas.completions import CompletionRequest
 
@@ -89,7 +89,7 @@ class EncodingWork:
         name: str,
         record: JobRecord,
         report: Report,
-        rows: RowFile,
+        rows: JobRowFile,
         boundaries: Sequence[int] = (),
         *,
         point: JobPoint | None = None,
@@ -158,7 +158,7 @@ class EncodingWork:
             yield block
 
 
-def _tell(report: Report, run: EncodingRun, rows: RowFile, input_bytes: int) -> None:
+def _tell(report: Report, run: EncodingRun, rows: JobRowFile, input_bytes: int) -> None:
     """Let a report tell the progress of a run."""
     report.tokens = lambda: run.load.done_tokens
     report.expected = lambda: run.tokens * input_bytes / run.text_bytes if run.text_bytes else None

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, retry_after
 from dist_attn_service.dependencies import ModelServices
-from dist_attn_service.encodings.documents import RowRequest, Source
+from dist_attn_service.encodings.documents import DocumentSource, RowRequest
 from dist_attn_service.encodings.estimates import Size
 from dist_attn_service.encodings.formats import FORMATS, choose_format
 from dist_attn_service.routers.incoming import (
@@ -68,7 +68,7 @@ async def create_encoding(asked: Asked) -> Response:
     )
 
 
-async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, EncodingOptions, list[int]]:
+async def _source(asked: Incoming, options: EncodingOptions) -> tuple[DocumentSource, EncodingOptions, list[int]]:
     """The document, the options of query and JSON together, and the offsets at which rows end, if these are given."""
     if asked.media_type(gzip=True) != JSON:
         return document_source(asked), options, []
@@ -89,7 +89,7 @@ def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
     return EncodingOptions(**values)
 
 
-def _check_length(form: str, source: Source) -> None:
+def _check_length(form: str, source: DocumentSource) -> None:
     """Refuse a format that needs the number of rows where the document's length is not known beforehand.
 
     Raises: BadRequest.
@@ -116,7 +116,7 @@ def _preference(headers: Headers) -> tuple[bool, int | None]:
     return "respond-async" in words, waits[0] if waits else None
 
 
-async def becomes_job(served: ModelServices, headers: Headers, source: Source) -> bool:
+async def becomes_job(served: ModelServices, headers: Headers, source: DocumentSource) -> bool:
     """Return whether an encoding is answered with 202 and a job.
 
     Raises: ServiceError (429) when it would wait for longer than `jobs.queue_s`, and neither its client nor the

@@ -17,7 +17,7 @@ from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceErr
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms, parse_json, parse_query, terms_of, utf8
 from dist_attn_service.dependencies import Services
-from dist_attn_service.encodings.documents import Source
+from dist_attn_service.encodings.documents import DocumentSource
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
 from dist_attn_service.routers.openapi import ANY_BYTES, ANY_TEXT, BYTES, FORM, JSON, TEXT, form
 from dist_attn_service.schemas.completions import HowSoon
@@ -177,7 +177,7 @@ def no_error_trailer(_: ServiceError) -> None:
 # ---- documents -----------------------------------------------------------------------------------
 
 
-def document_source(asked: Incoming) -> Source:
+def document_source(asked: Incoming) -> DocumentSource:
     """The source of a body that is a document itself, or a form with one as its file.
 
     Raises: ServiceError (415) for a type of no document, BadRequest for a boundary that is not valid, TooLarge for a
@@ -192,8 +192,8 @@ def document_source(asked: Incoming) -> Source:
     size = None if body.gzip else length
     if kind == FORM:
         boundary = boundary_of(asked.headers.get("content-type", ""))
-        return Source(_file_of_form(body.chunks(), boundary), size=size)
-    return Source(body.chunks() if kind == BYTES else _text(body.chunks(), kind), size=size)
+        return DocumentSource(_file_of_form(body.chunks(), boundary), size=size)
+    return DocumentSource(body.chunks() if kind == BYTES else _text(body.chunks(), kind), size=size)
 
 
 async def _text(chunks: AsyncGenerator[bytes], kind: str) -> AsyncGenerator[bytes]:
@@ -248,7 +248,7 @@ def _begin_file(start: FieldStart, before: TextCheck | None) -> TextCheck:
     return TextCheck(start.content_type.partition(";")[0].strip().lower())
 
 
-async def named_source(asked: Incoming, text: str | None, file_id: str | None) -> Source:
+async def named_source(asked: Incoming, text: str | None, file_id: str | None) -> DocumentSource:
     """The document of a JSON body: the text in it, or the file that it names.
 
     Raises: BadRequest unless it has exactly one of them, and for an empty one; NotFound, TooLarge.
@@ -262,16 +262,16 @@ async def named_source(asked: Incoming, text: str | None, file_id: str | None) -
             raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
         data = utf8(text, "input", "input")
         refuse_other(data[:HEAD_BYTES])
-        return Source(cut(data, asked.services.settings.piece_bytes), size=len(data))
+        return DocumentSource(cut(data, asked.services.settings.piece_bytes), size=len(data))
     if text is not None:
         raise BadRequest("input and file_id are two documents; send one of them", param="file_id")
     file = await named_file(asked, file_id)
     pieces = asked.services.files.read(file.segments, 0, file.size)
     is_text = file.details.mime_type.lower().startswith("text/")
-    return Source(utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
+    return DocumentSource(utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
 
 
-def check_boundaries(boundaries: list[int], named: Set[str], source: Source) -> None:
+def check_boundaries(boundaries: list[int], named: Set[str], source: DocumentSource) -> None:
     """Check boundaries.
 
     Raises: BadRequest if they do not rise, lie outside the document, or go with another option of `named`.

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from dist_attn_api.search_types import RankedText, RerankResults, SearchResults
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
-from dist_attn_service.encodings.documents import Source
+from dist_attn_service.encodings.documents import DocumentSource
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, named_source
 from dist_attn_service.routers.openapi import described
@@ -19,7 +19,7 @@ from dist_attn_service.schemas.documents import (
     SearchDocument,
     SearchRequest,
 )
-from dist_attn_service.search.service import Query, Searched, check_size
+from dist_attn_service.search.service import Searched, SearchQuery, check_size
 
 router = APIRouter(tags=["search"])
 Form = Callable[[Any], Any]  # turns results into what is sent
@@ -45,7 +45,7 @@ async def search(asked: Asked) -> Response:
             param="documents",
         )
     name, terms = asked.record.request_id, asked.terms(wanted)
-    query = Query(wanted.query, wanted.mode, wanted.top_k, spec, asked.caller, name, terms)
+    query = SearchQuery(wanted.query, wanted.mode, wanted.top_k, spec, asked.caller, name, terms)
     size = sum(one.source.size or 0 for one in documents if one.source is not None)
     check_size(size)
     return await _answered(asked, size, lambda hold: services.search_by(served).search(documents, query, hold))
@@ -65,7 +65,7 @@ async def _document(asked: Incoming, one: SearchDocument | str, number: str) -> 
             f"documents[{number}] has {' and '.join(given) or 'no text'}; give it one of text, file_id and job_id",
             param="documents",
         )
-    source: Source | None = None
+    source: DocumentSource | None = None
     if one.job_id is None:
         try:
             source = await named_source(asked, one.text, one.file_id)

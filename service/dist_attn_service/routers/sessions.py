@@ -44,7 +44,14 @@ from dist_attn_service.schemas.stored import (
     GenerateRequest,
     StateOptions,
 )
-from dist_attn_service.sessions.answers import KEY_PATTERN, Outlet, content_digest, idempotency_key, names_tag, watch
+from dist_attn_service.sessions.answers import (
+    KEY_PATTERN,
+    AnswerOutlet,
+    content_digest,
+    idempotency_key,
+    names_tag,
+    watch,
+)
 from dist_attn_service.sessions.append import AppendSource
 from dist_attn_service.sessions.generate import GenerateWork, TextPiece
 from dist_attn_service.text.choice_text import choice_logprobs
@@ -216,7 +223,7 @@ def _digest(wanted: GenerateRequest) -> str:
 
 
 async def _stream(asked: Incoming, session_id: str, work: GenerateWork, writer: ResponseWriter) -> None:
-    services, outlet = asked.services, Outlet(writer)
+    services, outlet = asked.services, AnswerOutlet(writer)
     # Bounded by max_tokens: a client that does not read does not hold the drawing up.
     pieces: asyncio.Queue[TextPiece | None] = asyncio.Queue()
     sse = EventWriter(outlet, ping_seconds=services.settings.ping_seconds)

@@ -29,7 +29,7 @@ from dist_attn_api.types import Usage
 from dist_attn_service.base.errors import BadRequest, NotFound, TooLarge
 from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms, utf8
 from dist_attn_service.base.tasks import task_group
-from dist_attn_service.encodings.documents import Source
+from dist_attn_service.encodings.documents import DocumentSource
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, pieces_of
 from dist_attn_service.engine.run import ServiceContext
@@ -37,7 +37,7 @@ from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.search.passages import Floats, Passages, Pool, directions, fused, places_of, ranks
 from dist_attn_service.text.tokenising import Piece, TextMark, cut
 
-__all__ = ["Query", "SearchService", "Searched", "check_size"]
+__all__ = ["SearchQuery", "SearchService", "Searched", "check_size"]
 
 MIB = 1 << 20
 ENCODED_BYTES, ENCODED_ROWS = 16 * MIB, 20_000  # of documents that one request encodes
@@ -55,11 +55,11 @@ class Searched:
 
     id: str
     job: str | None = None
-    source: Source | None = None
+    source: DocumentSource | None = None
 
 
 @dataclass(frozen=True)
-class Query:
+class SearchQuery:
     """A query, with its caller and options: `mode` is hybrid, dense or lexical, `spec` is for documents that are not
     encoded yet, and `name` is the request's id in the log.
     """
@@ -77,7 +77,7 @@ class Query:
 class _Found:
     """The documents of one request as they are ready, by their places, and the tokens that it has read."""
 
-    query: Query
+    query: SearchQuery
     hold: Callable[[int], None]  # takes so many bytes of the memory of all searches
     passages: dict[int, Passages] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
@@ -111,7 +111,9 @@ class SearchService:
 
     # ---- searches ------------------------------------------------------------------------------
 
-    async def search(self, documents: Sequence[Searched], query: Query, hold: Callable[[int], None]) -> SearchResults:
+    async def search(
+        self, documents: Sequence[Searched], query: SearchQuery, hold: Callable[[int], None]
+    ) -> SearchResults:
         """The passages that answer a query best.
 
         `hold` takes the bytes of jobs' texts and of rows.
@@ -143,7 +145,7 @@ class SearchService:
             model=self._context.model.id, mode=query.mode, documents=told, results=results, usage=usage
         )
 
-    async def _read_query(self, query: Query) -> tuple[npt.NDArray[np.float32], int]:
+    async def _read_query(self, query: SearchQuery) -> tuple[npt.NDArray[np.float32], int]:
         """The query's vector, read alone, and its number of tokens. Raises: BadRequest for a query without any."""
         text = utf8(query.text, "query", "query")
         # The rows' mean is subtracted from it as from them, so it must keep its length as they do.
@@ -188,7 +190,7 @@ class SearchService:
             found.passages[place] = dataclasses.replace(passages)  # a copy: other searches let the original grow
         found.complete[place] = record.state == "succeeded"
 
-    async def _encode(self, waiting: Iterator[tuple[int, Source]], found: _Found) -> None:
+    async def _encode(self, waiting: Iterator[tuple[int, DocumentSource]], found: _Found) -> None:
         """Encode documents, one after the other, and count their words."""
         spec = found.query.spec
         for place, source in waiting:
@@ -340,7 +342,9 @@ def _joined(blocks: list[RowBlock]) -> RowBlock:
     )
 
 
-def _results(pool: Pool, query: Query, query_D: npt.NDArray[np.float32] | None, ids: list[str]) -> list[SearchResult]:
+def _results(
+    pool: Pool, query: SearchQuery, query_D: npt.NDArray[np.float32] | None, ids: list[str]
+) -> list[SearchResult]:
     """The best passages of a pool, with their places by words and by vectors."""
     parts: dict[str, tuple[Floats, npt.NDArray[np.int64]]] = {}
     scores_N = shares_N = np.zeros(pool.total)

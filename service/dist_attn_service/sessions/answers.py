@@ -147,7 +147,7 @@ def store_refusals() -> Iterator[None]:
 
 
 @final
-class Outlet:
+class AnswerOutlet:
     """A writer to a client that stops without an error once the client is gone."""
 
     def __init__(self, writer: ResponseWriter) -> None:

@@ -22,7 +22,7 @@ from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
-from dist_attn_service.sessions.answers import Outlet, watch
+from dist_attn_service.sessions.answers import AnswerOutlet, watch
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.tokenising import Piece
 
@@ -84,7 +84,7 @@ class _Append:
 
     source: AppendSource
     writer: SessionWriter
-    outlet: Outlet
+    outlet: AnswerOutlet
     fed: _FedTokens
     content: Any = field(default_factory=hashlib.sha256)
     text_bytes: int = 0
@@ -111,7 +111,7 @@ class AppendService:
 
         Raises: ServiceError, whose `position` is that up to which everything is kept; ClientGone when the client left.
         """
-        outlet, key = Outlet(response), f"append {source.key}" if source.key else ""
+        outlet, key = AnswerOutlet(response), f"append {source.key}" if source.key else ""
         async with writing(
             self._context.store, record.caller, session_id, key, source.expected_position, digest=source.digest
         ) as writer:

@@ -25,7 +25,7 @@ from dist_attn_service.uploads.ledger import (
 from dist_attn_service.uploads.multipart import Form, read_form
 from dist_attn_service.uploads.reservations import Reservations
 from dist_attn_service.uploads.tus import OFFSET
-from dist_attn_service.uploads.upkeep import Upkeep
+from dist_attn_service.uploads.upkeep import UploadUpkeep
 
 THREADS = 4
 CATALOGUE, NAMESPACE = "files.sqlite", "dist-attn-files"  # of records in a folder, and in Redis
@@ -43,7 +43,7 @@ class FileService:
         self._boot = boot
         self._reservations = Reservations(catalogue)
         self.catalogue = catalogue
-        self.upkeep = Upkeep(catalogue, folder, grace)
+        self.upkeep = UploadUpkeep(catalogue, folder, grace)
 
     @staticmethod
     @asynccontextmanager

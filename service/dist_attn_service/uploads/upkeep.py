@@ -29,7 +29,7 @@ class Swept:
 
 
 @final
-class Upkeep:
+class UploadUpkeep:
     """The rounds of upkeep, which any process that shares the folder may do at any time."""
 
     def __init__(self, catalogue: Catalogue, folder: ByteFolder, grace: ExpiryGrace) -> None:
