@@ -68,7 +68,7 @@ LIBRARIES = (
 )  # fmt: skip
 # The packages and the purpose of each optional extra. [mpi] is looked at with the back ends.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "gpu": (("triton",), "kernels for NVIDIA GPUs"),
+    "gpu": (("triton", "nvidia-cuda-nvcc"), "kernels for NVIDIA GPUs"),
     "fla": (("fla-core",), "flash-linear-attention's kernels for GPUs"),
     "arrow": (("pyarrow",), "encodings as Arrow"),
     "redis": (("redis",), "states shared by several controllers"),

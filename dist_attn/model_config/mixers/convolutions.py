@@ -173,4 +173,4 @@ def long_convolution_flops(channels: int, tokens: int, *, kernel: float, project
 register_mixer(ConvolutionConfig, "dist_attn.mixers.convolution:convolution")
 register_mixer(SgConvConfig, "dist_attn.mixers.convolution:StructuredConvolution")
 register_mixer(FourierConfig, "dist_attn.mixers.whole_sequence:FourierMixing")
-register_mixer(TokenMlpConfig, "dist_attn.mixers.whole_sequence:TokenMlp")
+register_mixer(TokenMlpConfig, "dist_attn.mixers.whole_sequence:TokenMlpMixer")

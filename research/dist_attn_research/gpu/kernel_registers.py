@@ -220,9 +220,10 @@ def values_of(dtype: str) -> dict[str, float]:
 
 def print_values(dtype: str) -> None:
     """The errors of each case as JSON, in a process that has TRITON_INTERPRET set before Triton is loaded."""
-    from benchmarks.gpu.cases import Shape
+    from benchmarks.gpu.cases import Shape, have_interpreter_count
     from tests.gpu import kernel_cases
 
+    have_interpreter_count()
     shape, kind = Shape(1, 1, 8, 8, 8), getattr(torch, dtype)
     tokens, reach = INTERPRETED_TOKENS, 20
     rows = {
