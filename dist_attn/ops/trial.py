@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from dist_attn.ops.device import without_autocast
+from dist_attn.ops.device import send, without_autocast
 from dist_attn.ops.watch import watching
 
 __all__ = ["CLOSED", "STARTS", "TOKENS", "Attempt", "Compare", "Kind", "Results", "end_trials", "found_right"]
@@ -127,12 +127,17 @@ def results_of(
     with torch.set_grad_enabled(gradients):
         made = run(leaves)
     results = {name: t.detach() for name, t in made.items()}
+    generator = torch.Generator(device="cpu").manual_seed(1)
     for of, t in made.items() if gradients else ():
         if t.requires_grad:
-            # Of squares, so that the numbers that come back differ from token to token.
-            squares = t.float().square().sum()
+            # By weights that are no numbers of the result: with squares most of a gradient is left out by itself.
+            weights = send(torch.randn(t.shape, generator=generator, device="cpu"), t.device)
             found = torch.autograd.grad(
-                squares, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+                (t.float() * weights).sum(),
+                list(leaves.values()),
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
             )
             results |= {f"gradient of {name} by {of}": grad for name, grad in zip(leaves, found, strict=True)}
     return results

@@ -481,4 +481,6 @@ class ModelExecutor:
             self._model.hidden(short_1L)
             with contextlib.suppress(InputError):
                 self._model.short_hidden([short_1L[0]] * 2)
+        elif isinstance(self._model, CausalModel) and self._model.layers_of_ranks is None:
+            self._model.step(text_1L[:, 0], self._model.initial_state(1))
         self.finish_step()
