@@ -1,7 +1,8 @@
 """The record of runs on GPUs: one for each device's name in gpu_record.json, written by the GPU check (`make gpu`).
 
-"auto" goes by it, so that no user's work is the first to run a kernel on a device: kernels and captured steps are taken
-where they ran right, in the tiles that were fastest there.
+What it says is wrong there "auto" does not take with the same Triton; what it does not say a trial in the process finds
+out (`ops.trial`). Captured steps are taken where they ran right, kernels in the tiles that were fastest, and
+flash-linear-attention's for linear attention where they were right and faster.
 """
 
 import os
@@ -64,9 +65,10 @@ class GpuRecord:
             ratios={**self.ratios, **found.ratios},
         )
 
-    def cases_of(self, operation: Operation) -> dict[str, float | str]:
-        """The part of `kernels` that is about this operation."""
-        return {case: found for case, found in self.kernels.items() if _operation(case) == operation}
+    def wrong(self, begins: str) -> str | None:
+        """The first case whose name begins so that did not come out right, and what it came to; None without one."""
+        cases = (f"{case}: {found}" for case, found in self.kernels.items() if isinstance(found, str))
+        return next((case for case in cases if case.startswith(begins)), None)
 
 
 def record_of(device: torch.device) -> GpuRecord | None:
@@ -81,21 +83,22 @@ def recorded_names() -> tuple[str, ...]:
     return tuple(_records(FILE))
 
 
-def why_not_proven(operation: Operation, device: torch.device) -> str | None:
-    """The reason why Triton's kernels are not proven on this GPU, in words; None where all of them ran right."""
-    return why_not_right(operation, torch.cuda.get_device_name(device), record_of(device))
+def why_wrong(operation: Operation, device: torch.device, triton: str) -> str | None:
+    """The case by which Triton's kernels are known to be wrong on such GPUs with this Triton, in words, or None."""
+    record = record_of(device)
+    wrong = None if record is None or record.triton != triton else record.wrong(f"{operation} ")
+    if wrong is None:
+        return None
+    return f"Triton's did not come out right on {torch.cuda.get_device_name(device)} ({wrong})"
 
 
 def why_not_right(operation: Operation, name: str, record: GpuRecord | None) -> str | None:
-    """`why_not_proven` by the record of devices of this name."""
-    cases = {} if record is None else record.cases_of(operation)
+    """The reason why kernels are not proven on devices of this name by their record; None where all cases are right."""
     whose = "flash-linear-attention's" if operation.startswith("fla") else "Triton's"
-    if not cases:
+    if record is None or not any(_operation(case) == operation for case in record.kernels):
         return f"{whose} have not run on {name} yet: `make gpu` runs them"
-    for case, found in cases.items():
-        if isinstance(found, str):
-            return f"{whose} did not come out right on {name} ({case}: {found})"
-    return None
+    wrong = record.wrong(f"{operation} ")
+    return None if wrong is None else f"{whose} did not come out right on {name} ({wrong})"
 
 
 def keep_record(name: str, found: GpuRecord, file: Path = FILE) -> None:

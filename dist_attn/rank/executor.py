@@ -25,9 +25,9 @@ from dist_attn.model_config.figures import SLOTS, tokens_of_block
 from dist_attn.model_config.folder import OTHER_KINDS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
-from dist_attn.ops.affine.trial import found_right
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
+from dist_attn.ops.trial import found_right
 from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.rank.layers_apart import LayersApart
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces, tokens_of
@@ -481,4 +481,6 @@ class ModelExecutor:
             self._model.hidden(short_1L)
             with contextlib.suppress(InputError):
                 self._model.short_hidden([short_1L[0]] * 2)
+        elif isinstance(self._model, CausalModel) and self._model.layers_of_ranks is None:
+            self._model.step(text_1L[:, 0], self._model.initial_state(1))
         self.finish_step()

@@ -13,9 +13,9 @@ from dist_attn.errors import CommError, EngineError, InputError, NotFiniteError
 from dist_attn.model_config.figures import tokens_at_once
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
-from dist_attn.ops.affine.trial import end_trials
 from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
+from dist_attn.ops.trial import end_trials
 from dist_attn.rank.row_pieces import tokens_of
 from dist_attn.rank_link.rows import piece_edges, sequence_length
 from dist_attn.text.cuts import marked_ends

@@ -17,6 +17,7 @@ from dist_attn.comm import Communicator
 from dist_attn.costs import MOST_TURNS, takes_turns
 from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
 from dist_attn.ops.affine.call import AffineBuffers, Inputs
+from dist_attn.ops.affine.implementation import attempt, fla_operation
 from dist_attn.ops.parts import Parts, Whole, connected
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.in_turn import in_turn
@@ -54,7 +55,7 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     ):
         groups = _ByHeads(call, together)
         if not sharding.deterministic:
-            try_together(sharding, groups.calls[0])
+            _try_together(sharding, groups.calls[0])
 
         def work(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             before = AffineState(before_BHX.unflatten(-1, (size, values)))
@@ -67,7 +68,7 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
         return out, AffineState(after_BHX.unflatten(-1, (size, values)))
     dtype, out_dtype = call.sums_dtype(), call.v_BHLV.dtype
     call = replace(call, products=call.products_dtype())  # which tensors that are widened do not show
-    try_together(sharding, call)
+    _try_together(sharding, call)
     wide = (None if t is None else widened_for_grad_accumulation(t, dtype) for t in call.sequence)
     call = call.with_sequence(tuple(wide))
     element = absorb(call)
@@ -76,6 +77,16 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     out, _ = run(replace(call, state=AffineState(before.s_BHKV)))
     # A copy: what is scanned is larger than the state, and a session would keep all of it.
     return out.to(out_dtype), AffineState(after.s_BHKV.contiguous())
+
+
+def _try_together(sharding: Sharding, call: AffineCall) -> None:
+    tried, comm, layout = attempt(call), sharding.comm, sharding.layout
+    if call.implementation != "auto" or call.v_BHLV.device.type != "cuda" or tried is None:
+        return
+    # What a rank tries depends on documents that begin in its slice, and all ranks must know who has met what.
+    packed = [bool(layout.documents_on(rank)) for rank in range(comm.size)] if layout.documents else []
+    by = fla_operation(call), call.products_dtype(), call.state_shape, call.needs_gradients, packed
+    try_together(comm, [tried], by)
 
 
 class _ByHeads:

@@ -42,6 +42,7 @@ from dist_attn.ops.linear_attention import (
     tokens_until_forgotten,
 )
 from dist_attn.sharded.prefix_scan import ScanExchange, exclusive_scan, exclusive_scan_start
+from dist_attn.sharded.trials import try_linear
 
 Walks = Literal["one_walk", "two_walks"]
 
@@ -75,6 +76,7 @@ def sharded_linear_attention(
     dtype, out_dtype = call.sums_dtype(), call.v_BHSV.dtype
     if not call.causal:
         check_choice(call, sums=dtype)
+        try_linear(comm, call, dtype, "full")
         # Every query reads the state after the last key of all ranks; there is nothing left to absorb.
         own = absorb(replace(call.of_keys().streaming_if_empty(), state=None), dtype)
         _, after = exclusive_scan(comm, own, call.state, exchange)
@@ -87,6 +89,9 @@ def sharded_linear_attention(
     q, k, v = (widened_for_grad_accumulation(x, dtype) for x in (call.q_BHLK, call.k_BHSK, call.v_BHSV))
     call = replace(call, q_BHLK=q, k_BHSK=k, v_BHSV=v)
     check_choice(call, sums=dtype)
+    try_linear(comm, call, dtype, "full", "parts")
+    if walks == "two_walks":
+        try_linear(comm, call, dtype, "causal")
     segment = _Segment(comm, replace(call, state=None), call.state, dtype, exchange)
     if walks is None:
         walks = segment.faster_walks()
@@ -119,7 +124,7 @@ class _Segment:
     def _native_without_gates(self) -> bool:
         if self.call.log_gate_BHS is not None or not self.call.queries:
             return False
-        return choose(self.call, sums=self.dtype).implementation == "native"
+        return choose(self.call, sums=self.dtype, form="parts").implementation == "native"
 
     def _absorb(self, start: int, state: LinearState | None) -> LinearState:
         """Absorb the keys from `start` on, after `state`."""

@@ -29,6 +29,7 @@ from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.prefix_scan.exchanges import tied
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.trials import try_linear
 
 
 def attend_over_layouts(sharding: Sharding, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
@@ -102,6 +103,10 @@ def attention_in_order(comm: Communicator, call: LinearCall) -> tuple[torch.Tens
     """
     dtype = call.sums_dtype()
     check_choice(call, sums=dtype)
+    if comm.size > 1:
+        try_linear(comm, call, dtype, "full")
+        if call.causal:
+            try_linear(comm, call, dtype, "causal")
     # No keys yet: the state before all, in the precision of the sums. It depends on every input, so that a rank without
     # tokens has gradients too.
     no_keys = call.part(slice(0), slice(0)).of_keys().streaming_if_empty()
@@ -147,6 +152,10 @@ def sharded_packed_linear_attention(
     call.check()
     # Ranks without a document start refuse what those with one do.
     check_choice(replace(call, documents=layout.documents or ()), sums=dtype)
+    if comm.size > 1:
+        try_linear(comm, replace(call, documents=()), dtype, "full")
+        for documents in ((), (0,)) if call.causal else ():
+            try_linear(comm, replace(call, documents=documents), dtype, "causal")
     part = _Part(layout, comm.rank, replace(call, state=None), dtype)
     tail = part.absorb(0, call.keys)
     message, first = tail.pack(), tail

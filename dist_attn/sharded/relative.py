@@ -39,6 +39,7 @@ from dist_attn.ops.relative_attention.state import normalised
 from dist_attn.sharded.document_exchange import Heard, hear_from, ranks_heard
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.trials import try_relative
 
 
 def sharded_relative_attention(sharding: Sharding, call: RelativeCall) -> torch.Tensor:
@@ -92,6 +93,7 @@ def sharded_relative_attention_streaming(sharding: Sharding, call: RelativeCall)
         return stream_relative(call)
     call.check()
     check_relative_choice(call)
+    try_relative(sharding.comm, call, "stream")
     wide = call.widened()
     own = RelativeState.of(wide.k_BHSK, wide.v1_BHSW, call.width)
     before, after = _scan_states(sharding.comm, sharding.layout, own, call.state)
@@ -170,6 +172,8 @@ def sharded_packed_relative_attention(sharding: Sharding, call: RelativeCall) ->
     """
     comm, layout, causal = sharding.comm, sharding.layout, call.causal
     call.check()
+    if comm.size > 1:
+        try_relative(comm, replace(call, documents=()))
     (q, k, v1, rp_HRK), width, dtype = call.widened(), call.width, call.v_BHSV.dtype
     rank, length, starts = comm.rank, v1.shape[2], layout.documents_on(comm.rank)
     head, tail = (starts[0], starts[-1]) if starts else (length, 0)

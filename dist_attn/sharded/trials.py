@@ -1,55 +1,71 @@
-"""Trials of flash-linear-attention's kernels by ranks that compute one text: all of them take the kernels, or none.
+"""Trials of kernels by ranks that compute one text: all of them take the kernels, or none.
 
 Trials of a host's ranks take turns and may take minutes, so that ranks meet behind them with a deadline of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
 
 from dist_attn.comm import Communicator
-from dist_attn.ops.affine import AffineCall
-from dist_attn.ops.affine.implementation import fla_operation, stream_from_now_on, try_kernels
-from dist_attn.ops.affine.trial import WAIT_S, end_trials, found_right
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.ops.linear_attention import LinearCall
+from dist_attn.ops.linear_attention.implementation import attempt
+from dist_attn.ops.linear_attention.trial import Form
+from dist_attn.ops.relative_attention import RelativeCall
+from dist_attn.ops.relative_attention.call import attempt_relative
+from dist_attn.ops.relative_attention.trial import RelativeForm
+from dist_attn.ops.trial import WAIT_S, Attempt, end_trials, found_right, overrule
 
-__all__ = ["end_trials_together", "try_together"]
+__all__ = ["end_trials_together", "try_linear", "try_relative", "try_together"]
 
 KINDS_KEPT = 1024  # of calls that ranks have told each other of; all ranks forget together
 
 _met: "WeakKeyDictionary[Communicator, set[str]]" = WeakKeyDictionary()
 
 
-def try_together(sharding: Sharding, call: AffineCall) -> None:
-    """Try the kernels of a call of all ranks before they exchange anything of it.
+def try_together(comm: Communicator, attempts: Sequence[Attempt], met_by: object = None) -> None:
+    """Try the kernels of a call of all ranks, by "auto" on GPUs, before they exchange anything of it.
 
     What one rank cannot take, or did not find right, streams on all. A kind of call is met once by a communicator; in
-    a compiled graph ranks do not meet.
+    a compiled graph ranks do not meet. All ranks give as many attempts. `met_by` is what they know the call by, all
+    of them alike, where their attempts may differ.
 
     Cost: a line of text to each other rank where the call is of a new kind; then nothing.
     Raises: CommError if a rank is not through after two times `trial.WAIT_S`.
     """
-    if call.implementation != "auto" or call.v_BHLV.device.type != "cuda":
+    if torch.compiler.is_compiling():
         return
-    comm, layout = sharding.comm, sharding.layout
-    # What a rank tries depends on documents that begin in its slice, and all ranks must know who has met what.
-    packed = [bool(layout.documents_on(rank)) for rank in range(comm.size)] if layout.documents else []
-    of_all = fla_operation(call), call.products_dtype(), call.state_shape, call.needs_gradients, packed
+    key = str(met_by or [one.kind.words for one in attempts])
     met = _met.setdefault(comm, set())
-    if torch.compiler.is_compiling() or str(of_all) in met:
+    if key in met:
         return
-    own = try_kernels(call)
+    own = [one.why_not() or "" for one in attempts]
     with _patience(comm):
-        told = comm.all_gather_text(own or "", label="trials")
-    streaming = [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason.strip()]
-    if own is None and streaming:
-        stream_from_now_on(call, streaming[0])
+        told = comm.all_gather_text("\n".join(" ".join(reason.split()) for reason in own), label="trials")
+    parted, of_attempts = False, zip(*(text.split("\n") for text in told), strict=True)
+    for one, mine, of_ranks in zip(attempts, own, of_attempts, strict=True):
+        streaming = [f"rank {rank}: {reason}" for rank, reason in enumerate(of_ranks) if reason.strip()]
+        if not mine and streaming:
+            overrule(one.kind, streaming[0])
+        parted |= 0 < len(streaming) < comm.size
     # Where some stream from now on, so do their calls of this kind beside other ranks' of another one.
-    if 0 < len(streaming) < comm.size or len(met) == KINDS_KEPT:
+    if parted or len(met) == KINDS_KEPT:
         met.clear()
-    met.add(str(of_all))
+    met.add(key)
+
+
+def try_linear(comm: Communicator, call: LinearCall, sums: torch.dtype, *forms: Form) -> None:
+    """`try_together` for forms of a call of linear attention, with sums of at least this precision."""
+    if call.implementation == "auto" and call.v_BHSV.device.type == "cuda":
+        try_together(comm, [attempt(call, form, sums) for form in forms])
+
+
+def try_relative(comm: Communicator, call: RelativeCall, form: RelativeForm | None = None) -> None:
+    """`try_together` for relative attention, as a stream or of one sequence."""
+    if call.implementation == "auto" and call.v_BHSV.device.type == "cuda":
+        try_together(comm, [attempt_relative(call, form)])
 
 
 def end_trials_together(comm: Communicator) -> list[str]:

@@ -18,13 +18,14 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import build_mixer
 from dist_attn.model_config.mixer import mixer_config_class
-from dist_attn.ops import AffineState, LocalSequenceOps, fla_known, local_sequence_ops
-from dist_attn.ops.affine import AffineCall, recur_by_chunks, trial
-from dist_attn.ops.affine.implementation import choose, recurrences_taken, try_kernels, why_not_by_default
+from dist_attn.ops import AffineState, LocalSequenceOps, fla_known, local_sequence_ops, trial
+from dist_attn.ops.affine import AffineCall, recur_by_chunks
+from dist_attn.ops.affine.implementation import attempt, choose, recurrences_taken, why_not_by_default
 from dist_attn.ops.affine.streaming import stream_recurrence
-from dist_attn.ops.affine.trial import Kind, tried
+from dist_attn.ops.affine.trial import AffineKind, compared
 from dist_attn.ops.fla_known import Asked, Surroundings, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord
+from dist_attn.ops.trial import Attempt, tried
 from dist_attn.sharded import ShardedSequenceOps, trials
 from dist_attn.sharded import affine as sharded_affine
 from tests.ops.kernel_table import BEGIN, END, PAGE, section
@@ -37,6 +38,7 @@ from tests.support.waiting import eventually
 
 __all__ = ["fla_adapter"]
 
+RIGHT = "flash-linear-attention's fla_kda bfloat16 forward, 2 x 16 x 16 (fla 0.6.0, Triton 3.7.1)"
 LAYOUT = SequenceLayout.from_lengths([7, 0, 5])
 H100 = Machine((9, 0), "3.7.1", "0.6.0")
 ON = Surroundings("3.7.1", "0.6.0", (9, 0))
@@ -141,7 +143,7 @@ def test_a_rank_that_is_ready_tries_nothing_more() -> None:
     with H100.entered():
         assert choose(call_on(H100.device)).implementation == "fla"
         (said,) = trial.end_trials()
-        assert said == "flash-linear-attention's for fla_kda bfloat16 forward, 2 x 16 x 16"
+        assert said == RIGHT
         assert choose(call_on(H100.device, tokens=900)).implementation == "fla"
         with pytest.warns(RuntimeWarning, match="forward and backward, .* were not tried before this rank was ready"):
             other = choose(call_on(H100.device, gradients=True))
@@ -153,7 +155,9 @@ def test_a_rank_that_is_ready_tries_nothing_more() -> None:
 def test_a_rank_with_few_tokens_tries_too() -> None:
     """Ranks try kernels, and meet, before they exchange anything of a call, however few tokens one has."""
     with H100.entered():
-        try_kernels(call_on(H100.device, tokens=3))
+        tried_by_ranks = attempt(call_on(H100.device, tokens=3))
+        assert tried_by_ranks is not None
+        assert tried_by_ranks.why_not() is None
         assert choose(call_on(H100.device, tokens=3)).implementation == "streaming"
         assert [kind.operation for kind in trial._outcomes] == ["fla_kda"]
     tried_by: list[int] = []
@@ -163,19 +167,16 @@ def test_a_rank_with_few_tokens_tries_too() -> None:
         inputs.run(ShardedSequenceOps(comm, LAYOUT))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_affine, "try_together", lambda sharding, call: tried_by.append(call.tokens))
+        patch.setattr(sharded_affine, "_try_together", lambda sharding, call: tried_by.append(call.tokens))
         run_simulated(on_rank, LAYOUT.size)
     assert sorted(tried_by) == sorted(LAYOUT.lengths)
 
 
 def tries_longer_than_an_exchange_may_take(folder: Path, comm: Communicator) -> tuple[list[str], float]:
-    """Try a call on a GPU that is not there; rank 1 comes last, and the others wait. What was overruled."""
-    with FakeTensorMode():
-        call = call_on(torch.device("cuda"))
-    sharding = ShardedSequenceOps(comm, LAYOUT)._sharding
+    """Try kernels that are not there; rank 1 comes last, and the others wait. What was overruled."""
     overruled: list[str] = []
 
-    def in_turn(call: AffineCall) -> str | None:
+    def in_turn() -> str | None:
         if comm.rank == 1:
             eventually(lambda: all((folder / str(rank)).exists() for rank in (0, 2)), "the others to have tried")
         with trial._in_turn():
@@ -185,15 +186,15 @@ def tries_longer_than_an_exchange_may_take(folder: Path, comm: Communicator) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder))
-        patch.setattr(trials, "try_kernels", in_turn)
-        patch.setattr(trials, "stream_from_now_on", lambda call, reason: overruled.append(reason))
+        patch.setattr(trials, "overrule", lambda kind, reason: overruled.append(reason))
+        attempts = [Attempt(SMALL, in_turn), Attempt(replace(SMALL, gradients=False), lambda: None)]
         comm.barrier()
         comm.set_deadline(0.3)
-        trials.try_together(sharding, call)
+        trials.try_together(comm, attempts)
         left_s = comm.timeout_s
         comm.set_deadline(60.0)
         met = comm.traffic.calls
-        trials.try_together(sharding, call)
+        trials.try_together(comm, attempts)
         assert comm.traffic.calls == met
     return overruled, left_s
 
@@ -221,7 +222,7 @@ def test_ranks_end_trials_with_what_all_found_right() -> None:
     with H100.entered():
         assert choose(call_on(H100.device)).implementation == "fla"
         (right,) = trial.found_right()
-        assert right == "fla_kda bfloat16 forward, 2 x 16 x 16 (fla 0.6.0, Triton 3.7.1)"
+        assert right == RIGHT
         trial.end_trials([right])
         assert choose(call_on(H100.device)).implementation == "fla"
         with pytest.warns(RuntimeWarning, match="not come out right on all ranks"):
@@ -315,7 +316,7 @@ def test_the_table_of_kernels_is_what_operations_choose() -> None:
     assert begin + rest.partition(END)[0] + END == section()
 
 
-SMALL = Kind(torch.device("cpu"), "fla_gla", torch.float32, (1, 1, 4, 6), packed=False, gradients=True)
+SMALL = AffineKind(torch.device("cpu"), "fla_gla", torch.float32, (1, 1, 4, 6), packed=False, gradients=True)
 
 
 def with_fault(fault: str):
@@ -345,7 +346,7 @@ def with_fault(fault: str):
         ("", None),
         ("memory", None),
         ("state", "state 0.1"),
-        ("gradient", "gradient of s 1)"),
+        ("gradient", "gradient of s by outputs 1)"),
         ("token", "outputs 0."),
         ("nan", "outputs nan"),
         ("error", "failed on this GPU (RuntimeError: no kernel image)"),
@@ -357,7 +358,7 @@ def test_a_trial_finds_what_is_wrong(fault: str, words: str | None, monkeypatch:
     call = SMALL.call()
     if fault == "memory":  # a call of a model, beside a step
         call = call.with_sequence(tuple(None if x is None else torch.cat([x, x], dim=2) for x in call.sequence))
-    found = tried(call, SMALL)
+    found = tried(SMALL, partial(compared, call, SMALL))
     assert (found is None) == (words is None)
     if words is not None:
         assert words in found
@@ -373,5 +374,5 @@ def test_a_trial_finds_the_kernels_right(operation, monkeypatch: pytest.MonkeyPa
     before = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fla's own of float32, and numpy's of numbers that a mask drops
-        assert tried(kind.call(), kind) is None
+        assert tried(kind, partial(compared, kind.call(), kind)) is None
     assert torch.equal(torch.get_rng_state(), before)

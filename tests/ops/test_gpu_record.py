@@ -9,9 +9,13 @@ import torch
 
 from dist_attn.ops import gpu_record
 from dist_attn.ops.gpu_record import FILE, GpuRecord, keep_record, record_of, why_not_right
+from dist_attn.ops.linear_attention import LinearCall, choose
 from dist_attn.ops.linear_attention.implementation import kernels_taken
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
+from dist_attn.ops.relative_attention import RelativeCall, choose_relative
+from tests.support.machines import Machine
 
+H100 = Machine((9, 0), "3.7.1")
 RAN = GpuRecord(
     driver="570.1", torch="2.13", triton="3.7", commit="abc", kernels={"linear causal": 1e-3, "relative full": 2e-3}
 )
@@ -61,6 +65,21 @@ def test_each_operation_has_its_own_cases() -> None:
     wrong = replace(RAN, kernels={**RAN.kernels, "relative full": "out of memory"})
     assert why_not_right("linear", "X", wrong) is None
     assert why_not_right("relative", "X", wrong) is not None
+
+
+def test_a_case_that_is_known_to_be_wrong_counts_for_its_triton() -> None:
+    """With another Triton, on another GPU and for another operation kernels are tried; with this one nothing is."""
+    wrong = replace(RAN, triton="3.7.1", kernels={**RAN.kernels, "linear step": "errors of 2"})
+    for machine, taken in ((H100, False), (replace(H100, triton="3.7.2"), True)):
+        with machine.entered(record=wrong):
+            x = torch.zeros(1, 2, 3, 4, device="cuda")
+            choice = choose(LinearCall(x, x, x))
+            assert (choice.implementation == "triton") == taken
+            assert taken or "did not come out right on a GPU (linear step: errors of 2)" in choice.reason
+            assert (
+                choose_relative(RelativeCall(x, x, x, torch.zeros(2, 5, 4, device="cuda"))).implementation == "triton"
+            )
+            assert ("torch's operations" in kernels_taken(machine.device)) != taken
 
 
 def test_what_is_no_gpu_has_no_record(computed_by: str) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dist_attn.ops import fla_known, gpu_record
-from dist_attn.ops.affine import trial
+from dist_attn.ops import fla_known, gpu_record, trial
 from dist_attn.ops.gpu_record import GpuRecord
 from dist_attn.ops.linear_attention import implementation
 
@@ -52,7 +51,7 @@ class Machine:
             patch.setattr(torch.cuda, "get_device_name", lambda device=None: NAME)
             patch.setattr(gpu_record, "_records", lambda file: {} if record is None else {NAME: record})
             patch.setattr(implementation, "find_spec", lambda name: object() if name != "fla" or self.fla else None)
-            patch.setattr(trial, "tried", lambda call, kind: outcome)
+            patch.setattr(trial, "tried", lambda kind, compare: outcome)
             patch.setattr(trial, "_outcomes", {})
             patch.setattr(trial, "_ended", False)
             with nullcontext() if self.capability is None else FakeTensorMode():

@@ -1,10 +1,12 @@
 """The choice of an implementation for a call of an affine recurrence, and the reason: its name or the tensors."""
 
+from functools import partial
+
 import torch
 
 from dist_attn.ops.affine.call import AffineCall
 from dist_attn.ops.affine.native import kernels
-from dist_attn.ops.affine.trial import Kind, overrule, why_not_right_here
+from dist_attn.ops.affine.trial import AffineKind, compared
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.fla_known import Asked, Surroundings, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import FlaOperation, GpuRecord, record_of
@@ -17,8 +19,9 @@ from dist_attn.ops.linear_attention.implementation import (
     why_no_fla,
     why_not_for_c,
 )
+from dist_attn.ops.trial import Attempt, name_of, way_of, why_not_right_here
 
-__all__ = ["choose", "fla_operation", "recurrences_taken", "stream_from_now_on", "try_kernels", "why_not_by_default"]
+__all__ = ["attempt", "choose", "fla_operation", "recurrences_taken", "why_not_by_default"]
 
 FEWEST = 64  # tokens of a chunk of flash-linear-attention's: of fewer it measures tiles again, and launches take longer
 
@@ -36,10 +39,8 @@ def choose(call: AffineCall) -> Choice:
     device = call.v_BHLV.device
     choice = resolve(
         call.implementation,
-        "affine",
-        device,
         lambda: "there are no Triton kernels of affine recurrences",
-        lambda: _unsupported_by_c(call) or why_no_library(),
+        why_not_native=lambda: _unsupported_by_c(call) or why_no_library(),
         why_not_fla=lambda: (
             why_no_fla(call.v_BHLV, interpreted_is_fine=True)
             or _unsupported_by_fla(call)
@@ -59,14 +60,9 @@ def choose(call: AffineCall) -> Choice:
     return Choice("fla", "flash-linear-attention's came out right on this GPU")
 
 
-def try_kernels(call: AffineCall) -> str | None:
-    """Run the trial that "auto" begins on a GPU, however few tokens there are; the reason to stream it, or None."""
-    return _why_not_fla(call)
-
-
-def stream_from_now_on(call: AffineCall, reason: str) -> None:
-    """Let calls of this one's kind, which `try_kernels` found right here, take the streaming form in this process."""
-    overrule(_kind_of(call), reason)
+def attempt(call: AffineCall) -> Attempt | None:
+    """What "auto" begins on a GPU, however few tokens there are; None for a call that is none of these kernels'."""
+    return None if fla_operation(call) is None else Attempt(_kind_of(call), lambda: _why_not_fla(call))
 
 
 def _why_not_fla(call: AffineCall) -> str | None:
@@ -75,7 +71,10 @@ def _why_not_fla(call: AffineCall) -> str | None:
     if reason is None:
         name = torch.cuda.get_device_name(device)
         reason = why_not_by_default(call, surroundings_of(device), name, record_of(device))
-    return why_not_right_here(call, _kind_of(call)) if reason is None else reason
+    if reason is not None:
+        return reason
+    kind = _kind_of(call)
+    return why_not_right_here(kind, partial(compared, call, kind))
 
 
 def fla_operation(call: AffineCall) -> FlaOperation | None:
@@ -100,11 +99,11 @@ def why_not_by_default(call: AffineCall, on: Surroundings, name: str, record: Gp
         return reason
     if record is None or record.triton != on.triton:
         return None
-    asked, way = _asked(call, by_name=False), "forward and backward" if call.needs_gradients else "forward"
-    for one, found in record.cases_of(asked.operation).items() if call.needs_gradients else ():
-        if isinstance(found, str) and one.startswith(f"{asked.operation} {_name_of(asked.dtype)} "):
-            return f"flash-linear-attention's did not come out right on {name} ({one}: {found})"
-    case = f"{asked.operation} {_name_of(asked.dtype)} {way}"
+    asked = _asked(call, by_name=False)
+    of = f"{asked.operation} {name_of(asked.dtype)} "
+    if call.needs_gradients and (wrong := record.wrong(of)) is not None:
+        return f"flash-linear-attention's did not come out right on {name} ({wrong})"
+    case = f"{of}{way_of(call.needs_gradients)}"
     times = record.ratios.get(case, {})
     if times.get("ours_ms", float("inf")) <= times.get("fla_ms", 0.0):
         return f"the streaming form was faster on {name} ({case})"
@@ -129,14 +128,10 @@ def _asked(call: AffineCall, *, by_name: bool) -> Asked:
     return Asked(operation, call.products_dtype(), call.needs_gradients, by_name=by_name)
 
 
-def _kind_of(call: AffineCall) -> Kind:
+def _kind_of(call: AffineCall) -> AffineKind:
     asked, (batch, heads, size, values) = _asked(call, by_name=False), call.state_shape
     sizes = (min(2, batch), heads, size, values)
-    return Kind(call.v_BHLV.device, asked.operation, asked.dtype, sizes, bool(call.documents), asked.gradients)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return AffineKind(call.v_BHLV.device, asked.operation, asked.dtype, sizes, bool(call.documents), asked.gradients)
 
 
 def _unsupported_by_fla(call: AffineCall) -> str | None:

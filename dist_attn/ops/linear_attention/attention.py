@@ -54,7 +54,7 @@ def linear_attention(
     With a `prefix` the first so many tokens see each other fully, as if not causal, and the rest is causal (prefix-LM).
 
     `implementation` names what computes it, see `implementation.choose`: "native" C kernels for a CPU, which "auto"
-    takes where there is a compiler; "triton" those for a GPU, which "auto" takes only once they have run on one; "fla"
+    takes where there is a compiler; "triton" those for a GPU, which "auto" takes where a trial comes out right; "fla"
     flash-linear-attention's for causal calls, which "auto" takes where they were faster; the streaming form elsewhere.
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
@@ -154,7 +154,7 @@ def absorb(call: LinearCall, dtype: torch.dtype = torch.float32) -> LinearState:
     dtype, documents = call.sums_dtype(dtype), call.documents
     if documents:
         call = replace(call.tokens(documents[-1]), documents=(), state=None)
-    choice = choose(call, sums=dtype).implementation
+    choice = choose(call, sums=dtype, form="full").implementation
     if choice == "triton":
         # Not at the top: a machine without a GPU need not have triton.
         from dist_attn.ops.linear_attention.triton_full import triton_absorb_keys

@@ -5,6 +5,7 @@ Shape letters: B batch, H heads, S keys, V values.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from os import environ
 from typing import Literal, get_args
@@ -15,10 +16,12 @@ from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import HasFusedForm
 from dist_attn.ops.fla_known import Asked, surroundings_of, why_known_not
-from dist_attn.ops.gpu_record import GpuRecord, Operation, record_of, why_not_proven, why_not_right
+from dist_attn.ops.gpu_record import GpuRecord, Operation, record_of, why_not_right, why_wrong
 from dist_attn.ops.kernel_target import kernel_target
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
+from dist_attn.ops.linear_attention.trial import Form, LinearKind, compared
+from dist_attn.ops.trial import Attempt, Compare, Kind, why_not_right_here
 
 IMPLEMENTATIONS = get_args(Implementation)
 LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
@@ -38,53 +41,75 @@ class Choice:
     reason: str
 
 
-def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
+def choose(call: LinearCall, *, sums: torch.dtype = torch.float32, form: Form | None = None) -> Choice:
     """Choose the implementation of a call: the one asked for by name; "auto" takes C kernels for tensors of a CPU.
 
-    For tensors of a GPU it takes Triton's kernels, where these ran right on a device of that name (`gpu_record`). Where
-    kernels cannot take the call, "auto" takes the streaming form. `sums` is the precision that is asked for at least.
+    For tensors of a GPU it takes Triton's kernels unless they are known to be wrong there or their trial, which this
+    begins, did not come out right (`why_not_by_default`). Where kernels cannot take the call, "auto" takes the
+    streaming form. `sums` is the precision that is asked for at least; `form` what is computed, attention by default.
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
     """
-
-    def unsupported(any_lengths: bool) -> str | None:
-        if sums != torch.float32:
-            return f"sums in {sums} are asked for: the kernels' are float32"
-        return _unsupported_call(call, any_lengths=any_lengths)
-
+    by_name = call.implementation == "triton"
     return resolve(
         call.implementation,
-        "linear",
-        call.v_BHSV.device,
-        lambda: (
-            why_no_kernels(call.v_BHSV, interpreted_is_fine=call.implementation == "triton")
-            or unsupported(any_lengths=False)
-            or _unsupported_sizes(call, DTYPES, LARGEST)
-        ),
+        lambda: _why_not_triton(call, sums, interpreted_is_fine=by_name),
+        lambda: _tried(call, form or ("causal" if call.causal else "full")),
         lambda: (
             why_not_for_c(call.tensors)
-            or unsupported(any_lengths=True)
+            or _unsupported_sums(sums)
+            or _unsupported_call(call, any_lengths=True)
             or _unsupported_sizes(call, NATIVE_DTYPES, NATIVE_LARGEST)
             or why_no_library()
         ),
         lambda: (
             _why_no_fla(call, interpreted_is_fine=True)
-            or unsupported(any_lengths=False)
+            or _unsupported_sums(sums)
+            or _unsupported_call(call, any_lengths=False)
             or _unsupported_types(call, FLA_DTYPES)
             or _known_of_fla(call, by_name=True)
         ),
     )
 
 
-def choose_attention(call: LinearCall) -> Choice:
+def attempt(call: LinearCall, form: Form, sums: torch.dtype = torch.float32) -> Attempt:
+    """What "auto" begins on a GPU for calls of this one's kind, however few tokens there are."""
+    like = call.one_token()  # which all ranks have
+    return Attempt(
+        LinearKind.of(call, form),
+        lambda: _why_not_triton(like, sums, interpreted_is_fine=False) or _tried(call, form),
+    )
+
+
+def _why_not_triton(call: LinearCall, sums: torch.dtype, *, interpreted_is_fine: bool) -> str | None:
+    return (
+        why_no_kernels(call.v_BHSV, interpreted_is_fine=interpreted_is_fine)
+        or _unsupported_sums(sums)
+        or _unsupported_call(call, any_lengths=False)
+        or _unsupported_sizes(call, DTYPES, LARGEST)
+    )
+
+
+def _tried(call: LinearCall, form: Form) -> str | None:
+    kind = LinearKind.of(call, form)
+    return why_not_by_default("linear", kind, partial(compared, call, kind))
+
+
+def why_not_by_default(operation: Operation, kind: Kind, compare: Compare) -> str | None:
+    """The reason why "auto" does not take Triton's kernels on a GPU: by its record, else by the trial of this kind."""
+    on = surroundings_of(kind.device)
+    return why_wrong(operation, kind.device, on.triton) or why_not_right_here(kind, compare)
+
+
+def choose_attention(call: LinearCall, *, form: Form | None = None) -> Choice:
     """Choose as `choose` does, for attention with its division: "auto" may then take flash-linear-attention's kernels.
 
     It does so on a GPU by whose record they are right and faster than ours; see `why_not_faster`.
 
     Raises: as `choose`.
     """
-    choice, device = choose(call), call.v_BHSV.device
+    choice, device = choose(call, form=form), call.v_BHSV.device
     if call.implementation != "auto" or device.type != "cuda":
         return choice
     reason = (
@@ -143,13 +168,14 @@ def check_implementation(implementation: Implementation) -> None:
 
 def resolve(
     implementation: Implementation,
-    operation: Operation,
-    device: torch.device,
     why_not_triton: Callable[[], str | None],
+    why_not_by_default: Callable[[], str | None] | None = None,
     why_not_native: Callable[[], str | None] | None = None,
     why_not_fla: Callable[[], str | None] | None = None,
 ) -> Choice:
-    """Pick the implementation of a call on this device; each callable returns why its kernels cannot take it, or None.
+    """Pick the implementation of a call; each callable returns why its kernels cannot take it, or None.
+
+    `why_not_by_default` is asked where Triton's can, and on a GPU that is there.
 
     Raises: as `choose`.
     """
@@ -171,7 +197,9 @@ def resolve(
             return Choice("native", "the tensors are on a CPU")
         if not reason.startswith(ELSEWHERE):
             return Choice("streaming", reason)
-    reason = why_not_triton() or (why_not_proven(operation, device) if target is None else None)
+    reason = why_not_triton()
+    if reason is None and target is None and why_not_by_default is not None:
+        reason = why_not_by_default()
     return Choice("triton", "the tensors are on a GPU") if reason is None else Choice("streaming", reason)
 
 
@@ -180,14 +208,15 @@ def kernels_taken(device: torch.device) -> str:
     if device.type != "cuda":
         reason = why_no_library() if device.type == "cpu" else f"{device.type} has no kernels"
         return "C's" if reason is None else f"torch's operations; {reason}"
+    name, record, triton = torch.cuda.get_device_name(device), record_of(device), surroundings_of(device).triton
     reason = why_no_kernels(torch.empty(0, device=device), interpreted_is_fine=False)
-    reason = reason or why_not_proven("linear", device)
+    reason = reason or why_wrong("linear", device, triton)
     if reason is not None:
         return f"torch's operations; {reason}"
-    ran = record_of(device)
-    assert ran is not None  # what is proven is by it
-    words = f"Triton's, which ran right here with Triton {ran.triton}, commit {ran.commit}"
-    faster = [] if find_spec("fla") is None or why_not_proven("fla", device) is not None else cases_of_fla(ran)
+    words = f"Triton's {triton}, each where its trial comes out right"
+    if record is None or find_spec("fla") is None or why_not_right("fla", name, record) is not None:
+        return words
+    faster = cases_of_fla(record)
     faster = [case for case in faster if not case.startswith("fla_")]
     return f"{words}; flash-linear-attention's for {', '.join(faster)}" if faster else words
 
@@ -204,7 +233,7 @@ def choose_step(call: LinearCall) -> Choice:
                 "use torch.no_grad(), 'auto' or 'streaming'"
             )
         return Choice("streaming", "gradients are needed")
-    return choose_attention(call)
+    return choose_attention(call, form="step")
 
 
 def _needs_gradients(call: LinearCall) -> bool:
@@ -221,6 +250,8 @@ def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | 
         return f"triton is not installed; {extra_hint('gpu')}"
     if torch.compiler.is_compiling():
         return "the call is being compiled, and a compiled graph takes the streaming form"
+    if v_BHSV.dtype == torch.bfloat16 and v_BHSV.is_cuda and torch.cuda.get_device_capability(v_BHSV.device) < (8, 0):
+        return "GPUs older than Ampere have no bfloat16"
     return None
 
 
@@ -248,6 +279,10 @@ def _known_of_fla(call: LinearCall, *, by_name: bool) -> str | None:
     gated = call.log_gate_BHS is not None
     asked = Asked("fla_simple_gla", call.v_BHSV.dtype, _needs_gradients(call), gated=gated, by_name=by_name)
     return why_known_not(asked, surroundings_of(call.v_BHSV.device))
+
+
+def _unsupported_sums(sums: torch.dtype) -> str | None:
+    return None if sums == torch.float32 else f"sums in {sums} are asked for: the kernels' are float32"
 
 
 def _unsupported_call(call: LinearCall, *, any_lengths: bool) -> str | None:

@@ -36,7 +36,7 @@ def local_sums(call: LinearCall, dtype: torch.dtype = torch.float32) -> tuple[to
     """
     call.check()
     dtype = call.sums_dtype(dtype)
-    choice = choose(replace(call, documents=()), sums=dtype).implementation
+    choice = choose(replace(call, documents=()), sums=dtype, form="parts").implementation
     if choice == "native":
         return native_local_sums(call)
     if choice == "triton":
@@ -66,7 +66,7 @@ def complete_sums(call: LinearCall, sums_BHLX: torch.Tensor) -> torch.Tensor:
     # As many values as the state has, of the queries' type: what the kernels are chosen by.
     like_v = q[..., :1].expand(*q.shape[:3], before.s_BHMV.shape[3])
     reads = replace(call, k_BHSK=q, v_BHSV=like_v, causal=True, documents=())
-    choice = choose(reads, sums=sums_BHLX.dtype).implementation
+    choice = choose(reads, sums=sums_BHLX.dtype, form="parts").implementation
     if choice == "native":
         return native_completed_sums(call, sums_BHLX)
     if choice == "triton":

@@ -5,6 +5,7 @@ rows of relative positions, T = k - 1 tokens of a window.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.documents import check_documents
 from dist_attn.ops.linear_attention.call import Implementation, one_token
-from dist_attn.ops.linear_attention.implementation import DTYPES, Choice, resolve, why_no_kernels
+from dist_attn.ops.linear_attention.implementation import DTYPES, Choice, resolve, why_no_kernels, why_not_by_default
 from dist_attn.ops.relative_attention.state import RelativeState
+from dist_attn.ops.relative_attention.trial import RelativeForm, RelativeKind, compared
+from dist_attn.ops.trial import Attempt
 
 Form = Literal["windowed", "naive"]
 
@@ -101,10 +104,11 @@ class RelativeCall:
             self.state.check(batch, heads, features, v.shape[3], self.width)
 
 
-def choose_relative(call: RelativeCall) -> Choice:
+def choose_relative(call: RelativeCall, *, form: RelativeForm | None = None) -> Choice:
     """Triton's kernels where they are asked for by name, the windowed form ("streaming") otherwise.
 
-    As with linear attention, "auto" takes the kernels on a GPU where they ran right on a device of that name.
+    As with linear attention, "auto" takes the kernels on a GPU where their trial, which this begins, comes out right.
+    `form` is "stream" where a state goes on.
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
@@ -112,10 +116,27 @@ def choose_relative(call: RelativeCall) -> Choice:
     by_name = call.implementation == "triton"
     return resolve(
         call.implementation,
-        "relative",
-        call.v_BHSV.device,
         lambda: why_no_kernels(call.v_BHSV, interpreted_is_fine=by_name) or _unsupported_call(call),
+        lambda: _tried(call, form),
     )
+
+
+def attempt_relative(call: RelativeCall, form: RelativeForm | None = None) -> Attempt:
+    """What "auto" begins on a GPU for calls of this one's kind, however few tokens there are."""
+    like = call.with_qkv(*(one_token(x) for x in call.tensors[:3]))
+    return Attempt(
+        _kind_of(call, form),
+        lambda: why_no_kernels(call.v_BHSV, interpreted_is_fine=False) or _unsupported_call(like) or _tried(call, form),
+    )
+
+
+def _kind_of(call: RelativeCall, form: RelativeForm | None) -> RelativeKind:
+    return RelativeKind.of(call, form or ("causal" if call.causal else "full"))
+
+
+def _tried(call: RelativeCall, form: RelativeForm | None) -> str | None:
+    kind = _kind_of(call, form)
+    return why_not_by_default("relative", kind, partial(compared, kind))
 
 
 def check_relative_choice(call: RelativeCall) -> None:

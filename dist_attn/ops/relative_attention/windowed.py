@@ -48,8 +48,7 @@ def relative_attention(
     output 0 and no gradient. `form` "naive" takes the whole score matrix, which is faster for a few dozen tokens.
 
     `implementation` names what computes the windowed form, see `call.choose_relative`: "triton" the kernels
-    for a GPU, which "auto" takes by itself only once they have run on one; until then, and elsewhere, torch's own
-    operations ("streaming").
+    for a GPU, which "auto" takes where their trial comes out right; elsewhere torch's own operations ("streaming").
 
     Shapes: phi_q [B, H, L, K], phi_k [B, H, S, K], v [B, H, S, V], phi_rp [H, R, K] -> [B, H, L, V].
     Raises: ShapeError when shapes do not fit together; InputError for an unknown form; ConfigError for an
@@ -145,7 +144,7 @@ def stream_relative(call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
     call.check()
     if call.queries != call.keys:
         raise ShapeError(f"{call.queries} queries and {call.keys} keys; a stream needs one key for each query")
-    if choose_relative(call).implementation == "triton":
+    if choose_relative(call, form="stream").implementation == "triton":
         # Not at the top: a machine without a GPU need not have triton.
         from dist_attn.ops.relative_attention.triton import triton_relative_attention_streaming
 
