@@ -118,7 +118,7 @@ def tried(kind: Kind, compare: Compare) -> str | None:
 def results_of(
     run: Callable[[Results], Results], given: Results, *, gradients: bool, dtype: torch.dtype | None = None
 ) -> Results:
-    """What `run` makes of copies of these tensors, and where asked for the gradients of all of them, by name.
+    """The results of `run` on copies of these tensors, and where asked for all gradients, by name.
 
     With `dtype` of tensors in that type. Gradients are those of each result by itself: beside sums over all tokens,
     what comes back from outputs would not be seen.
@@ -144,12 +144,12 @@ def results_of(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As people write it."""
+    """A type's name without the library's."""
     return str(dtype).removeprefix("torch.")
 
 
 def way_of(gradients: bool) -> str:
-    """As people are told of it."""
+    """The passes that a call needs, in words."""
     return "forward and backward" if gradients else "forward"
 
 

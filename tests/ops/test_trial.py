@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,12 @@ def relative_of(device: torch.device | str, **fields) -> RelativeCall:
     """A call of relative attention with k = 3."""
     q, k, v = (torch.zeros(1, 2, 3, SIZE, device=device) for _ in range(3))
     return replace(RelativeCall(q, k, v, torch.zeros(2, 7, SIZE, device=device)), **fields)
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial waits for one of another process."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 @pytest.fixture

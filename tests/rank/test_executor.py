@@ -351,3 +351,12 @@ def test_it_warms_up_with_a_block_on_a_device(device, positions, tokens, monkeyp
     monkeypatch.setattr(model, "hidden", hidden)
     with pytest.raises(InterruptedError, match=f"^{tokens} tokens$"):
         ModelExecutor(model, LocalCommunicator(), name="small")
+
+
+def test_it_warms_up_with_a_token_of_a_text_that_it_writes(monkeypatch):
+    """The kernels of a decode step are compiled and tried before any request too."""
+    model, fed = small_model(small_config("rfa_gate")), []
+    step = model.step
+    monkeypatch.setattr(model, "step", lambda token_B, state: fed.append(len(token_B)) or step(token_B, state))
+    ModelExecutor(model, LocalCommunicator(), name="small")
+    assert fed == [1]

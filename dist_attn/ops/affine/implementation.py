@@ -61,7 +61,7 @@ def choose(call: AffineCall) -> Choice:
 
 
 def attempt(call: AffineCall) -> Attempt | None:
-    """What "auto" begins on a GPU, however few tokens there are; None for a call that is none of these kernels'."""
+    """The trial that "auto" begins on a GPU, however few tokens there are; None for a call that kernels never take."""
     return None if fla_operation(call) is None else Attempt(_kind_of(call), lambda: _why_not_fla(call))
 
 

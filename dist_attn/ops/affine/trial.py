@@ -1,4 +1,4 @@
-"""What a trial of flash-linear-attention's kernels of affine recurrences runs, and for which calls it counts.
+"""The calls of flash-linear-attention's kernels of affine recurrences: their kinds, and what a trial of one runs.
 
 It first runs the kernels on the call itself, where there is memory for it: that is when Triton measures tiles for its
 sizes.

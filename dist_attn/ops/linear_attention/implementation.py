@@ -21,7 +21,7 @@ from dist_attn.ops.kernel_target import kernel_target
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 from dist_attn.ops.linear_attention.trial import Form, LinearKind, compared
-from dist_attn.ops.trial import Attempt, Compare, Kind, why_not_right_here
+from dist_attn.ops.trial import Attempt, Compare, Kind, name_of, way_of, why_not_right_here
 
 IMPLEMENTATIONS = get_args(Implementation)
 LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
@@ -74,7 +74,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32, form: Form | 
 
 
 def attempt(call: LinearCall, form: Form, sums: torch.dtype = torch.float32) -> Attempt:
-    """What "auto" begins on a GPU for calls of this one's kind, however few tokens there are."""
+    """The trial that "auto" begins on a GPU for calls of this one's kind, however few tokens there are."""
     like = call.one_token()  # which all ranks have
     return Attempt(
         LinearKind.of(call, form),
@@ -109,9 +109,9 @@ def choose_attention(call: LinearCall, *, form: Form | None = None) -> Choice:
 
     Raises: as `choose`.
     """
-    choice, device = choose(call, form=form), call.v_BHSV.device
+    device = call.v_BHSV.device
     if call.implementation != "auto" or device.type != "cuda":
-        return choice
+        return choose(call, form=form)
     reason = (
         why_not_faster(call, torch.cuda.get_device_name(device), record_of(device))
         or _why_no_fla(call, interpreted_is_fine=False)
@@ -119,15 +119,16 @@ def choose_attention(call: LinearCall, *, form: Form | None = None) -> Choice:
         or _unsupported_types(call, FLA_DTYPES)
         or _known_of_fla(call, by_name=False)
     )
-    return choice if reason is not None else Choice("fla", "flash-linear-attention was faster on this GPU")
+    if reason is not None:
+        return choose(call, form=form)
+    return Choice("fla", "flash-linear-attention was faster on this GPU")
 
 
 def why_not_faster(call: LinearCall, name: str, record: GpuRecord | None) -> str | None:
     """The reason why flash-linear-attention is not faster for a call on devices `name`, by their record, or None."""
-    dtype = str(call.v_BHSV.dtype).removeprefix("torch.")
-    work = "forward and backward" if _needs_gradients(call) else "forward"
+    way = "step" if call.queries == 1 else way_of(_needs_gradients(call))
     gated = "" if call.log_gate_BHS is None else " gated"
-    return why_case_not_faster("fla", f"{dtype} {'step' if call.queries == 1 else work}{gated}", name, record)
+    return why_case_not_faster("fla", f"{name_of(call.v_BHSV.dtype)} {way}{gated}", name, record)
 
 
 def why_case_not_faster(operation: Operation, case: str, name: str, record: GpuRecord | None) -> str | None:
@@ -169,13 +170,13 @@ def check_implementation(implementation: Implementation) -> None:
 def resolve(
     implementation: Implementation,
     why_not_triton: Callable[[], str | None],
-    why_not_by_default: Callable[[], str | None] | None = None,
+    trial: Callable[[], str | None] = lambda: None,
     why_not_native: Callable[[], str | None] | None = None,
     why_not_fla: Callable[[], str | None] | None = None,
 ) -> Choice:
     """Pick the implementation of a call; each callable returns why its kernels cannot take it, or None.
 
-    `why_not_by_default` is asked where Triton's can, and on a GPU that is there.
+    `trial` is asked by "auto" where Triton's can, on a GPU that is there.
 
     Raises: as `choose`.
     """
@@ -198,8 +199,8 @@ def resolve(
         if not reason.startswith(ELSEWHERE):
             return Choice("streaming", reason)
     reason = why_not_triton()
-    if reason is None and target is None and why_not_by_default is not None:
-        reason = why_not_by_default()
+    if reason is None and target is None:
+        reason = trial()
     return Choice("triton", "the tensors are on a GPU") if reason is None else Choice("streaming", reason)
 
 
@@ -325,7 +326,7 @@ def why_not_for_c(tensors: Iterable[torch.Tensor]) -> str | None:
 def _unsupported_types(call: LinearCall, dtypes: tuple[torch.dtype, ...]) -> str | None:
     q, k, v = call.qkv
     if not q.dtype == k.dtype == v.dtype or v.dtype not in dtypes:
-        words = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        words = ", ".join(map(name_of, dtypes))
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: the kernels take one of {words} for all three"
     if any(t.device != v.device for t in (q, k, *call.map_tensors)):
         return "the tensors are on different devices"

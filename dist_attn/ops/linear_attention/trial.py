@@ -1,4 +1,4 @@
-"""What a trial of Triton's kernels of linear attention runs, and for which calls it counts.
+"""The calls of Triton's kernels of linear attention: their kinds, and what a trial of one runs.
 
 Shape letters: B batch, H heads, L tokens, K head size, D projections, V values, M features.
 """
@@ -21,7 +21,7 @@ from dist_attn.ops.trial import CLOSED, STARTS, TOKENS, Results, name_of, result
 __all__ = ["Form", "LinearKind", "compared"]
 
 Form = Literal["causal", "full", "parts", "step"]
-"""What kernels compute: "full" is not causal, or the state of keys alone; "parts" are what ranks put together."""
+"""The ways that kernels compute: "full" is not causal, or the state of keys alone; "parts" is what ranks join."""
 HEADS = 2
 CUT = 60  # of the tokens that two ranks have
 EPS = 1e-3  # of the denominator: with one that replaces many, a rounding may decide which
@@ -146,7 +146,7 @@ def _call(call: LinearCall, kind: LinearKind, implementation: Implementation, gi
 
 
 def _run(call: LinearCall, kind: LinearKind, implementation: Implementation, given: Results) -> Results:
-    """What one implementation makes of these tensors, by the functions that calls of this kind go through."""
+    """The results of one implementation, by the functions that calls of this kind go through."""
     # These choose, and so need what is here.
     from dist_attn.ops.linear_attention import absorb, attend, complete_sums, linear_attention_step, local_sums
 

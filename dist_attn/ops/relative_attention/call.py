@@ -122,7 +122,7 @@ def choose_relative(call: RelativeCall, *, form: RelativeForm | None = None) -> 
 
 
 def attempt_relative(call: RelativeCall, form: RelativeForm | None = None) -> Attempt:
-    """What "auto" begins on a GPU for calls of this one's kind, however few tokens there are."""
+    """The trial that "auto" begins on a GPU for calls of this one's kind, however few tokens there are."""
     like = call.with_qkv(*(one_token(x) for x in call.tensors[:3]))
     return Attempt(
         _kind_of(call, form),

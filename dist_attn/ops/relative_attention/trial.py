@@ -1,4 +1,4 @@
-"""What a trial of Triton's kernels of relative attention runs, and for which calls it counts.
+"""The calls of Triton's kernels of relative attention: their kinds, and what a trial of one runs.
 
 Shape letters: B batch, H heads, L tokens, K features, V values, W = V + 1, R rows of relative positions.
 """
