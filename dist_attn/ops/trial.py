@@ -116,30 +116,36 @@ def tried(kind: Kind, compare: Compare) -> str | None:
 
 
 def results_of(
-    run: Callable[[Results], Results], given: Results, *, gradients: bool, dtype: torch.dtype | None = None
+    run: Callable[[Results], Results],
+    given: Results,
+    *,
+    gradients: bool,
+    dtype: torch.dtype | None = None,
+    squares: bool = False,
 ) -> Results:
     """The results of `run` on copies of these tensors, and where asked for all gradients, by name.
 
-    With `dtype` of tensors in that type. Gradients are those of each result by itself: beside sums over all tokens,
-    what comes back from outputs would not be seen.
+    With `dtype` of tensors in that type. Gradients are those of each result by itself under random weights: beside sums
+    over all tokens, what comes back from outputs would not be seen. With `squares`, of the squares of all together.
     """
     leaves = {name: t.detach().to(dtype or t.dtype, copy=True).requires_grad_(gradients) for name, t in given.items()}
     with torch.set_grad_enabled(gradients):
         made = run(leaves)
+        if not gradients:
+            losses = {}
+        elif squares:
+            losses = {"": torch.stack([t.float().square().sum() for t in made.values()]).sum()}
+        else:
+            generator = torch.Generator(device="cpu").manual_seed(1)
+            weights = {of: torch.randn(t.shape, generator=generator, device="cpu") for of, t in made.items()}
+            losses = {f" by {of}": (t.float() * send(weights[of], t.device)).sum() for of, t in made.items()}
     results = {name: t.detach() for name, t in made.items()}
-    generator = torch.Generator(device="cpu").manual_seed(1)
-    for of, t in made.items() if gradients else ():
-        if t.requires_grad:
-            # By weights that are no numbers of the result: with squares most of a gradient is left out by itself.
-            weights = send(torch.randn(t.shape, generator=generator, device="cpu"), t.device)
+    for by, loss in losses.items():
+        if loss.requires_grad:
             found = torch.autograd.grad(
-                (t.float() * weights).sum(),
-                list(leaves.values()),
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
+                loss, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
             )
-            results |= {f"gradient of {name} by {of}": grad for name, grad in zip(leaves, found, strict=True)}
+            results |= {f"gradient of {name}{by}": grad for name, grad in zip(leaves, found, strict=True)}
     return results
 
 

@@ -346,7 +346,7 @@ def with_fault(fault: str):
         ("", None),
         ("memory", None),
         ("state", "state 0.1"),
-        ("gradient", "gradient of s by outputs 1)"),
+        ("gradient", "gradient of s 1)"),
         ("token", "outputs 0."),
         ("nan", "outputs nan"),
         ("error", "failed on this GPU (RuntimeError: no kernel image)"),

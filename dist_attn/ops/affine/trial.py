@@ -97,4 +97,4 @@ def _results(call: AffineCall, form: Form, kind: AffineKind, dtype: torch.dtype 
         out, after = form(replace(AffineCall.of(inputs, call.read, call.documents), products=kind.dtype))
         return {"outputs": out, "state": after.s_BHKV}
 
-    return results_of(run, there, gradients=kind.gradients, dtype=dtype)
+    return results_of(run, there, gradients=kind.gradients, dtype=dtype, squares=True)
