@@ -191,8 +191,11 @@ def _part_gradient(
     state_rows = tl.sum(phi * through, axis=1)
     total = through
     if PAIRS:
-        # A copy to add to: ptxas before CUDA 13.3 may read what a product of a Hopper GPU adds to after it was written.
-        total = product(entering, other_phi, tl.where(valid[:, None], through, 0.0), PRECISION)
+        if PRECISION == "ieee":
+            total = product(entering, other_phi, through, PRECISION)
+        else:
+            # A copy: ptxas before CUDA 13.3 may read what a product of a Hopper GPU adds to after it was written.
+            total = product(entering, other_phi, tl.where(valid[:, None], through, 0.0), PRECISION)
     return total, state_rows, tl.sum(phi * total, axis=1)
 
 
