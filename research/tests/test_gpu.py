@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_attn_research.gpu.kernel_registers import SPILLING
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -31,34 +33,38 @@ def test_the_longest_attention_is_within_its_bytes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_kernels_spill_no_register(capability: str) -> None:
-    """Compiled without a GPU for three generations of them, no kernel for bfloat16 spills a register by default."""
+    """Compiled without a GPU for three generations of them, only walks for bfloat16 spill registers by default."""
     pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
     done = run("dist_attn_research.gpu.kernel_registers", "--dtype", "bfloat16", "--capability", capability)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\n| ") > 20
 
 
-def test_what_is_filed_of_kernels_spills_nothing() -> None:
-    """The filed table has every kernel for every type and generation, none of which spills."""
+def test_what_is_filed_of_kernels_spills_nothing_but_of_walks() -> None:
+    """The filed table has every kernel for every type and generation, of which only walks over chunks spill."""
     numbers = json.loads((ROOT / "benchmarks/results/kernel-registers.json").read_text())["numbers"]
     spilled = {name: value for name, value in numbers.items() if name.endswith(", spilled")}
     for dtype in ("float32", "bfloat16", "float16"):
         for capability in ("8.0", "9.0", "10.0"):
             assert any(name.startswith(f"{dtype}, {capability}, outputs") for name in spilled)
-    assert not any(spilled.values()), spilled
+    assert {name.split(", ")[2] for name, value in spilled.items() if value} <= set(SPILLING)
 
 
 @pytest.mark.parametrize(
     ("file", "spills"),
-    [("kernel-registers", {}), ("kernel-registers-triton-3.6.0", {"bfloat16, 9.0, sums, spilled": 4.0})],
+    [
+        ("kernel-registers", {"states": 36.0, "states back": 80.0}),
+        ("kernel-registers-triton-3.6.0", {"states": 92.0, "states back": 108.0}),
+    ],
 )
 def test_what_is_filed_of_hopper(file: str, spills: dict[str, float]) -> None:
-    """In bfloat16 values are right, one register at most is spilled, and two programs share an H100's 228 KiB."""
+    """In bfloat16 values are right, only walks spill so many bytes, and two programs share an H100's 228 KiB."""
     filed = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())
     numbers = filed["numbers"]
     of_kernels = {name: value for name, value in numbers.items() if name.startswith("bfloat16, 9.0")}
     shared = [value for name, value in of_kernels.items() if name.endswith(", shared")]
     assert len(shared) >= 20 and max(shared) <= (228 // 2 - 1) * 1024
-    assert {name: value for name, value in of_kernels.items() if name.endswith(", spilled") and value} == spills
+    spilled = {f"bfloat16, 9.0, {kernel}, spilled": value for kernel, value in spills.items()}
+    assert {name: value for name, value in of_kernels.items() if name.endswith(", spilled") and value} == spilled
     assert all(value < 3e-2 for name, value in numbers.items() if name.endswith(", error"))
     assert filed["setting"]["versions"]["triton"]
