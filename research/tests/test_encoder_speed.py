@@ -8,6 +8,7 @@ from dist_attn_research.studies import encoder_speed
 MISSING = absent(encoder_speed.PEER)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=str(MISSING))
 def test_the_study_runs() -> None:
     """Its smallest sizes give both ratios."""

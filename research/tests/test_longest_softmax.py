@@ -45,6 +45,7 @@ def test_bytes_of_the_forms_on_one_rank() -> None:
     assert plain >= 3 * numbers + 2 * HEADS * 4 * 128 * 128
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds_in_the_reshuffle() -> None:
     """A rank's q, k and v, what it sends and what comes, each 3 L H d / P numbers, are about the most that it holds."""
     length = 1023

@@ -62,6 +62,7 @@ def test_the_promises_in_small(tmp_path: Path) -> None:
     assert result["retries"]["equal"] == 1 and result["retries"]["different"] == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_noticed_and_named_while_streams_go_on(tmp_path, monkeypatch):
     """/readyz names the rank, and the streams go on when it is replaced and have the bits of a run in peace."""
     # With deadlines shorter than those of `serve`, whose promise `dist-attn bench service-stops` measures.

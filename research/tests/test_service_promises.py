@@ -177,6 +177,7 @@ def test_files_of_tests_are_counted() -> None:
     assert run_file("tests/control/test_pace.py") == {"passed": 2, "failed": 0, "skipped": 0}
 
 
+@pytest.mark.slow
 def test_what_is_measured_and_filed_takes_the_place_of_what_was_filed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
