@@ -25,8 +25,9 @@ def use_newest_assembler() -> None:
 
 def packaged_assembler() -> Path | None:
     """The package's ptxas, or None where it is not installed or older than CUDA 13.3."""
-    with suppress(PackageNotFoundError):
+    with suppress(PackageNotFoundError, ValueError):  # ValueError: a version that is no row of numbers
         package = distribution(PACKAGE)
         if tuple(map(int, package.version.split(".")[:2])) >= (13, 3):
-            return next((Path(str(file.locate())) for file in package.files or () if file.name == "ptxas"), None)
+            found = (Path(str(file.locate())) for file in package.files or () if file.name == "ptxas")
+            return next((path for path in found if path.is_file()), None)
     return None

@@ -83,7 +83,7 @@ def _note(kind: Kind, reason: str | None) -> None:
 
 def found_right() -> list[str]:
     """The kinds whose trials came out right."""
-    return sorted({kind.words for kind, reason in _outcomes.items() if reason is None})
+    return sorted({kind.words for kind, reason in [*_outcomes.items()] if reason is None})
 
 
 def end_trials(also_right: Collection[str] | None = None) -> list[str]:
@@ -96,7 +96,7 @@ def end_trials(also_right: Collection[str] | None = None) -> list[str]:
     for kind, reason in [*_outcomes.items()]:
         if reason is None and also_right is not None and kind.words not in also_right:
             overrule(kind, f"{kind.words} did not come out right on all ranks")
-    return [reason or kind.words for kind, reason in _outcomes.items()]
+    return [reason or kind.words for kind, reason in [*_outcomes.items()]]
 
 
 def tried(kind: Kind, compare: Compare) -> str | None:
@@ -162,7 +162,7 @@ def way_of(gradients: bool) -> str:
 @contextmanager
 def _in_turn() -> Iterator[None]:
     """One process of this host after the other: the first measures tiles, and the others read the same ones of it."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
     with ExitStack() as held:
         with suppress(OSError):  # a folder that cannot be written: each measures for itself
             folder.mkdir(parents=True, exist_ok=True)

@@ -274,8 +274,11 @@ def key_states(stretch: Stretch, gate: Gates, start: StateSums) -> Scanned:
 
 
 def _length(stretch: Stretch, y: torch.Tensor) -> int:
-    """Chunks of a split: enough splits to fill a GPU, and no more, as each is walked from one chunk to the next."""
-    return max(1, blocks(stretch.chunks * _parts(stretch.plan, y.shape[3]) * stretch.groups, SUM_PROGRAMS))
+    """Chunks of a split: enough splits to fill a GPU, and no more, as each is walked from one chunk to the next.
+
+    Two at least, so that the few tokens of a trial are walked as many are.
+    """
+    return max(2, blocks(stretch.chunks * _parts(stretch.plan, y.shape[3]) * stretch.groups, SUM_PROGRAMS))
 
 
 def _parts(plan: KernelPlan, values: int) -> int:

@@ -158,7 +158,8 @@ def _meet(
     return tl.sum(tl.sum(products, axis=1), axis=0) + tl.sum(z_products, axis=0) + masses
 
 
-@triton.jit
+# Not another kernel where a split has one chunk: a trial of few tokens runs the one of many.
+@triton.jit(do_not_specialize=["splits", "length"])
 def sums_kernel(
     x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, gain_ptr,
     start_ptr, start_zm_ptr, before_ptr, before_zm_ptr, end_ptr, end_zm_ptr, other_ptr, other_zm_ptr, dot_ptr,
@@ -248,7 +249,7 @@ def _chunk(
     return first, second, y, weight, z_weight, tl.sum(tl.load(mass_weight_ptr + at), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def scan_kernel(
     sums_ptr, start_ptr, gain_ptr, N, E, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -160,7 +160,7 @@ def stream_relative(call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
 def _attend_documents(call: RelativeCall) -> torch.Tensor:
     call.check()
     choose_relative(call)
-    alone = replace(call, documents=(), implementation="auto")
+    alone = replace(call, documents=(), implementation="streaming" if call.implementation == "streaming" else "auto")
     starts_11L = start_flags(call.documents, call.queries, call.phi_q_BHLK.device)[None, None]
     outputs = []
     runs = document_runs(call.documents, call.queries, TOGETHER_TOKENS)
