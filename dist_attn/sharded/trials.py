@@ -59,7 +59,10 @@ def try_together(comm: Communicator, attempts: Sequence[Attempt], met_by: object
 def try_linear(comm: Communicator, call: LinearCall, sums: torch.dtype, *forms: Form) -> None:
     """`try_together` for forms of a call of linear attention, with sums of at least this precision."""
     if call.implementation == "auto" and call.v_BHSV.device.type == "cuda":
-        try_together(comm, [attempt(call, form, sums) for form in forms])
+        attempts = [attempt(call, form, sums) for form in forms]
+        # Kernels also go by these types, which are no part of a kind: calls that they refuse have met nobody for it.
+        types = [sums, *(t.dtype for t in (call.q_BHLK, call.k_BHSK, call.v_BHSV))]
+        try_together(comm, attempts, [*(one.kind.words for one in attempts), *types])
 
 
 def try_relative(comm: Communicator, call: RelativeCall, form: RelativeForm | None = None) -> None:
