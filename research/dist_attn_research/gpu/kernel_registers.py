@@ -335,8 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(finding.as_markdown())
     if given.file or all(getattr(given, option) == parser.get_default(option) for option in vars(given)):
         print(f"filed as {file_finding(finding)}", file=sys.stderr)
-    kernels = (item for found in rows.values() for item in found.items())
-    return int(any(row.spilled and name not in SPILLING for name, row in kernels))
+    measured = (item for found in rows.values() for item in found.items())
+    return int(any(row.spilled and name not in SPILLING for name, row in measured))
 
 
 if __name__ == "__main__":
