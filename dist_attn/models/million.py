@@ -15,8 +15,7 @@ from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import check_tokens, initialise, sinusoidal
 from dist_attn.models.experts import ExpertLayer, Selector
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.sequence_ops import SelectedTokens
-from dist_attn.ops.token_selection import Interpolation
+from dist_attn.ops.token_selection import Interpolation, SelectedTokens
 
 POSITION_SCALE = 0.02  # that of embeddings at first
 

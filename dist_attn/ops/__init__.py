@@ -24,6 +24,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_streaming,
 )
 from dist_attn.ops.selective_scan import gated_scan, gated_step, selective_scan, selective_step
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
@@ -47,6 +48,7 @@ __all__ = [
     "LocalSequenceOps",
     "RelativePositions",
     "RelativeState",
+    "SequenceCall",
     "SequenceOps",
     "SoftmaxOptions",
     "Watch",
@@ -68,6 +70,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_read",
     "linear_attention_step",
+    "local_form",
     "long_convolve",
     "mix_tokens",
     "relative_attention",

@@ -3,11 +3,15 @@
 No tap reaches across the start of a document.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.documents import check_documents, document_numbers
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 
 def convolve(
@@ -60,6 +64,44 @@ def convolve_streaming(
     number_T = F.pad(document_numbers(documents, length, x_BLD.device), (keep, 0))
     foreign_K = number_T[number_T.shape[0] - keep :] != number_T[-1:]
     return convolve_numbered(padded, w_KD, number_T, keep), after.masked_fill(foreign_K[:, None], 0.0)
+
+
+@dataclass(frozen=True)
+class ConvolutionCall(SequenceCall[torch.Tensor]):
+    """The arguments of `convolve`, which explains them."""
+
+    x_BLD: torch.Tensor
+    w_KD: torch.Tensor
+    centred: bool = False
+
+    operation: ClassVar[str] = "convolve"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD",)
+    deterministic: ClassVar[bool] = True
+
+
+@local_form(ConvolutionCall)
+def convolve_call(call: ConvolutionCall) -> torch.Tensor:
+    """`convolve` of a call."""
+    return convolve(call.x_BLD, call.w_KD, centred=call.centred, documents=call.documents)
+
+
+@dataclass(frozen=True)
+class ConvolutionStreamCall(SequenceCall[tuple[torch.Tensor, torch.Tensor]]):
+    """The arguments of `convolve_streaming`, which explains them."""
+
+    x_BLD: torch.Tensor
+    w_KD: torch.Tensor
+    tail_BKD: torch.Tensor | None = None
+
+    operation: ClassVar[str] = "convolve_streaming"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD",)
+    deterministic: ClassVar[bool] = True
+
+
+@local_form(ConvolutionStreamCall)
+def convolve_stream_call(call: ConvolutionStreamCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`convolve_streaming` of a call."""
+    return convolve_streaming(call.x_BLD, call.w_KD, call.tail_BKD, documents=call.documents)
 
 
 def convolve_padded(padded_BTD: torch.Tensor, w_KD: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ Reference: A Unified View of Long-Sequence Models, Sec. 7 (LSSL, recurrent form)
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import chunk_blocks
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 
 def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> torch.Tensor:
@@ -70,7 +72,7 @@ def dense_scan(
 
 
 @dataclass(frozen=True)
-class DenseCall:
+class DenseCall(SequenceCall[tuple[torch.Tensor, torch.Tensor]]):
     """The arguments of `dense_scan`, which explains them."""
 
     u_BLD: torch.Tensor
@@ -78,6 +80,10 @@ class DenseCall:
     b_DN: torch.Tensor
     c_DMN: torch.Tensor
     state: torch.Tensor | None = None
+
+    operation: ClassVar[str] = "dense_scan"
+    along: ClassVar[tuple[str, ...]] = ("u_BLD",)
+    packs: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raise ShapeError in words when the tensors do not fit together."""
@@ -93,6 +99,7 @@ class DenseCall:
             raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")
 
 
+@local_form(DenseCall)
 def scan_dense(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`dense_scan` of a call.
 

@@ -9,6 +9,7 @@ Reference: A Unified View of Long-Sequence Models, Sec. 7 (S4D, recurrent form).
 
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops.device import send
 from dist_attn.ops.documents import check_documents, chunk_blocks, documents_by_length
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 
 def power(a_DN: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -65,11 +67,11 @@ def diagonal_scan(
     Cost: one scan per length of document that occurs, at most sqrt(2 L) of them.
     Raises: ShapeError when they do not fit together.
     """
-    return scan_diagonal(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state, documents or ()))
+    return scan_diagonal(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state, documents=documents or ()))
 
 
 @dataclass(frozen=True)
-class DiagonalCall:
+class DiagonalCall(SequenceCall[tuple[torch.Tensor, torch.Tensor]]):
     """The arguments of `diagonal_scan`, which explains them."""
 
     u_BLD: torch.Tensor
@@ -77,7 +79,9 @@ class DiagonalCall:
     b_DN: torch.Tensor
     c_DN: torch.Tensor
     state: torch.Tensor | None = None
-    documents: tuple[int, ...] = ()
+
+    operation: ClassVar[str] = "diagonal_scan"
+    along: ClassVar[tuple[str, ...]] = ("u_BLD",)
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -103,6 +107,7 @@ class DiagonalCall:
             raise ShapeError(f"the state has shape {tuple(self.state.shape)}; needed is [B, D, N] = {wanted}")
 
 
+@local_form(DiagonalCall)
 def scan_diagonal(call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`diagonal_scan` of a call.
 

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import index
+from typing import ClassVar
 
 import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.device import send, sum_rows
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 __all__ = [
     "DocumentPlaces",
+    "SumCall",
     "by_documents",
     "chunk_blocks",
     "check_documents",
@@ -27,9 +30,11 @@ __all__ = [
     "document_runs",
     "document_starts",
     "documents_by_length",
+    "places_of_all",
     "same_document",
     "split_tokens",
     "start_flags",
+    "sum_tokens",
     "sums_of_documents",
 ]
 
@@ -69,6 +74,37 @@ def sums_of_documents(x_BLD: torch.Tensor, places: DocumentPlaces) -> torch.Tens
     number_BL = torch.arange(batch, device="cpu")[:, None] * documents + places.number_L
     sums_ND = sum_rows(wide_BLD.flatten(0, 1), send(number_BL.flatten(), x_BLD.device), batch * documents)
     return sums_ND.view(batch, documents, x_BLD.shape[2])
+
+
+@dataclass(frozen=True)
+class SumCall(SequenceCall[torch.Tensor]):
+    """The sum over all tokens, [B, L, D] -> [B, D], or over those of each document, [B, N, D]."""
+
+    x_BLD: torch.Tensor
+    by_document: bool = False
+
+    operation: ClassVar[str] = "sum_over_sequence"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD",)
+
+
+@local_form(SumCall)
+def sum_tokens(call: SumCall) -> torch.Tensor:
+    """The sums of a call.
+
+    Raises: ShapeError for a document that starts behind the sequence.
+    """
+    if not call.by_document:
+        return call.x_BLD.sum(dim=1)
+    return sums_of_documents(call.x_BLD, places_of_all(call.x_BLD.shape[1], call.documents))
+
+
+def places_of_all(length: int, starts: tuple[int, ...]) -> DocumentPlaces:
+    """The places of all tokens of a sequence; an unbroken one is one document.
+
+    Raises: ShapeError for a document that starts behind the sequence.
+    """
+    check_documents(starts, length)
+    return document_places(document_ranges(starts, length), 0, length, starts)
 
 
 def document_starts(starts: Iterable[int]) -> tuple[int, ...]:

@@ -1,13 +1,15 @@
 """Fourier token mixing (FNet) by the fast transform, any length; packed documents of a length share one transform."""
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import send
 from dist_attn.ops.documents import by_documents, check_documents, document_ranges
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 FourierNorm = Literal["ortho"] | None
 
@@ -38,6 +40,23 @@ def fourier_mix(
     wide = torch.promote_types(x_BLD.dtype, torch.float32)
     mixed_BLD: torch.Tensor = torch.fft.fft2(x_BLD.to(wide), dim=(1, 2), norm=norm).real
     return mixed_BLD.to(x_BLD.dtype)
+
+
+@dataclass(frozen=True)
+class FourierCall(SequenceCall[torch.Tensor]):
+    """The arguments of `fourier_mix`, which explains them."""
+
+    x_BLD: torch.Tensor
+    norm: FourierNorm = None
+
+    operation: ClassVar[str] = "fourier_mix"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD",)
+
+
+@local_form(FourierCall)
+def mix_fourier(call: FourierCall) -> torch.Tensor:
+    """`fourier_mix` of a call."""
+    return fourier_mix(call.x_BLD, norm=call.norm, documents=call.documents)
 
 
 def document_lengths(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:

@@ -16,11 +16,13 @@ every transition.
 
 from dataclasses import dataclass
 from math import comb
+from typing import ClassVar
 
 import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 CHUNK_TOKENS = 32
 # At most so many chunks side by side, and numbers in their matrices (float64) and in their tokens' coefficients.
@@ -79,6 +81,25 @@ def legs_memory(
         output_dtype=real,
     )
     return y_BDL.transpose(1, 2).to(f_BLD.dtype), LegsState(c_BDN, before.seen_B + f_BLD.shape[1])
+
+
+@dataclass(frozen=True)
+class LegsCall(SequenceCall[tuple[torch.Tensor, LegsState]]):
+    """The arguments of `legs_memory`, which explains them."""
+
+    f_BLD: torch.Tensor
+    read_DN: torch.Tensor
+    state: LegsState | None = None
+
+    operation: ClassVar[str] = "legs_memory"
+    along: ClassVar[tuple[str, ...]] = ("f_BLD",)
+    packs: ClassVar[bool] = False
+
+
+@local_form(LegsCall)
+def remember(call: LegsCall) -> tuple[torch.Tensor, LegsState]:
+    """`legs_memory` of a call."""
+    return legs_memory(call.f_BLD, call.read_DN, state=call.state)
 
 
 def absorb_signal(f_BLD: torch.Tensor, state: LegsState) -> LegsState:

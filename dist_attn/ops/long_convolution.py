@@ -5,12 +5,16 @@ Packed documents of a length share one transform.
 Reference: A Unified View of Long-Sequence Models, Sec. 6.1 and 7 (SGConv, S4 in convolution form).
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import by_documents, check_documents
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 
 def long_convolve(
@@ -60,6 +64,25 @@ def long_convolve(
         spectrum_BDF = torch.fft.rfft(x_BLD.to(wide).transpose(1, 2), n=size) * torch.fft.rfft(taps_DK)
         y_BDL: torch.Tensor = torch.fft.irfft(spectrum_BDF, n=size)[..., :length]
     return y_BDL.transpose(1, 2).to(x_BLD.dtype)
+
+
+@dataclass(frozen=True)
+class LongConvolutionCall(SequenceCall[torch.Tensor]):
+    """The arguments of `long_convolve`, which explains them."""
+
+    x_BLD: torch.Tensor
+    kernel_LD: torch.Tensor
+    backward_kernel_LD: torch.Tensor | None = None
+
+    operation: ClassVar[str] = "long_convolve"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD",)
+
+
+@local_form(LongConvolutionCall)
+def convolve_long(call: LongConvolutionCall) -> torch.Tensor:
+    """`long_convolve` of a call."""
+    backward_LD = call.backward_kernel_LD
+    return long_convolve(call.x_BLD, call.kernel_LD, backward_kernel_LD=backward_LD, documents=call.documents)
 
 
 def check_kernels(x: torch.Tensor, kernel: torch.Tensor, backward_kernel: torch.Tensor | None) -> None:

@@ -3,11 +3,13 @@
 It takes log2(L) passes over the sequence: a scan of (decay, maximum), which join associatively.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from dist_attn.ops.documents import start_flags
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 NO_TOKENS = -1e30
 """The maximum of no tokens where values may be negative: finite, as states are, and below all that is a value."""
@@ -48,8 +50,28 @@ def running_maximum(
     Shapes: x, log_gate [B, H, S], before [B, H] -> [B, H, S] twice and [B, H].
     Cost: O(S log S); without gates and documents O(S).
     """
-    scanned = scan_elements(x_BHS, log_gate_BHS, documents)
-    return maxima(scanned, before_BH, documents)
+    return find_maxima(MaximumCall(x_BHS, before_BH, log_gate_BHS, documents=documents))
+
+
+@dataclass(frozen=True)
+class MaximumCall(SequenceCall[Maxima]):
+    """The arguments of `running_maximum`, which explains them."""
+
+    x_BHS: torch.Tensor
+    before_BH: torch.Tensor
+    log_gate_BHS: torch.Tensor | None = None
+
+    operation: ClassVar[str] = "running_maximum"
+    along_memory: ClassVar[tuple[str, ...]] = ("x_BHS", "log_gate_BHS")
+    deterministic: ClassVar[bool] = True
+    dim: ClassVar[int] = 2
+
+
+@local_form(MaximumCall)
+def find_maxima(call: MaximumCall) -> Maxima:
+    """`running_maximum` of a call."""
+    scanned = scan_elements(call.x_BHS, call.log_gate_BHS, call.documents)
+    return maxima(scanned, call.before_BH, call.documents)
 
 
 @torch.no_grad()

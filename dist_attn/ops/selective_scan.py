@@ -13,6 +13,7 @@ Shape letters: B batch, L tokens, T tokens of a block, D channels, N numbers of 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +22,18 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import check_documents, chunk_blocks, start_flags
 from dist_attn.ops.scan import BlockBody, MaybeTensors, Tensors, scan
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 from dist_attn.ops.state import writes_in_place
 
 __all__ = [
+    "GatedCall",
     "SelectiveCall",
     "absorb_gated",
     "absorb_selected",
     "gated_scan",
     "gated_scan_naive",
     "gated_step",
+    "scan_gated",
     "scan_selected",
     "selective_scan",
     "selective_scan_naive",
@@ -61,10 +65,32 @@ def gated_scan(
     Raises: ShapeError when they do not fit together.
     Reference: De et al. 2024, Griffin, Eq. 4.
     """
+    return scan_gated(GatedCall(x_BLD, log_decay_BLD, state, documents=documents or ()))
+
+
+@dataclass(frozen=True)
+class GatedCall(SequenceCall[tuple[torch.Tensor, torch.Tensor]]):
+    """The arguments of `gated_scan`, which explains them."""
+
+    x_BLD: torch.Tensor
+    log_decay_BLD: torch.Tensor
+    state: torch.Tensor | None = None
+
+    operation: ClassVar[str] = "gated_scan"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD", "log_decay_BLD")
+
+
+@local_form(GatedCall)
+def scan_gated(call: GatedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gated_scan` of a call.
+
+    Raises: as `gated_scan`.
+    """
+    x_BLD, log_decay_BLD, state = call.x_BLD, call.log_decay_BLD, call.state
     _check_gated(x_BLD, log_decay_BLD, state)
     dtype = sums_dtype(x_BLD, log_decay_BLD, state)
     first_BD = _first(x_BLD.shape[::2], dtype, x_BLD.device, state)
-    return _scanned(_Gated(dtype), (x_BLD, log_decay_BLD), first_BD, (), documents or ())
+    return _scanned(_Gated(dtype), (x_BLD, log_decay_BLD), first_BD, (), call.documents)
 
 
 def selective_scan(
@@ -87,11 +113,11 @@ def selective_scan(
     Raises: ShapeError when they do not fit together.
     Reference: Gu and Dao 2023, Mamba, Algorithm 2.
     """
-    return scan_selected(SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state, documents or ()))
+    return scan_selected(SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state, documents=documents or ()))
 
 
 @dataclass(frozen=True)
-class SelectiveCall:
+class SelectiveCall(SequenceCall[tuple[torch.Tensor, torch.Tensor]]):
     """The arguments of `selective_scan`, which explains them."""
 
     x_BLD: torch.Tensor
@@ -101,7 +127,9 @@ class SelectiveCall:
     c_BLN: torch.Tensor
     skip_D: torch.Tensor | None = None
     state: torch.Tensor | None = None
-    documents: tuple[int, ...] = ()
+
+    operation: ClassVar[str] = "selective_scan"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD", "dt_BLD", "b_BLN", "c_BLN")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,6 +155,7 @@ class SelectiveCall:
         _check_state(self.state, (x.shape[0], *a.shape), "[B, D, N]")
 
 
+@local_form(SelectiveCall)
 def scan_selected(call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`selective_scan` of a call.
 

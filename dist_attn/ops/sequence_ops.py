@@ -5,75 +5,51 @@ the sequence.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
 
 import torch
 
 from dist_attn.ops.affine import AffineCall, AffineState, Read
+from dist_attn.ops.convolution import ConvolutionCall, ConvolutionStreamCall
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.dense_space import DenseCall
 from dist_attn.ops.diagonal import DiagonalCall
-from dist_attn.ops.documents import DocumentPlaces
+from dist_attn.ops.documents import DocumentPlaces, SumCall
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.fourier import FourierNorm
-from dist_attn.ops.legs import LegsState
+from dist_attn.ops.fourier import FourierCall, FourierNorm
+from dist_attn.ops.legs import LegsCall, LegsState
 from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
-from dist_attn.ops.relative_attention import RelativeCall, RelativeState
-from dist_attn.ops.running_maximum import Maxima
-from dist_attn.ops.selective_scan import SelectiveCall
-from dist_attn.ops.softmax_attention import KeyValueCache, RelativePositions, SoftmaxCall, SoftmaxOptions
+from dist_attn.ops.long_convolution import LongConvolutionCall
+from dist_attn.ops.relative_attention import RelativeCall, RelativeState, RelativeStreamCall
+from dist_attn.ops.running_maximum import Maxima, MaximumCall
+from dist_attn.ops.selective_scan import GatedCall, SelectiveCall
+from dist_attn.ops.sequence_call import Result, SequenceCall
+from dist_attn.ops.softmax_attention import (
+    KeyValueCache,
+    RelativePositions,
+    SoftmaxCall,
+    SoftmaxOptions,
+    SoftmaxStreamCall,
+)
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.token_mixing import Activation, TokenMlp
-from dist_attn.ops.token_selection import Interpolation
-
-__all__ = ["RoutedTokens", "SelectedTokens", "SequenceOps"]
-
-
-class RoutedTokens(Protocol):
-    """Tokens at the experts that were chosen for them; `dropped` assignments of all processes found no room."""
-
-    @property
-    def dropped(self) -> int: ...
-
-    def by_expert(self) -> tuple[torch.Tensor, ...]:
-        """The rows of every expert, [R_e, C]; none of experts that another process takes care of."""
-        ...
-
-    def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
-        """Bring what experts made of their rows, one expert after the other, to the tokens: [R, D] -> [K, N, D]."""
-        ...
-
-
-class SelectedTokens(Protocol):
-    """The tokens that were kept, spread evenly, with their positions and the operations along them.
-
-    `total` counts them on all processes.
-    """
-
-    @property
-    def x_NC(self) -> torch.Tensor: ...
-
-    @property
-    def position_N(self) -> torch.Tensor: ...
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def ops(self) -> "SequenceOps": ...
-
-    def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
-        """Values at all positions of the sequence that was selected from, [N, D] of the kept ones -> [L, D]."""
-        ...
+from dist_attn.ops.token_mixing import Activation, TokenMixingCall, TokenMlp
+from dist_attn.ops.token_routing import RoutedTokens, RoutingCall
+from dist_attn.ops.token_selection import SelectedTokens, SelectionCall
 
 
 class SequenceOps(ABC):
     """The operations that mix along the sequence, on whatever slice of it this process holds.
 
-    Operations are those of `dist_attn.ops` by the same names, which explain them. Those with many arguments make one
-    value of them, the call, which implementations compute.
+    Operations are those of `dist_attn.ops` by the same names, which explain them: each makes one value of its
+    arguments, the call, which `run` computes. So does an operation of another package, see `SequenceCall`.
     """
+
+    @abstractmethod
+    def run(self, call: SequenceCall[Result]) -> Result:
+        """Compute a call by the form that is registered for its kind.
+
+        Raises: ConfigError where none is; InputError for packed documents that the operation does not take.
+        """
 
     def linear_attention(
         self,
@@ -90,7 +66,7 @@ class SequenceOps(ABC):
         prefix: int = 0,
     ) -> tuple[torch.Tensor, LinearState]:
         """See `dist_attn.ops.linear_attention`."""
-        return self._attend(
+        return self.run(
             LinearCall(
                 q_BHLK,
                 k_BHSK,
@@ -105,9 +81,6 @@ class SequenceOps(ABC):
             )
         )
 
-    @abstractmethod
-    def _attend(self, call: LinearCall) -> tuple[torch.Tensor, LinearState]: ...
-
     def affine_recurrence(
         self,
         q_BHLK: torch.Tensor,
@@ -121,7 +94,7 @@ class SequenceOps(ABC):
         state: AffineState | None = None,
     ) -> tuple[torch.Tensor, AffineState]:
         """See `dist_attn.ops.affine_recurrence`."""
-        return self._recur(AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, erase, None, bonus_HK, read, state))
+        return self.run(AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, erase, None, bonus_HK, read, state))
 
     def gated_delta_rule(
         self,
@@ -134,10 +107,7 @@ class SequenceOps(ABC):
         state: AffineState | None = None,
     ) -> tuple[torch.Tensor, AffineState]:
         """See `dist_attn.ops.gated_delta_rule`."""
-        return self._recur(AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, beta_BHL=beta_BHL, state=state))
-
-    @abstractmethod
-    def _recur(self, call: AffineCall) -> tuple[torch.Tensor, AffineState]: ...
+        return self.run(AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, beta_BHL=beta_BHL, state=state))
 
     def relative_attention(
         self,
@@ -149,10 +119,7 @@ class SequenceOps(ABC):
         causal: bool,
     ) -> torch.Tensor:
         """See `dist_attn.ops.relative_attention`."""
-        return self._attend_relative(RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal))
-
-    @abstractmethod
-    def _attend_relative(self, call: RelativeCall) -> torch.Tensor: ...
+        return self.run(RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal))
 
     def relative_attention_streaming(
         self,
@@ -163,10 +130,7 @@ class SequenceOps(ABC):
         state: RelativeState | None = None,
     ) -> tuple[torch.Tensor, RelativeState]:
         """See `dist_attn.ops.relative_attention_streaming`."""
-        return self._stream_relative(RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state))
-
-    @abstractmethod
-    def _stream_relative(self, call: RelativeCall) -> tuple[torch.Tensor, RelativeState]: ...
+        return self.run(RelativeStreamCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state))
 
     def softmax_attention(
         self,
@@ -181,10 +145,7 @@ class SequenceOps(ABC):
     ) -> torch.Tensor:
         """See `dist_attn.ops.softmax_attention`."""
         options = SoftmaxOptions(scale, relative=relative)
-        return self._attend_exactly(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options, prefix=prefix))
-
-    @abstractmethod
-    def _attend_exactly(self, call: SoftmaxCall) -> torch.Tensor: ...
+        return self.run(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, options, prefix=prefix))
 
     def softmax_attention_streaming(
         self,
@@ -201,23 +162,23 @@ class SequenceOps(ABC):
     ) -> tuple[torch.Tensor, KeyValueCache]:
         """See `dist_attn.ops.softmax_attention_streaming` and `SoftmaxOptions`."""
         options = SoftmaxOptions(scale, window, softcap, sinks_H, relative)
-        return self._attend_onward(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options), cache)
+        return self.run(SoftmaxStreamCall(q_BHLK, k_BGLK, v_BGLV, cache, options))
 
-    @abstractmethod
-    def _attend_onward(self, call: SoftmaxCall, cache: KeyValueCache) -> tuple[torch.Tensor, KeyValueCache]: ...
+    def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
+        """See `dist_attn.ops.convolve`."""
+        return self.run(ConvolutionCall(x_BLD, w_KD, centred))
 
-    @abstractmethod
-    def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor: ...
-
-    @abstractmethod
     def convolve_streaming(
         self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.convolve_streaming`."""
+        return self.run(ConvolutionStreamCall(x_BLD, w_KD, tail_BKD))
 
-    @abstractmethod
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.long_convolve`."""
+        return self.run(LongConvolutionCall(x_BLD, kernel_LD, backward_kernel_LD))
 
     def diagonal_scan(
         self,
@@ -229,15 +190,13 @@ class SequenceOps(ABC):
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.diagonal_scan`."""
-        return self._scan_diagonal(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state))
+        return self.run(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state))
 
-    @abstractmethod
-    def _scan_diagonal(self, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @abstractmethod
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.gated_scan`."""
+        return self.run(GatedCall(x_BLD, log_decay_BLD, state))
 
     def selective_scan(
         self,
@@ -251,10 +210,7 @@ class SequenceOps(ABC):
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.selective_scan`."""
-        return self._scan_selected(SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state))
-
-    @abstractmethod
-    def _scan_selected(self, call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]: ...
+        return self.run(SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state))
 
     def dense_scan(
         self,
@@ -266,15 +222,13 @@ class SequenceOps(ABC):
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.dense_scan`; one unbroken sequence only."""
-        return self._scan_dense(DenseCall(u_BLD, a_DNN, b_DN, c_DMN, state))
+        return self.run(DenseCall(u_BLD, a_DNN, b_DN, c_DMN, state))
 
-    @abstractmethod
-    def _scan_dense(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @abstractmethod
     def legs_memory(
         self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
-    ) -> tuple[torch.Tensor, LegsState]: ...
+    ) -> tuple[torch.Tensor, LegsState]:
+        """See `dist_attn.ops.legs_memory`; one unbroken sequence only."""
+        return self.run(LegsCall(f_BLD, read_DN, state))
 
     def mix_tokens(
         self,
@@ -287,34 +241,37 @@ class SequenceOps(ABC):
         activation: Activation = "gelu_tanh",
     ) -> torch.Tensor:
         """See `dist_attn.ops.mix_tokens`; one unbroken sequence only, weights for all of its tokens."""
-        return self._mix_tokens(x_BLD, TokenMlp(w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation))
+        return self.run(TokenMixingCall(x_BLD, TokenMlp(w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)))
 
-    @abstractmethod
-    def _mix_tokens(self, x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor: ...
+    def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
+        """See `dist_attn.ops.fourier_mix`."""
+        return self.run(FourierCall(x_BLD, norm))
 
-    @abstractmethod
-    def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...
-
-    @abstractmethod
     def select_tokens(
         self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
-    ) -> SelectedTokens: ...
+    ) -> SelectedTokens:
+        """See `dist_attn.ops.token_selection.select_tokens`; one unbroken sequence only."""
+        return self.run(SelectionCall(x_LC, score_L, threshold, at_most))
 
-    @abstractmethod
     def route_tokens(
         self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
-    ) -> RoutedTokens: ...
+    ) -> RoutedTokens:
+        """See `dist_attn.ops.token_routing.route_tokens`; one unbroken sequence only."""
+        return self.run(RoutingCall(x_LC, expert_LK, num_experts, capacity))
 
-    @abstractmethod
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
-    ) -> Maxima: ...
+    ) -> Maxima:
+        """See `dist_attn.ops.running_maximum`."""
+        return self.run(MaximumCall(x_BHS, before_BH, log_gate_BHS))
 
-    @abstractmethod
-    def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
+    def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sum over the tokens of all processes, [B, L, D] -> [B, D], on every one."""
+        return self.run(SumCall(x_BLD))
 
-    @abstractmethod
-    def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
+    def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sums over the tokens of each document on all processes, [B, L, D] -> [B, N, D], on every one."""
+        return self.run(SumCall(x_BLD, by_document=True))
 
     @abstractmethod
     def document_places(self, length: int) -> DocumentPlaces: ...

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 
 Activation = Literal["gelu_tanh", "gelu", "relu"]
 
@@ -83,6 +84,24 @@ class TokenMlp:
                 f"the weights have shapes {shapes}; for {length} tokens w_in is [{length}, S], w_out [S, {length}], "
                 f"bias_in [S] and bias_out [{length}]"
             )
+
+
+@dataclass(frozen=True)
+class TokenMixingCall(SequenceCall[torch.Tensor]):
+    """The arguments of `mix_tokens`: the tokens, and the MLP that mixes them."""
+
+    x_BLD: torch.Tensor
+    mlp: TokenMlp
+
+    operation: ClassVar[str] = "mix_tokens"
+    along: ClassVar[tuple[str, ...]] = ("x_BLD",)
+    packs: ClassVar[bool] = False
+
+
+@local_form(TokenMixingCall)
+def mix_tokens_call(call: TokenMixingCall) -> torch.Tensor:
+    """`mix_tokens` of a call."""
+    return apply_token_mlp(call.x_BLD, call.mlp)
 
 
 def apply_token_mlp(x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor:

@@ -1,11 +1,49 @@
 """Tokens to the experts that were chosen for them, up to what an expert takes, and what experts answer back to them."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.device import take_rows
+from dist_attn.ops.sequence_call import SequenceCall, local_form
+
+
+class RoutedTokens(Protocol):
+    """Tokens at the experts that were chosen for them; `dropped` assignments of all processes found no room."""
+
+    @property
+    def dropped(self) -> int: ...
+
+    def by_expert(self) -> tuple[torch.Tensor, ...]:
+        """The rows of every expert, [R_e, C]; none of experts that another process takes care of."""
+        ...
+
+    def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
+        """Bring what experts made of their rows, one expert after the other, to the tokens: [R, D] -> [K, N, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoutingCall(SequenceCall[RoutedTokens]):
+    """The arguments of `route_tokens`, which explains them."""
+
+    x_NC: torch.Tensor
+    expert_NK: torch.Tensor
+    num_experts: int
+    capacity: int
+
+    operation: ClassVar[str] = "route_tokens"
+    along: ClassVar[tuple[str, ...]] = ("x_NC", "expert_NK")
+    dim: ClassVar[int] = 0
+    packs: ClassVar[bool] = False
+
+
+@local_form(RoutingCall)
+def route_call(call: RoutingCall) -> RoutedTokens:
+    """`route_tokens` of a call."""
+    return route_tokens(call.x_NC, call.expert_NK, num_experts=call.num_experts, capacity=call.capacity)
 
 
 @dataclass(frozen=True)

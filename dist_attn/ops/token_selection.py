@@ -4,12 +4,16 @@ At least one token is kept where there are any. Up-sampling is linear in the pos
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.device import send, take_rows
+from dist_attn.ops.sequence_call import SequenceCall
+
+if TYPE_CHECKING:
+    from dist_attn.ops.sequence_ops import SequenceOps
 
 
 def select_tokens(
@@ -192,3 +196,41 @@ def upsample_naive(
             weights = [1.0 / (kept[n] - t) ** 2 for n in nearest]
             rows.append(sum(w * z_ND[n] for w, n in zip(weights, nearest, strict=True)) / sum(weights))
     return torch.stack(rows) if rows else z_ND.new_zeros((0, z_ND.shape[1]))
+
+
+class SelectedTokens(Protocol):
+    """The tokens that were kept, spread evenly, with their positions and the operations along them.
+
+    `total` counts them on all processes.
+    """
+
+    @property
+    def x_NC(self) -> torch.Tensor: ...
+
+    @property
+    def position_N(self) -> torch.Tensor: ...
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def ops(self) -> "SequenceOps": ...
+
+    def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
+        """Values at all positions of the sequence that was selected from, [N, D] of the kept ones -> [L, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class SelectionCall(SequenceCall[SelectedTokens]):
+    """The arguments of `select_tokens`, which explains them."""
+
+    x_LC: torch.Tensor
+    score_L: torch.Tensor
+    threshold: float
+    at_most: int | None = None
+
+    operation: ClassVar[str] = "select_tokens"
+    along: ClassVar[tuple[str, ...]] = ("x_LC", "score_L")
+    dim: ClassVar[int] = 0
+    packs: ClassVar[bool] = False

@@ -8,17 +8,32 @@ before and behind the scan. In deterministic mode `linear` passes the state from
 that begin on an earlier rank, and relative attention, gather it (`document_exchange`, `relative`).
 """
 
+# The forms over ranks are registered as these are imported.
+from dist_attn.sharded import (  # noqa: F401
+    affine,
+    columns,
+    convolution,
+    linear,
+    relative,
+    softmax,
+    state_spaces,
+    sums,
+    token_routing,
+    token_selection,
+)
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.prefix_scan import Algorithm, ScanExchange, exclusive_scan
 from dist_attn.sharded.sequence_ops import ShardedSequenceOps
-from dist_attn.sharded.sharding import CacheKept, SoftmaxExchange
+from dist_attn.sharded.sharding import CacheKept, Sharding, SoftmaxExchange, over_ranks
 
 __all__ = [
     "Algorithm",
     "CacheKept",
     "ScanExchange",
     "ShardedSequenceOps",
+    "Sharding",
     "SoftmaxExchange",
     "exclusive_scan",
+    "over_ranks",
     "sharded_linear_attention",
 ]

@@ -22,12 +22,13 @@ from dist_attn.ops.parts import Parts, Whole, connected
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.prefix_scan import exclusive_scan
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.sharding import Sharding, over_ranks
 from dist_attn.sharded.trials import try_together
 
 HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
 
 
+@over_ranks(AffineCall)
 def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`ops.affine_recurrence` or `ops.gated_delta_rule` of this rank's slices, whose documents are the layout's.
 

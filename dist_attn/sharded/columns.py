@@ -22,8 +22,9 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.documents import by_documents
-from dist_attn.ops.fourier import FourierNorm, document_lengths, fourier_mix
-from dist_attn.ops.long_convolution import check_kernels, long_convolve
+from dist_attn.ops.fourier import FourierCall, FourierNorm, document_lengths, fourier_mix
+from dist_attn.ops.long_convolution import LongConvolutionCall, check_kernels, long_convolve
+from dist_attn.sharded.sharding import Sharding, over_ranks
 
 
 def column_cuts(columns: int, size: int) -> tuple[int, ...]:
@@ -73,9 +74,8 @@ def columns_to_tokens(
     return rows.reshape(columns, length, numbers)
 
 
-def sharded_fourier_mix(
-    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, *, norm: FourierNorm = None
-) -> torch.Tensor:
+@over_ranks(FourierCall)
+def sharded_fourier_mix(sharding: Sharding, call: FourierCall) -> torch.Tensor:
     """`ops.fourier_mix` on this rank's slice; of every document by itself where the layout has some.
 
     Shapes: x [B, L local, D] -> [B, L local, D].
@@ -83,8 +83,8 @@ def sharded_fourier_mix(
         documents the tokens of those that lie on several ranks count; nothing where there are none.
     Reference: A Unified View of Long-Sequence Models, Sec. 6.2.
     """
-    across = partial(_fourier_over_ranks, comm, norm=norm)
-    return _apart(comm, layout, x_BLD, partial(fourier_mix, norm=norm), across)
+    across = partial(_fourier_over_ranks, sharding.comm, norm=call.norm)
+    return _apart(sharding.comm, sharding.layout, call.x_BLD, partial(fourier_mix, norm=call.norm), across)
 
 
 def _fourier_over_ranks(
@@ -126,14 +126,8 @@ def _along(columns_CNTB: torch.Tensor) -> torch.Tensor:
     return torch.cat([mixed_CNTB, torch.roll(mixed_CNTB.flip(2), 1, dims=2)], dim=3)
 
 
-def sharded_long_convolve(
-    comm: Communicator,
-    layout: SequenceLayout,
-    x_BLD: torch.Tensor,
-    kernel_LD: torch.Tensor,
-    *,
-    backward_kernel_LD: torch.Tensor | None = None,
-) -> torch.Tensor:
+@over_ranks(LongConvolutionCall)
+def sharded_long_convolve(sharding: Sharding, call: LongConvolutionCall) -> torch.Tensor:
     """`ops.long_convolve` on this rank's slice; of every document by itself where the layout has some.
 
     Kernels are whole on every rank, their gradients this rank's share.
@@ -143,6 +137,8 @@ def sharded_long_convolve(
         B (L - L local) D'. Of packed documents the tokens of those that lie on several ranks count; nothing where there
         are none.
     """
+    comm, layout = sharding.comm, sharding.layout
+    x_BLD, kernel_LD, backward_kernel_LD = call.x_BLD, call.kernel_LD, call.backward_kernel_LD
     check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
     channels = x_BLD.shape[2]
     own = slice(*column_cuts(channels, comm.size)[comm.rank : comm.rank + 2])

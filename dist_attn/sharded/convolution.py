@@ -10,6 +10,8 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.convolution import (
+    ConvolutionCall,
+    ConvolutionStreamCall,
     check_taps,
     convolve,
     convolve_numbered,
@@ -19,21 +21,18 @@ from dist_attn.ops.convolution import (
 )
 from dist_attn.ops.documents import document_numbers
 from dist_attn.sharded.document_exchange import Heard, hear_from, ranks_heard
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.sharding import Sharding, over_ranks
 
 
-def sharded_convolve_streaming(
-    sharding: Sharding,
-    x_BLD: torch.Tensor,
-    w_KD: torch.Tensor,
-    tail_BKD: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@over_ranks(ConvolutionStreamCall)
+def sharded_convolve_streaming(sharding: Sharding, call: ConvolutionStreamCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.convolve_streaming` on this rank's slice; tails are those before the first and after the last global token.
 
     Of packed documents without a tail given, the tail returned is the one after this rank's last token.
 
     Cost: one all-gather of (K - 1) B D elements per rank; none for K = 1.
     """
+    x_BLD, w_KD, tail_BKD = call.x_BLD, call.w_KD, call.tail_BKD
     check_taps(x_BLD, w_KD)
     comm, layout = sharding.comm, sharding.layout
     if sharding.packed:
@@ -43,13 +42,13 @@ def sharded_convolve_streaming(
     return convolve_padded(torch.cat([before, x_BLD], dim=1), w_KD), after
 
 
-def sharded_convolve(
-    sharding: Sharding, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False
-) -> torch.Tensor:
+@over_ranks(ConvolutionCall)
+def sharded_convolve(sharding: Sharding, call: ConvolutionCall) -> torch.Tensor:
     """`ops.convolve` on this rank's slice.
 
     Cost: one all-gather of (K - 1) B D elements per rank, two with the same sum when centred; none for K = 1.
     """
+    x_BLD, w_KD, centred = call.x_BLD, call.w_KD, call.centred
     check_taps(x_BLD, w_KD)
     comm, layout = sharding.comm, sharding.layout
     if sharding.packed:

@@ -21,20 +21,30 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
-from dist_attn.ops.linear_attention import Attend, LinearCall, absorb, attend, check_choice, prefix_then_causal
+from dist_attn.ops.linear_attention import (
+    Attend,
+    LinearCall,
+    absorb,
+    attend,
+    check_choice,
+    check_prefix,
+    prefix_then_causal,
+)
 from dist_attn.ops.linear_attention.attention import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from dist_attn.sharded.carry_scan import sharded_linear_attention, widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import Heard, hear_from_start, ranks_heard
 from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.prefix_scan.exchanges import tied
 from dist_attn.sharded.redistribution import realign_tokens
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.sharding import Sharding, over_ranks
 from dist_attn.sharded.trials import try_linear
 
 
+@over_ranks(LinearCall)
 def attend_over_layouts(sharding: Sharding, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """`ops.linear_attention` of this rank's slices, whose documents are the layout's; a prefix counts global tokens."""
     comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
+    check_prefix(call.prefix, causal=call.causal, documents=sharding.packed)
     attend: Attend
     if sharding.packed:
         sharding.refuse_memory("linear_attention")

@@ -29,6 +29,7 @@ from dist_attn.ops.device import without_autocast
 from dist_attn.ops.relative_attention import (
     RelativeCall,
     RelativeState,
+    RelativeStreamCall,
     WindowState,
     attend_relative,
     check_relative_choice,
@@ -38,10 +39,11 @@ from dist_attn.ops.relative_attention.numerators import numerators, numerators_a
 from dist_attn.ops.relative_attention.state import normalised
 from dist_attn.sharded.document_exchange import Heard, hear_from, ranks_heard
 from dist_attn.sharded.redistribution import realign_tokens
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.sharding import Sharding, over_ranks
 from dist_attn.sharded.trials import try_relative
 
 
+@over_ranks(RelativeCall)
 def sharded_relative_attention(sharding: Sharding, call: RelativeCall) -> torch.Tensor:
     """`ops.relative_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
@@ -57,8 +59,11 @@ def sharded_relative_attention(sharding: Sharding, call: RelativeCall) -> torch.
     Reference: Scaleformer, Eq. 9 to 11.
     """
     comm, layout, memory, causal = sharding.comm, sharding.layout, sharding.memory, call.causal
+    if sharding.packed:
+        sharding.refuse_memory("relative_attention")
+        return sharded_packed_relative_attention(sharding, call)
     if comm.size == 1:
-        return attend_relative(replace(call, implementation=sharding.implementation))
+        return attend_relative(call)
     if sharding.implementation not in ("auto", "streaming"):
         raise ConfigError("over several ranks relative attention has kernels ('triton') as a stream only; use 'auto'")
     call.check()
@@ -78,7 +83,10 @@ def sharded_relative_attention(sharding: Sharding, call: RelativeCall) -> torch.
     return normalised(num, call.v_BHSV.dtype)
 
 
-def sharded_relative_attention_streaming(sharding: Sharding, call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
+@over_ranks(RelativeStreamCall)
+def sharded_relative_attention_streaming(
+    sharding: Sharding, stream: RelativeStreamCall
+) -> tuple[torch.Tensor, RelativeState]:
     """`ops.relative_attention_streaming` on this rank's slice.
 
     The call's state is the one before the first global token, equal on all ranks; the state returned is the global
@@ -88,7 +96,7 @@ def sharded_relative_attention_streaming(sharding: Sharding, call: RelativeCall)
     Raises: ShapeError when shapes do not fit together; ConfigError, on ranks without tokens too, for an implementation
         that cannot take this call.
     """
-    call = replace(call, implementation=sharding.implementation)
+    call = stream.call
     if sharding.comm.size == 1:
         return stream_relative(call)
     call.check()

@@ -5,9 +5,9 @@ expect: without the comparison the result is wrong without an error. Between pro
 dtype ends the process of the rank that receives it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -15,16 +15,28 @@ from dist_attn import __version__
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError, InputError, ShapeError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, FeatureMap
-from dist_attn.ops.linear_attention import Implementation, check_implementation
+from dist_attn.ops import FeatureMap
+from dist_attn.ops.documents import DocumentPlaces, document_places
+from dist_attn.ops.linear_attention import check_implementation
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS
+from dist_attn.ops.sequence_call import Form, Forms, Implementation, Result, SequenceCall, find_form, register_form
 from dist_attn.ops.softmax_attention import QueryPlacement
 from dist_attn.sharded.block_table import Range
 from dist_attn.sharded.prefix_scan import ScanExchange
 
-Setting = bool | int | float | str | Denominator | FeatureMap | torch.Tensor | None
 SoftmaxExchange = Literal["reshuffle", "ring"]
 CacheKept = Literal["spread", "whole"]
+
+_OVER_RANKS: Forms = {}
+
+
+def over_ranks(kind: type[SequenceCall[Any]]) -> Callable[[Form], Form]:
+    """Register a function of a `Sharding` and a call of this kind as the call's form over ranks.
+
+    When it is called, every rank has made the same call on its own slice. It must exchange the same on every rank,
+    those without tokens among them, and be differentiable; the gradients of what is equal on all ranks are shares.
+    """
+    return register_form(_OVER_RANKS, kind)
 
 
 @dataclass(frozen=True)
@@ -80,39 +92,42 @@ class Sharding:
         memory = " ".join(f"memory_{word}" for word in self.memory.description.split(" "))
         return f"{named} {self.layout.description} {memory}"
 
-    def agree(
-        self, operation: str, along: Mapping[str, torch.Tensor | None], dim: int = 1, **settings: Setting
-    ) -> None:
-        """Make sure that every rank calls `operation` with tensors of the same kind and the same settings.
+    def run(self, call: SequenceCall[Result]) -> Result:
+        """Compute a call on this rank's slice, once every rank is found to make the same one.
 
-        `along` are the tensors that are cut across ranks at dimension `dim`, the only size that may differ; tensors
-        among the settings are compared in shape and dtype. In a compiled graph nothing is compared.
-
-        Cost: 32 bytes to each other rank the first time that a communicator sees such a call, then nothing.
-        Raises: MismatchError on every rank, with what differs first.
+        Cost: that of the form; 32 bytes to each other rank the first time that a communicator sees such a call.
+        Raises: InputError for what the operation refuses; ShapeError for a slice of another length than the layout
+            says; MismatchError on every rank, with what differs first; ConfigError without a form over ranks.
         """
-        if self.comm.size == 1 or torch.compiler.is_compiling():
-            return
-        words = [f"{name}={_kind(x, dim)}" for name, x in along.items()]
-        words += [f"{name}={_word(value)}" for name, value in settings.items()]
-        self.comm.agree_once(f"arguments of {operation}", " ".join(words))
+        form = find_form(_OVER_RANKS, call, "over_ranks")
+        if not call.deterministic:
+            self.refuse_deterministic(call.operation)
+        if self.packed and not call.packs:
+            raise InputError(f"{call.operation} was given packed documents; it takes one unbroken sequence")
+        along = dict.fromkeys(call.along, self.layout) | dict.fromkeys(call.along_memory, self.memory)
+        for name, layout in along.items():
+            for x in _tensors(getattr(call, name)):
+                if x.dim() > call.dim:
+                    self.check_tokens(_plain(name), x.shape[call.dim], layout)
+        # In a compiled graph nothing is compared.
+        if self.comm.size > 1 and not torch.compiler.is_compiling():
+            words = [f"{_plain(name)}={_word(getattr(call, name), call.dim)}" for name in along]
+            words += [word for name, value in call.settings().items() for word in _words(_plain(name), value)]
+            self.comm.agree_once(f"arguments of {call.operation}", " ".join(words))
+        return form(self, replace(call, implementation=self.implementation))  # type: ignore[no-any-return]
 
-    def agree_on_tokens(
-        self, operation: str, along: Mapping[str, torch.Tensor | None], dim: int = 1, **settings: Setting
-    ) -> None:
-        """`agree`, once the first tensor has as many tokens as this rank's slice of the layout."""
-        first = next(iter(along.values()))
-        assert first is not None
-        self.check_queries(first.shape[dim], "tokens")
-        self.agree(operation, along, dim, **settings)
+    def document_places(self) -> DocumentPlaces:
+        """The places of this rank's tokens in their documents; an unbroken sequence is one."""
+        layout = self.layout
+        return document_places(layout.document_ranges(), *layout.range(self.comm.rank), layout.documents or ())
 
-    def check_queries(self, length: int, what: str = "queries") -> None:
+    def check_tokens(self, what: str, length: int, layout: SequenceLayout | None = None) -> None:
         """Raise ShapeError unless so many tokens are this rank's slice of the layout."""
-        self._check(what, length, self.layout)
-
-    def check_keys(self, length: int) -> None:
-        """Raise ShapeError unless so many keys are this rank's slice of the memory's layout."""
-        self._check("keys", length, self.memory)
+        wanted = (layout or self.layout).lengths[self.comm.rank]
+        if length != wanted:
+            raise ShapeError(
+                f"rank {self.comm.rank} was given {length} tokens in {what}; its slice of the layout has {wanted}"
+            )
 
     def check_implementation(self) -> None:
         """Raise ConfigError for an implementation that does not exist, and for kernels by name where ranks have none.
@@ -149,16 +164,6 @@ class Sharding:
                 "queries and keys lie on one layout"
             )
 
-    def refuse_documents(self, operation: str) -> None:
-        """Refuse packed documents with an InputError."""
-        if self.packed:
-            raise InputError(f"{operation} was given packed documents; it takes one unbroken sequence")
-
-    def _check(self, what: str, length: int, layout: SequenceLayout) -> None:
-        wanted = layout.lengths[self.comm.rank]
-        if length != wanted:
-            raise ShapeError(f"rank {self.comm.rank} was given {length} {what}; its slice of the layout has {wanted}")
-
 
 def placement_of(
     queries: Sequence[Range], keys: Sequence[Range], layout: SequenceLayout, memory: SequenceLayout
@@ -184,19 +189,36 @@ def _documents_at(starts: Sequence[int], positions: torch.Tensor) -> torch.Tenso
     return torch.bucketize(positions, torch.tensor(starts, dtype=torch.int64, device="cpu"), right=True)
 
 
-def _kind(x: torch.Tensor | None, dim: int | None = None) -> str:
-    """Dtype and shape, without the size of dimension `dim`."""
-    if x is None:
-        return "none"
-    sizes = ["any" if at == dim else str(size) for at, size in enumerate(x.shape)]
-    return f"{str(x.dtype).removeprefix('torch.')}[{'x'.join(sizes)}]"
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of an argument: one, a tuple of them, or none."""
+    for x in value if isinstance(value, tuple) else (value,):
+        if isinstance(x, torch.Tensor):
+            yield x
 
 
-def _word(value: Setting) -> str:
+def _plain(field: str) -> str:
+    """The name of an argument, without the letters of its shape."""
+    name, _, letters = field.rpartition("_")
+    return name if letters.isupper() else field
+
+
+def _words(name: str, value: object) -> Iterator[str]:
+    """An argument in words that ranks compare one by one; one of several parts by its type, then part by part."""
+    if not is_dataclass(value) or isinstance(value, FeatureMap):
+        yield f"{name}={_word(value)}"
+        return
+    yield f"{name}={type(value).__name__}"
+    for part in fields(value):
+        yield from _words(f"{name}.{_plain(part.name)}", getattr(value, part.name))
+
+
+def _word(value: object, dim: int | None = None) -> str:
+    """An argument in one word: tensors by dtype and shape, but for the size of dimension `dim`."""
     if isinstance(value, torch.Tensor):
-        return _kind(value)
-    if isinstance(value, Denominator):
-        return f"{value.kind}:{value.eps!r}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return str(value).lower().replace(" ", "_")
-    return "+".join([type(value).__name__, *map(_kind, value.tensors())])
+        sizes = ["any" if at == dim else str(size) for at, size in enumerate(value.shape)]
+        return f"{str(value.dtype).removeprefix('torch.')}[{'x'.join(sizes)}]"
+    if isinstance(value, tuple):
+        return "+".join(_word(part, dim) for part in value)
+    if isinstance(value, FeatureMap):
+        return "+".join([type(value).__name__, *map(_word, value.tensors())])
+    return str(value).lower().replace(" ", "_")

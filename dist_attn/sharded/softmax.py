@@ -22,10 +22,12 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops.linear_attention import check_prefix
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     QueryPlacement,
     SoftmaxCall,
+    SoftmaxStreamCall,
     attend_documents,
     attend_exactly,
     attend_onward,
@@ -40,14 +42,18 @@ from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.redistribution import redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
 from dist_attn.sharded.ring_attention import ring_attention
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.sharding import Sharding, over_ranks
 
 Attention = Callable[[Sharding, SoftmaxCall], torch.Tensor]
 """Exact attention over layouts, however keys and queries meet."""
 
 
+@over_ranks(SoftmaxCall)
 def softmax_over_layouts(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice, with documents where the layouts have some."""
+    check_prefix(call.prefix, causal=call.causal, documents=sharding.packed)
+    if call.options.relative is not None and sharding.packed:
+        sharding.refuse_memory("softmax_attention with relative positions")
     attend = ring_attention if sharding.softmax == "ring" else sharded_softmax_attention
     if call.prefix:
         return _with_prefix(attend, sharding, call)
@@ -56,11 +62,13 @@ def softmax_over_layouts(sharding: Sharding, call: SoftmaxCall) -> torch.Tensor:
     return attend(sharding, call)
 
 
-def softmax_stream_over_layouts(
-    sharding: Sharding, call: SoftmaxCall, cache: KeyValueCache
-) -> tuple[torch.Tensor, KeyValueCache]:
-    """`ops.softmax_attention_streaming` on this rank's slice of a block, and what the cache then holds here."""
-    layout, rank = sharding.layout, sharding.comm.rank
+@over_ranks(SoftmaxStreamCall)
+def softmax_stream_over_layouts(sharding: Sharding, stream: SoftmaxStreamCall) -> tuple[torch.Tensor, KeyValueCache]:
+    """`ops.softmax_attention_streaming` on this rank's slice of a block, and what the cache then holds here.
+
+    The first block goes the way that `sharding.softmax` says.
+    """
+    layout, rank, call, cache = sharding.layout, sharding.comm.rank, stream.call, stream.cache
     if sharding.comm.size == 1:
         return attend_onward(call, cache, layout.documents or ())
     if sharding.cache == "whole":

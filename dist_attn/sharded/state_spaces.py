@@ -19,21 +19,23 @@ import torch.nn.functional as F
 
 from dist_attn.ops.dense_space import DenseCall, absorb_dense_inputs, scan_dense
 from dist_attn.ops.diagonal import DiagonalCall, absorb_inputs, power, scan_diagonal
-from dist_attn.ops.legs import LegsState, absorb_signal, legs_memory
+from dist_attn.ops.legs import LegsCall, LegsState, absorb_signal, legs_memory
 from dist_attn.ops.selective_scan import (
+    GatedCall,
     SelectiveCall,
     absorb_gated,
     absorb_selected,
-    gated_scan,
+    scan_gated,
     scan_selected,
     sums_dtype,
 )
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import hear_from, ranks_heard
 from dist_attn.sharded.prefix_scan import LegsForgets, LogDecay, Powers, scan_over_ranks
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.sharded.sharding import Sharding, over_ranks
 
 
+@over_ranks(DiagonalCall)
 def sharded_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.diagonal_scan` on this rank's slice, whose documents are the layout's.
 
@@ -54,6 +56,7 @@ def sharded_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch
     return scan_diagonal(replace(call, state=before_BDN))[0], after_BDN
 
 
+@over_ranks(DenseCall)
 def sharded_dense_scan(sharding: Sharding, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.dense_scan` on this rank's slice; states and gradients as in `sharded_diagonal_scan`.
 
@@ -82,15 +85,15 @@ def _scan_powers(
     return monoid.sums(before).permute(2, 0, 1), monoid.sums(after).permute(2, 0, 1)
 
 
-def sharded_legs_memory(
-    sharding: Sharding, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
-) -> tuple[torch.Tensor, LegsState]:
+@over_ranks(LegsCall)
+def sharded_legs_memory(sharding: Sharding, call: LegsCall) -> tuple[torch.Tensor, LegsState]:
     """`ops.legs_memory` on this rank's slice; states and gradients as in `sharded_diagonal_scan`.
 
     Shapes: as `ops.legs_memory`, L local, which may be 0.
     Cost: a scan of 8 B (D + 1) N bytes; a second pass over the local tokens for what they leave, and B products with
         N x N matrices where two memories join. One rank alone: nothing of both.
     """
+    f_BLD, read_DN, state = call.f_BLD, call.read_DN, call.state
     if sharding.comm.size == 1:
         return legs_memory(f_BLD, read_DN, state=state)
     layout = sharding.layout
@@ -142,9 +145,8 @@ def _packed_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch
     return y_BLD, here_BDN if state is None else after(layout.ranks_of_last_document(), last > 0)
 
 
-def sharded_gated_scan(
-    sharding: Sharding, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+@over_ranks(GatedCall)
+def sharded_gated_scan(sharding: Sharding, call: GatedCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.gated_scan` on this rank's slice.
 
     `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
@@ -156,20 +158,23 @@ def sharded_gated_scan(
         rank alone, or no state given and no document over a cut: nothing of both.
     """
     documents = sharding.layout.documents_on(sharding.comm.rank)
+    call = replace(call, documents=documents)
+    state = call.state
     if _alone(sharding, state):
-        return gated_scan(x_BLD, log_decay_BLD, state=state, documents=documents)
-    dtype = sums_dtype(x_BLD, log_decay_BLD, state)
-    x, decay = (widened_for_grad_accumulation(t, dtype) for t in (x_BLD, log_decay_BLD))
+        return scan_gated(call)
+    dtype = sums_dtype(call.x_BLD, call.log_decay_BLD, state)
+    x, decay = (widened_for_grad_accumulation(t, dtype) for t in (call.x_BLD, call.log_decay_BLD))
     last = documents[-1] if documents else 0
     own_BD = absorb_gated(x[:, last:], decay[:, last:], like=dtype)
     log_decay_BD = _forgotten(documents, decay.to(dtype).sum(1))
     before_BD1, after_BD1 = _scan(
         sharding, own_BD[..., None], log_decay_BD[..., None], None if state is None else state[..., None]
     )
-    h_BLD, _ = gated_scan(x, decay, state=before_BD1[..., 0], documents=documents)
-    return h_BLD.to(x_BLD.dtype), after_BD1[..., 0]
+    h_BLD, _ = scan_gated(replace(call, x_BLD=x, log_decay_BLD=decay, state=before_BD1[..., 0]))
+    return h_BLD.to(call.x_BLD.dtype), after_BD1[..., 0]
 
 
+@over_ranks(SelectiveCall)
 def sharded_selective_scan(sharding: Sharding, call: SelectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.selective_scan` on this rank's slice; states as in `sharded_gated_scan`.
 

@@ -8,12 +8,26 @@ Shape letters: B batch, H heads, L tokens here, S keys here or sums of token mix
 import torch
 
 from dist_attn.comm import differentiable as collectives
-from dist_attn.ops.running_maximum import Element, Maxima, join, maxima, scan_elements
-from dist_attn.ops.token_mixing import TokenMlp
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.ops.documents import SumCall, sums_of_documents
+from dist_attn.ops.running_maximum import Element, Maxima, MaximumCall, join, maxima, scan_elements
+from dist_attn.ops.token_mixing import TokenMixingCall
+from dist_attn.sharded.sharding import Sharding, over_ranks
 
 
-def sharded_mix_tokens(sharding: Sharding, x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor:
+@over_ranks(SumCall)
+def sum_over_ranks(sharding: Sharding, call: SumCall) -> torch.Tensor:
+    """The sums over the tokens of all ranks, on every rank.
+
+    Cost: one all-reduce of B D elements, or of B N D for N documents.
+    """
+    if not call.by_document:
+        return collectives.all_reduce_sum(sharding.comm, call.x_BLD.sum(dim=1), label="sum over sequence")
+    sums_BND = sums_of_documents(call.x_BLD, sharding.document_places())
+    return collectives.all_reduce_sum(sharding.comm, sums_BND, label="sum over documents")
+
+
+@over_ranks(TokenMixingCall)
+def sharded_mix_tokens(sharding: Sharding, call: TokenMixingCall) -> torch.Tensor:
     """`ops.mix_tokens` on this rank's slice; weights and biases are those of all tokens, equal on all ranks.
 
     Of the weights only those of this rank's places are used, so their gradients are zero elsewhere; that of the inner
@@ -22,28 +36,26 @@ def sharded_mix_tokens(sharding: Sharding, x_BLD: torch.Tensor, mlp: TokenMlp) -
     Shapes: x [B, L local, D], weights and biases as `ops.mix_tokens` with L global -> [B, L local, D].
     Cost: one all-reduce of B S D elements, whatever the length.
     """
-    comm, layout = sharding.comm, sharding.layout
+    comm, layout, x_BLD, mlp = sharding.comm, sharding.layout, call.x_BLD, call.mlp
     mlp.check(layout.total)
     here = mlp.of_tokens(slice(*layout.range(comm.rank)))
     sums_BSD = collectives.all_reduce_sum(comm, here.sums(x_BLD), label="token mixing")
     return here.outputs(sums_BSD).to(x_BLD.dtype)
 
 
-def sharded_running_maximum(
-    sharding: Sharding,
-    x_BHS: torch.Tensor,
-    before_BH: torch.Tensor,
-    *,
-    log_gate_BHS: torch.Tensor | None = None,
-) -> Maxima:
+@over_ranks(MaximumCall)
+def sharded_running_maximum(sharding: Sharding, call: MaximumCall) -> Maxima:
     """`ops.running_maximum` of the keys on this rank; `before` is the one before the first global token.
 
     The maximum after is that after the last global token, on every rank.
 
     Cost: an all-gather of 16 B H bytes, forward alone.
     """
+    if call.log_gate_BHS is not None:
+        sharding.refuse_deterministic("the running maximum of gated keys")
     comm, documents = sharding.comm, sharding.memory.documents_on(sharding.comm.rank)
-    scanned = scan_elements(x_BHS, log_gate_BHS, documents)
+    x_BHS, before_BH = call.x_BHS, call.before_BH
+    scanned = scan_elements(x_BHS, call.log_gate_BHS, documents)
     with torch.no_grad():
         own = Element(torch.zeros_like(before_BH), torch.full_like(before_BH, -torch.inf))  # of no tokens
         if x_BHS.shape[2]:

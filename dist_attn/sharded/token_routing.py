@@ -12,8 +12,9 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.ops.device import take_rows
-from dist_attn.ops.token_routing import check_routing, slots_of_experts
+from dist_attn.ops.token_routing import RoutingCall, check_routing, slots_of_experts
 from dist_attn.sharded.columns import column_cuts
+from dist_attn.sharded.sharding import Sharding, over_ranks
 
 __all__ = ["ShardedRoutes", "sharded_route_tokens"]
 
@@ -53,9 +54,8 @@ class ShardedRoutes:
         return back_KND
 
 
-def sharded_route_tokens(
-    comm: Communicator, x_NC: torch.Tensor, expert_NK: torch.Tensor, num_experts: int, capacity: int
-) -> ShardedRoutes:
+@over_ranks(RoutingCall)
+def sharded_route_tokens(sharding: Sharding, call: RoutingCall) -> ShardedRoutes:
     """`ops.token_routing.route_tokens` of this rank's tokens; rank r has the experts of its range of the even cut.
 
     With fewer experts than ranks the last ranks have none.
@@ -65,6 +65,8 @@ def sharded_route_tokens(
         choices.
     Raises: as the local form.
     """
+    comm, x_NC, expert_NK = sharding.comm, call.x_NC, call.expert_NK
+    num_experts, capacity = call.num_experts, call.capacity
     check_routing(x_NC, expert_NK, num_experts, capacity)
     tokens, choices = expert_NK.shape
     expert_A = expert_NK.T.reshape(-1)

@@ -4,7 +4,6 @@ Counts of all ranks say where each rank's kept tokens stand among all; one excha
 For up-sampling each rank gets the kept tokens around its own positions, and interpolates by itself.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from dist_attn.ops.device import send, take_rows
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.token_selection import (
     Interpolation,
+    SelectionCall,
     check_selection,
     comparable,
     first_of_highest,
@@ -25,6 +25,8 @@ from dist_attn.ops.token_selection import (
 from dist_attn.sharded.block_table import BlockTable, TableBlock
 from dist_attn.sharded.redistribution import realign_tokens, redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
+from dist_attn.sharded.sequence_ops import ShardedSequenceOps
+from dist_attn.sharded.sharding import Sharding, over_ranks
 
 
 @dataclass(frozen=True)
@@ -69,24 +71,18 @@ class ShardedSelection:
         return upsample(near_ND, near_N, torch.arange(start, stop, device=z_ND.device), how)
 
 
-def sharded_select_tokens(
-    comm: Communicator,
-    layout: SequenceLayout,
-    along: Callable[[SequenceLayout], SequenceOps],
-    x_LC: torch.Tensor,
-    score_L: torch.Tensor,
-    threshold: float,
-    at_most: int | None,
-) -> ShardedSelection:
-    """`ops.token_selection.select_tokens` of this rank's slice; `along` makes operations along a layout.
+@over_ranks(SelectionCall)
+def sharded_select_tokens(sharding: Sharding, call: SelectionCall) -> ShardedSelection:
+    """`ops.token_selection.select_tokens` of this rank's slice.
 
     Shapes: x [L local, C], score [L local] -> this rank's even share of the kept [N, C], [N].
     Cost: an all-gather of 2 numbers; with more candidates than `at_most`, one of that many scores from each rank; an
         all-to-all of the kept rows that change ranks, and one of their positions. 2 small agreements of layouts.
     Raises: as the local form.
     """
+    comm, layout, x_LC, score_L, at_most = sharding.comm, sharding.layout, call.x_LC, call.score_L, call.at_most
     check_selection(x_LC, score_L, at_most)
-    own_N, counts = _chosen(comm, layout, comparable(score_L), threshold, at_most)
+    own_N, counts = _chosen(comm, layout, comparable(score_L), call.threshold, at_most)
     position_N = own_N + layout.range(comm.rank)[0]
     found = SequenceLayout.from_lengths(counts)
     even = SequenceLayout.even(found.total, comm.size)
@@ -96,7 +92,15 @@ def sharded_select_tokens(
 
     rows_NC = spread(take_rows(x_LC, own_N), "kept tokens")
     positions_N = spread(position_N[:, None], "kept positions")[:, 0]
-    return ShardedSelection(rows_NC, positions_N, along(even), comm, layout, found, even)
+    ops = ShardedSequenceOps(
+        comm,
+        even,
+        softmax=sharding.softmax,
+        exchange=sharding.exchange,
+        cache=sharding.cache,
+        implementation=sharding.implementation,
+    )
+    return ShardedSelection(rows_NC, positions_N, ops, comm, layout, found, even)
 
 
 def _chosen(

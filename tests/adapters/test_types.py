@@ -12,6 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import ModelState
 from dist_attn.ops import local_sequence_ops
+from dist_attn.ops.affine import AffineCall
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped.downloaded import SUPPORTED
 from tests.adapters.supported import PAGE, listed
@@ -135,8 +136,13 @@ def test_bfloat16_is_as_near_as_that_of_transformers(kind: str, tmp_path: Path) 
 @torch.inference_mode()
 def test_kernels_may_multiply_in_the_type_of_the_weights(kind: str, tmp_path: Path, monkeypatch) -> None:
     """Recurrences whose inputs transformers widens name the weights' bfloat16 to kernels that multiply in one type."""
-    asked, recur = [], local_sequence_ops.recur
-    monkeypatch.setattr(local_sequence_ops, "recur", lambda call: asked.append(call.products_dtype()) or recur(call))
+    asked, run = [], local_sequence_ops.run_locally
+
+    def noted(call):
+        asked.extend([call.products_dtype()] if isinstance(call, AffineCall) else [])
+        return run(call)
+
+    monkeypatch.setattr(local_sequence_ops, "run_locally", noted)
     model, tokens_BL = written(kind)
     model.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):

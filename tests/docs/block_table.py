@@ -51,6 +51,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "README.md": (Not(STAYS), Run("shell")),
     "CONTRIBUTING.md": (Not(INSTALLS), Not(GATE)),
     "docs/adding-a-mixer.md": (*[Elsewhere("tests/mixers/test_adding_a_mixer.py")] * 3,),
+    "docs/adding-an-operation.md": (Elsewhere("tests/sharded/test_adding_an_operation.py"),),
     "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
     "docs/how-to/client.md": (
         Run("python", says=(" tokens",)),

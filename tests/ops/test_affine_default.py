@@ -290,8 +290,13 @@ def test_what_a_visit_found_counts_before_a_trial(record, gradients, words) -> N
 def test_the_calls_of_models_are_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixer in bfloat16 hands over what the kernels take, also keys in float32 beside values in bfloat16."""
     calls = []
-    recur = local_sequence_ops.recur
-    monkeypatch.setattr(local_sequence_ops, "recur", lambda call: calls.append(call) or recur(call))
+    run = local_sequence_ops.run_locally
+
+    def noted(call):
+        calls.extend([call] if isinstance(call, AffineCall) else [])
+        return run(call)
+
+    monkeypatch.setattr(local_sequence_ops, "run_locally", noted)
     mixer = build_mixer(mixer_config_class(kind)(kind=kind, hidden_size=32, num_heads=2))
     with torch.autocast("cpu", torch.bfloat16):
         mixer(torch.randn(1, 128, 32), LocalSequenceOps())

@@ -137,7 +137,7 @@ def test_over_ranks(kind: str, channels: bool, documents, exchange: str, monkeyp
 class ByName(ShardedSequenceOps):
     """Operations that take the kernels for affine recurrences alone, as "auto" does: for packed documents too."""
 
-    def _recur(self, call):
+    def run(self, call):
         return recur_over_ranks(self._sharding, replace(call, implementation="fla"))
 
 

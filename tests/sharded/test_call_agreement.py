@@ -39,7 +39,7 @@ def linear(ops: ShardedSequenceOps, odd: bool, n: int, *, what: str) -> object:
 CALLS: dict[str, tuple[Call, str]] = {
     "gate": (partial(linear, what="gate"), r"log_gate is float32\[1x2xany\] on rank 0 and none on rank 2"),
     "scale": (partial(linear, what="scale"), "key_scale is none on rank 0"),
-    "denominator": (partial(linear, what="denominator"), "denominator is floor:0.1 on rank 0 and exact:0.1 on rank 2"),
+    "denominator": (partial(linear, what="denominator"), "denominator.kind is floor on rank 0 and exact on rank 2"),
     "causal": (partial(linear, what="causal"), "causal is false on rank 0 and true on rank 2"),
     "prefix": (partial(linear, what="prefix"), "prefix is 4 on rank 0 and 2 on rank 2"),
     "dtype": (partial(linear, what="dtype"), r"q is float32\[1x2xanyx3\] on rank 0 and float64"),

@@ -192,11 +192,11 @@ def test_slices_and_layouts_that_do_not_fit_are_named():
 
     def body(comm: Communicator) -> None:
         ops, x = ShardedSequenceOps(comm, layout), torch.zeros(1, 1, 5, 2)
-        with pytest.raises(ShapeError, match="was given 5 queries"):
+        with pytest.raises(ShapeError, match="was given 5 tokens in q"):
             ops.linear_attention(x, x, x)
         with pytest.raises(ShapeError, match="the layout is for 3 ranks"):
             ShardedSequenceOps(comm, SequenceLayout.from_lengths([1, 1, 1]))
-        with pytest.raises(ShapeError, match="was given 5 keys"):
+        with pytest.raises(ShapeError, match="was given 5 tokens in k"):
             ops.softmax_attention(x[:, :, : layout.lengths[comm.rank]], x, x, causal=True)
 
     run_simulated(body, 2)

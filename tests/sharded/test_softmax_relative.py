@@ -151,7 +151,7 @@ def test_calls_that_do_not_fit_are_refused_on_every_rank():
         ops = ShardedSequenceOps(comm, layout)
         ops.softmax_attention(q[:, :, part], k[:, :, part], v[:, :, part], causal=True, relative=relative)
 
-    with pytest.raises(MismatchError, match="relative_keys"):
+    with pytest.raises(MismatchError, match=r"options\.relative is none on rank 0"):
         run_simulated(body, 2)
 
     def packed(comm: Communicator) -> None:

@@ -5,7 +5,7 @@ Shape letters: B batch, H heads, L tokens, K key size, V values, G decays of a h
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Generic, Literal, NamedTuple
+from typing import ClassVar, Generic, Literal, NamedTuple
 
 import torch
 
@@ -13,8 +13,8 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.documents import check_documents
 from dist_attn.ops.kernel_operation import Each, present
-from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.parts import Place
+from dist_attn.ops.sequence_call import SequenceCall
 
 Read = Literal["after", "before"]
 
@@ -47,7 +47,7 @@ class AffineBuffers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AffineCall:
+class AffineCall(SequenceCall[tuple[torch.Tensor, AffineState]]):
     """The arguments of `affine_recurrence`, or with `beta_BHL` of `gated_delta_rule`; these explain them.
 
     `products` is the type to which kernels that take one type round what they multiply, see `products_dtype`. `buffers`
@@ -63,17 +63,22 @@ class AffineCall:
     bonus_HK: torch.Tensor | None = None
     read: Read = "after"
     state: AffineState | None = None
-    documents: tuple[int, ...] = ()
-    implementation: Implementation = "auto"
     products: torch.dtype | None = None
     buffers: AffineBuffers | None = None
+
+    operation: ClassVar[str] = "affine_recurrence"
+    along: ClassVar[tuple[str, ...]] = ("q_BHLK", "k_BHLK", "v_BHLV", "log_decay_BHLG", "erase", "beta_BHL")
+    deterministic: ClassVar[bool] = True
+    dim: ClassVar[int] = 2
 
     @staticmethod
     def of(x: AffineTensors, read: Read, documents: tuple[int, ...]) -> "AffineCall":
         """The call whose `inputs` these are; where there are no queries, with the keys in their place."""
         k, erase = present(x.k), None if x.a is None or x.b is None else (x.a, x.b)
         q, state = k if x.q is None else x.q, None if x.s is None else AffineState(x.s)
-        return AffineCall(q, k, present(x.v), present(x.log_decay), erase, x.beta, x.bonus, read, state, documents)
+        return AffineCall(
+            q, k, present(x.v), present(x.log_decay), erase, x.beta, x.bonus, read, state, documents=documents
+        )
 
     @property
     def tokens(self) -> int:

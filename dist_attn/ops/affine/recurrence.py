@@ -14,7 +14,7 @@ from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import stream_absorb, stream_recurrence
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention.attention import chunk_ranges
-from dist_attn.ops.linear_attention.call import Implementation
+from dist_attn.ops.sequence_call import Implementation, local_form
 from dist_attn.ops.state import writes_in_place
 
 
@@ -153,6 +153,7 @@ def gated_delta_rule_naive(
     return out, AffineState(s_BHKV)
 
 
+@local_form(AffineCall)
 def recur(call: AffineCall) -> tuple[torch.Tensor, AffineState]:
     """`affine_recurrence` or `gated_delta_rule` of a call.
 

@@ -73,7 +73,7 @@ class AffineKind:
             normal(heads, size) if kind == "fla_rwkv6" else None,
             "before" if kind == "fla_rwkv6" else "after",
             AffineState(normal(batch, heads, size, values)),
-            STARTS if self.packed else (),
+            documents=STARTS if self.packed else (),
         )
 
 

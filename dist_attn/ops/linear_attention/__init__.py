@@ -3,7 +3,6 @@
 from dist_attn.ops.linear_attention.attention import absorb, absorb_keys, attend, linear_attention
 from dist_attn.ops.linear_attention.call import (
     Attend,
-    Implementation,
     LinearCall,
     OutputBuffers,
     check_prefix,
@@ -22,6 +21,7 @@ from dist_attn.ops.linear_attention.native import TwoWalks
 from dist_attn.ops.linear_attention.native_call import half_products
 from dist_attn.ops.linear_attention.split import SplitSequence, complete_sums, local_sums, tokens_until_forgotten
 from dist_attn.ops.linear_attention.step import linear_attention_naive, linear_attention_read, linear_attention_step
+from dist_attn.ops.sequence_call import Implementation
 
 __all__ = [
     "Attend",

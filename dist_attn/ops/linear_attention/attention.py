@@ -14,11 +14,12 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, BlockTokens, bounded
-from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR, Implementation, LinearCall, prefix_then_causal
+from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR, LinearCall, prefix_then_causal
 from dist_attn.ops.linear_attention.implementation import choose, choose_attention
 from dist_attn.ops.linear_attention.native import native_absorb_keys, native_linear_attention
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS, stream_absorb, stream_attention
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
+from dist_attn.ops.sequence_call import Implementation, local_form
 from dist_attn.ops.state import LinearState
 
 # Up to this many tokens of whole documents attend by one masked product where attention is not causal. Up to about
@@ -80,6 +81,7 @@ def linear_attention(
     return attend(call)
 
 
+@local_form(LinearCall)
 def attend(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of a call. Outputs and gradients may be written to its buffers, or not: see `SplitSequence`.
 

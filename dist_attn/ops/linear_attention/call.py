@@ -6,7 +6,7 @@ Shape letters: B batch, H heads, L queries, S keys, K head size, V values, M fea
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -15,10 +15,10 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import check_documents
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.parts import Place
+from dist_attn.ops.sequence_call import SequenceCall
 from dist_attn.ops.state import LinearState
 
 DEFAULT_DENOMINATOR = Denominator()
-Implementation = Literal["auto", "streaming", "native", "triton", "fla"]
 
 
 class OutputBuffers(NamedTuple):
@@ -31,7 +31,7 @@ class OutputBuffers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LinearCall:
+class LinearCall(SequenceCall[tuple[torch.Tensor, LinearState]]):
     """The arguments of `linear_attention`, which explains them.
 
     `buffers` is memory that outputs and gradients may be written to, or not; see `SplitSequence`.
@@ -46,10 +46,14 @@ class LinearCall:
     causal: bool = True
     state: LinearState | None = None
     denominator: Denominator = DEFAULT_DENOMINATOR
-    documents: tuple[int, ...] = ()
     prefix: int = 0
-    implementation: Implementation = "auto"
     buffers: OutputBuffers | None = None
+
+    operation: ClassVar[str] = "linear_attention"
+    along: ClassVar[tuple[str, ...]] = ("q_BHLK",)
+    along_memory: ClassVar[tuple[str, ...]] = ("k_BHSK", "v_BHSV", "log_gate_BHS", "key_scale_BHS")
+    deterministic: ClassVar[bool] = True
+    dim: ClassVar[int] = 2
 
     @property
     def queries(self) -> int:

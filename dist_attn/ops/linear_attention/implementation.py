@@ -18,9 +18,10 @@ from dist_attn.ops.feature_map import HasFusedForm
 from dist_attn.ops.fla_known import Asked, surroundings_of, why_known_not
 from dist_attn.ops.gpu_record import GpuRecord, Operation, record_of, why_not_right, why_wrong
 from dist_attn.ops.kernel_target import kernel_target
-from dist_attn.ops.linear_attention.call import Implementation, LinearCall
+from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 from dist_attn.ops.linear_attention.trial import Form, LinearKind, compared
+from dist_attn.ops.sequence_call import Implementation
 from dist_attn.ops.trial import Attempt, Compare, Kind, name_of, way_of, why_not_right_here
 
 IMPLEMENTATIONS = get_args(Implementation)

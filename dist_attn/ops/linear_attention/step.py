@@ -14,8 +14,9 @@ from dist_attn.ops.device import without_autocast
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
 from dist_attn.ops.kernel_target import kernel_target
-from dist_attn.ops.linear_attention.call import Implementation, LinearCall, state_dtype
+from dist_attn.ops.linear_attention.call import LinearCall, state_dtype
 from dist_attn.ops.linear_attention.implementation import choose_step
+from dist_attn.ops.sequence_call import Implementation
 from dist_attn.ops.state import LinearState, writes_in_place
 
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from dist_attn.ops.device import send
 from dist_attn.ops.feature_map import FusedForm, HasFusedForm
 from dist_attn.ops.fla_known import surroundings_of
-from dist_attn.ops.linear_attention.call import Implementation, LinearCall
+from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.streaming import stream_absorb
+from dist_attn.ops.sequence_call import Implementation
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.trial import CLOSED, STARTS, TOKENS, Results, name_of, results_of, way_of
 
@@ -140,7 +141,7 @@ def _call(call: LinearCall, kind: LinearKind, implementation: Implementation, gi
         kind.form != "full",
         state,
         replace(call.denominator, eps=EPS),
-        STARTS if kind.packed else (),
+        documents=STARTS if kind.packed else (),
         implementation=implementation,
     )
 

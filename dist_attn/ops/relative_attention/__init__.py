@@ -1,6 +1,11 @@
 """Relative attention (Scaleformer): the oracle, the windowed form in O(L), and the decode step."""
 
-from dist_attn.ops.relative_attention.call import RelativeCall, check_relative_choice, choose_relative
+from dist_attn.ops.relative_attention.call import (
+    RelativeCall,
+    RelativeStreamCall,
+    check_relative_choice,
+    choose_relative,
+)
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.relative_attention.windowed import (
     attend_relative,
@@ -14,6 +19,7 @@ from dist_attn.ops.relative_attention.windowed import (
 __all__ = [
     "RelativeCall",
     "RelativeState",
+    "RelativeStreamCall",
     "WindowState",
     "attend_relative",
     "check_relative_choice",

@@ -6,17 +6,18 @@ rows of relative positions, T = k - 1 tokens of a window.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.documents import check_documents
-from dist_attn.ops.linear_attention.call import Implementation, one_token
+from dist_attn.ops.linear_attention.call import one_token
 from dist_attn.ops.linear_attention.implementation import DTYPES, Choice, resolve, why_no_kernels, why_not_by_default
 from dist_attn.ops.relative_attention.state import RelativeState
 from dist_attn.ops.relative_attention.trial import RelativeForm, RelativeKind, compared
+from dist_attn.ops.sequence_call import SequenceCall
 from dist_attn.ops.trial import Attempt
 
 Form = Literal["windowed", "naive"]
@@ -32,7 +33,7 @@ class WideInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RelativeCall:
+class RelativeCall(SequenceCall[torch.Tensor]):
     """The arguments of `relative_attention`, which explains them, and of its packed and streaming forms."""
 
     phi_q_BHLK: torch.Tensor
@@ -42,8 +43,11 @@ class RelativeCall:
     causal: bool = True
     form: Form = "windowed"
     state: RelativeState | None = None
-    documents: tuple[int, ...] = ()
-    implementation: Implementation = "auto"
+
+    operation: ClassVar[str] = "relative_attention"
+    along: ClassVar[tuple[str, ...]] = ("phi_q_BHLK",)
+    along_memory: ClassVar[tuple[str, ...]] = ("phi_k_BHSK", "v_BHSV")
+    dim: ClassVar[int] = 2
 
     @property
     def queries(self) -> int:
@@ -102,6 +106,32 @@ class RelativeCall:
         if self.state is not None:
             batch, heads, _, features = k.shape
             self.state.check(batch, heads, features, v.shape[3], self.width)
+
+
+@dataclass(frozen=True)
+class RelativeStreamCall(SequenceCall[tuple[torch.Tensor, RelativeState]]):
+    """The arguments of `relative_attention_streaming`, which explains them."""
+
+    phi_q_BHLK: torch.Tensor
+    phi_k_BHLK: torch.Tensor
+    v_BHLV: torch.Tensor
+    phi_rp_HRK: torch.Tensor
+    state: RelativeState | None = None
+
+    operation: ClassVar[str] = "relative_attention_streaming"
+    along: ClassVar[tuple[str, ...]] = ("phi_q_BHLK", "phi_k_BHLK", "v_BHLV")
+    dim: ClassVar[int] = 2
+
+    @property
+    def call(self) -> RelativeCall:
+        """The causal call that goes on from the state."""
+        return RelativeCall(
+            *(self.phi_q_BHLK, self.phi_k_BHLK, self.v_BHLV, self.phi_rp_HRK),
+            state=self.state,
+            implementation=self.implementation,
+        )
+
+    packs: ClassVar[bool] = False
 
 
 def choose_relative(call: RelativeCall, *, form: RelativeForm | None = None) -> Choice:

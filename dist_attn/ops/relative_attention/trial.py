@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from dist_attn.ops.device import send
 from dist_attn.ops.fla_known import surroundings_of
-from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
+from dist_attn.ops.sequence_call import Implementation
 from dist_attn.ops.trial import TOKENS, Results, name_of, results_of, way_of
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
-from dist_attn.ops.linear_attention.call import Implementation
-from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_relative
+from dist_attn.ops.relative_attention.call import Form, RelativeCall, RelativeStreamCall, choose_relative
 from dist_attn.ops.relative_attention.numerators import WindowCarry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
 from dist_attn.ops.relative_rows import take_by_row
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
+from dist_attn.ops.sequence_call import Implementation, local_form
 
 # So many tokens of whole documents share one masked score matrix.
 TOGETHER_TOKENS = 128
@@ -85,6 +85,7 @@ def relative_attention_naive(
     return weights_BHLS.masked_fill(sums_BHL1 == 0, 0.0) @ v_BHSV
 
 
+@local_form(RelativeCall)
 def attend_relative(call: RelativeCall) -> torch.Tensor:
     """`relative_attention` of a call without a state; every packed document attends to itself alone.
 
@@ -134,6 +135,12 @@ def relative_attention_streaming(
     return stream_relative(
         RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state, implementation=implementation)
     )
+
+
+@local_form(RelativeStreamCall)
+def stream_call(stream: RelativeStreamCall) -> tuple[torch.Tensor, RelativeState]:
+    """`relative_attention_streaming` of its call."""
+    return stream_relative(stream.call)
 
 
 def stream_relative(call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:

@@ -9,6 +9,7 @@ from dist_attn.ops.softmax_attention.attention import (
 from dist_attn.ops.softmax_attention.cache import (
     CacheRows,
     KeyValueCache,
+    SoftmaxStreamCall,
     attend_onward,
     softmax_attention_of_rows,
     softmax_attention_streaming,
@@ -25,6 +26,7 @@ __all__ = [
     "RelativePositions",
     "SoftmaxCall",
     "SoftmaxOptions",
+    "SoftmaxStreamCall",
     "attend_documents",
     "attend_exactly",
     "attend_onward",

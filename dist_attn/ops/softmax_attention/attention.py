@@ -19,6 +19,8 @@ from dist_attn.ops.documents import (
     split_tokens,
     start_flags,
 )
+from dist_attn.ops.linear_attention.call import check_prefix
+from dist_attn.ops.sequence_call import local_form
 from dist_attn.ops.softmax_attention.call import QueryPlacement, RelativePositions, SoftmaxCall, SoftmaxOptions
 from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
 
@@ -118,6 +120,15 @@ def attend_exactly(call: SoftmaxCall) -> torch.Tensor:
     if not call.queries:
         return call.q_BHLK.new_zeros(call.output_shape)
     return _fused(call)
+
+
+@local_form(SoftmaxCall)
+def attend_within_documents(call: SoftmaxCall) -> torch.Tensor:
+    """`softmax_attention` of a call, of each document by itself if the call has some."""
+    if call.documents:
+        check_prefix(call.prefix, causal=call.causal, documents=True)
+        return attend_documents(call, call.documents)
+    return attend_exactly(call)
 
 
 def attend_documents(call: SoftmaxCall, documents: tuple[int, ...]) -> torch.Tensor:

@@ -5,11 +5,13 @@ Shape letters: B batch, H query heads, G key heads, L new tokens, S tokens so fa
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import torch
 
 from dist_attn.errors import InputError
 from dist_attn.ops.documents import check_documents, document_numbers
+from dist_attn.ops.sequence_call import SequenceCall, local_form
 from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly
 from dist_attn.ops.softmax_attention.call import PLAIN, QueryPlacement, SoftmaxCall, SoftmaxOptions
 
@@ -164,6 +166,33 @@ def softmax_attention_streaming(
     Raises: InputError for a cache that is spread over ranks, ShapeError for shapes that do not fit together.
     """
     return attend_onward(SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, True, options), cache, documents)
+
+
+@dataclass(frozen=True)
+class SoftmaxStreamCall(SequenceCall[tuple[torch.Tensor, KeyValueCache]]):
+    """The arguments of `softmax_attention_streaming`, which explains them."""
+
+    q_BHLK: torch.Tensor
+    k_BGLK: torch.Tensor
+    v_BGLV: torch.Tensor
+    cache: KeyValueCache
+    options: SoftmaxOptions = PLAIN
+
+    operation: ClassVar[str] = "softmax_attention_streaming"
+    along: ClassVar[tuple[str, ...]] = ("q_BHLK", "k_BGLK", "v_BGLV")
+    of_rank: ClassVar[tuple[str, ...]] = ("cache",)
+    dim: ClassVar[int] = 2
+
+    @property
+    def call(self) -> SoftmaxCall:
+        """The causal call of the new tokens alone."""
+        return SoftmaxCall(self.q_BHLK, self.k_BGLK, self.v_BGLV, True, self.options)
+
+
+@local_form(SoftmaxStreamCall)
+def attend_stream(stream: SoftmaxStreamCall) -> tuple[torch.Tensor, KeyValueCache]:
+    """`softmax_attention_streaming` of its call."""
+    return attend_onward(stream.call, stream.cache, stream.documents)
 
 
 def attend_onward(

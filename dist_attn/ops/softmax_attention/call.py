@@ -5,12 +5,14 @@ relative positions.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.device import send
 from dist_attn.ops.linear_attention.call import check_prefix
+from dist_attn.ops.sequence_call import SequenceCall
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ PLAIN = SoftmaxOptions()
 
 
 @dataclass(frozen=True)
-class SoftmaxCall:
+class SoftmaxCall(SequenceCall[torch.Tensor]):
     """The arguments of `softmax_attention`, which explains them."""
 
     q_BHLK: torch.Tensor
@@ -169,6 +171,11 @@ class SoftmaxCall:
     options: SoftmaxOptions = PLAIN
     placement: QueryPlacement | None = None
     prefix: int = 0
+
+    operation: ClassVar[str] = "softmax_attention"
+    along: ClassVar[tuple[str, ...]] = ("q_BHLK",)
+    along_memory: ClassVar[tuple[str, ...]] = ("k_BGSK", "v_BGSV")
+    dim: ClassVar[int] = 2
 
     @property
     def queries(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from benchmarks.memory import peak_bytes
 from benchmarks.timing import interleaved
 from dist_attn.models import TextClassifier, TextClassifierConfig
 from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.sequence_call import Result, SequenceCall
 from dist_attn.ops.softmax_attention import SoftmaxCall, softmax_attention_naive
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report
@@ -43,10 +44,16 @@ PRINTED = {1024: 1.1, 4096: 5.3}
 class NaiveSoftmaxOps(LocalSequenceOps):
     """Operations whose softmax attention has all scores in memory, as the paper's transformer has them."""
 
-    def _attend_exactly(self, call: SoftmaxCall) -> Tensor:
+    def run(self, call: SequenceCall[Result]) -> Result:
+        """See `SequenceOps.run`."""
+        if not isinstance(call, SoftmaxCall):
+            return super().run(call)
         options = call.options
-        return softmax_attention_naive(
-            *call.qkv, causal=call.causal, scale=options.scale, prefix=call.prefix, relative=options.relative
+        return cast(
+            Result,
+            softmax_attention_naive(
+                *call.qkv, causal=call.causal, scale=options.scale, prefix=call.prefix, relative=options.relative
+            ),
         )
 
 
