@@ -1,7 +1,7 @@
 """Trials of Triton's kernels: which calls begin one, what it finds, and what calls take by it."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from dist_attn import feature_maps
 from dist_attn.comm import Communicator, run_simulated
@@ -215,8 +215,14 @@ def plainly(fault: float = 0.0):
     return {**right, "gradient of x by outputs": right["gradient of x by outputs"] * (1 + fault)}, right
 
 
-def test_a_trial_leaves_those_around_it_alone() -> None:
-    """Within a block that is computed again it saves nothing, and the block's gradients come out."""
+def keeping(operation: torch._ops.OpOverload):
+    """What `checkpoint` keeps outputs of this operation by."""
+    return partial(create_selective_checkpoint_contexts, [operation])
+
+
+@pytest.mark.parametrize("kept", [noop_context_fn, keeping(torch.ops.aten.exp.default)])
+def test_a_trial_leaves_those_around_it_alone(kept: Callable[[], object]) -> None:
+    """Within a block that is computed again, in part or whole, it saves nothing, and the gradients come out."""
     packed: list[torch.Tensor] = []
     with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         assert tried(Plain(), plainly) is None
@@ -228,7 +234,7 @@ def test_a_trial_leaves_those_around_it_alone() -> None:
             tried_in.append(tried(Plain(), plainly))
         return x.sin().exp()
 
-    checkpoint(block, x, use_reentrant=False).sum().backward()
+    checkpoint(block, x, use_reentrant=False, context_fn=kept).sum().backward()
     assert tried_in == [None]
     torch.testing.assert_close(x.grad, x.cos() * x.sin().exp())
     assert "gradient of x by outputs 0.1)" in (tried(Plain(), partial(plainly, 0.1)) or "")

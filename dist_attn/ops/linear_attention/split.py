@@ -63,8 +63,9 @@ def complete_sums(call: LinearCall, sums_BHLX: torch.Tensor) -> torch.Tensor:
     """
     q, before = call.q_BHLK, call.state
     assert before is not None  # what the sums are completed by
-    # As many values as the state has, of the queries' type: what the kernels are chosen by.
-    like_v = q[..., :1].expand(*q.shape[:3], before.s_BHMV.shape[3])
+    # As many values as the state has: what the kernels are chosen by. On a GPU of the call's type, for which ranks have
+    # tried them together; queries may be wider, where their gradients are added up.
+    like_v = (call.v_BHSV.new_empty(1) if q.is_cuda else q[..., :1]).expand(*q.shape[:3], before.s_BHMV.shape[3])
     reads = replace(call, k_BHSK=q, v_BHSV=like_v, causal=True, documents=())
     choice = choose(reads, sums=sums_BHLX.dtype, form="parts").implementation
     if choice == "native":
