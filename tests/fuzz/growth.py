@@ -261,7 +261,7 @@ def _seconds(read: Callable[[str], object], text: str) -> float:
 def growth(part: Part, unit: str) -> tuple[float, int, float]:
     """How many times as long twice the text takes, at most bytes; 0 where all of it takes no time worth the name.
 
-    Timed again while the growth is too large: the shortest of several times is the least disturbed one.
+    Timed again, later each time, while the growth is too large: the shortest of several times is the least disturbed.
     """
     size = min(SMALLEST, part.longest)
     while (once := _seconds(part.read, text_of(unit, size))) < LEAST_SECONDS and size < part.longest:
@@ -269,7 +269,8 @@ def growth(part: Part, unit: str) -> tuple[float, int, float]:
     if once < LEAST_SECONDS:
         return 0.0, size, once
     twice = math.inf
-    for _ in range(TRIES):
+    for tried in range(TRIES):
+        time.sleep(0.2 * tried)
         twice = min(twice, _seconds(part.read, text_of(unit, 2 * size)))
         if twice <= MOST_GROWTH * once:
             break
