@@ -301,18 +301,9 @@ class Upload(Answer):
     filename: str
     purpose: str
     mime_type: str
-    status: Literal["pending", "completed", "cancelled"]
+    status: Literal["pending", "completed"]
     file: File | None = None
     session: Feeding | None = None
-
-
-class UploadPart(Answer):
-    """A part of an upload."""
-
-    id: str
-    object: Literal["upload.part"] = "upload.part"
-    created_at: int
-    upload_id: str
 
 
 class Figure(Answer):

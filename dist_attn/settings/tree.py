@@ -160,8 +160,6 @@ class FileSettings(Section):
         default="", description="redis://HOST:PORT/DB for machines that share the folder; empty: in it"
     )
     file_bytes: Bytes = Field(default=8 * GIB, description="one file")
-    part_bytes: Bytes = Field(default=64 * MIB, description="one part of an upload")
-    upload_parts: int = Field(default=1024, gt=0, le=10_000, description="parts of one upload")
     caller_bytes: Bytes = Field(default=32 * GIB, description="all of one caller, with what open uploads announced")
     caller_files: Number = Field(default=10_000, description="files and uploads of one caller")
     all_bytes: Bytes = Field(default=64 * GIB, description="of all callers")

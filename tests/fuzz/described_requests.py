@@ -89,7 +89,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
         "Content-Type is .*; (needed is application/offset|send JSON)",  # Upload-Length decides
         "this is an? ",  # what its bytes are
     ),
-    "body_too_large": ("a (part|file) may have",),
+    "body_too_large": ("a file may have",),
     "invalid_state": ("",),  # bytes that are no state
     "precondition_required": ("",),
     "invalid_utf8": ("",),  # halves of surrogate pairs

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import parse_json, parse_query
 from dist_attn_service.http.exchange import byte_range
-from dist_attn_service.schemas.stored import CompleteUploadRequest, FileListOptions, UploadRequest
+from dist_attn_service.schemas.stored import FileListOptions, UploadRequest
 from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
 from dist_attn_service.uploads.tus import check_version, parse_count, parse_metadata
 
@@ -46,7 +46,6 @@ CREATE = (
     b'{"bytes": 9, "filename": "a.txt", "mime_type": "text/plain", "purpose": "batch", '
     b'"expires_after": {"anchor": "created_at", "seconds": 3600}}'
 )
-COMPLETE = b'{"part_ids": ["part_a", "part_b"], "md5": "0123456789abcdef0123456789ABCDEF"}'
 
 
 def whole_form(chunks: Iterable[bytes], boundary: bytes) -> list[tuple[FieldStart, bytearray]]:
@@ -105,7 +104,6 @@ READERS: tuple[tuple[bytes, Callable[[bytes], object]], ...] = (
     (b"8388608|1.0.0", lambda data: _headers(data.decode("latin-1"))),
     (b"bytes=100-2000", lambda data: byte_range(data.decode("latin-1"), 1000)),
     (CREATE, lambda data: parse_json(data, UploadRequest)),
-    (COMPLETE, lambda data: parse_json(data, CompleteUploadRequest)),
     (b"limit=5&order=asc&purpose=batch&after=file-1", lambda data: _query(data.decode("latin-1"))),
 )
 

@@ -180,7 +180,7 @@ def _send(connection: Any, data: bytes) -> None:
 
 
 def test_sessions_that_cannot_be_fed(service: RunningService) -> None:
-    """No such session, one that stands elsewhere, an empty text and parts are refused by name."""
+    """No such session, one that stands elsewhere, and an empty text are refused by name."""
     client = SessionClient(service.url)
     session = client.make()
     body = {"bytes": 10, "filename": "a", "mime_type": "text/plain", "purpose": "user_data"}
@@ -198,8 +198,6 @@ def test_sessions_that_cannot_be_fed(service: RunningService) -> None:
     assert made["session"] == {
         "id": session, "state": "waiting", "start": 0, "position": 0, "checkpoint": 0, "error": None
     }  # fmt: skip
-    part = client.post(f"/v1/uploads/{made['id']}/parts", files={"data": b"abc"})
-    assert part.status_code == 409
     assert patch(f"{service.url}/v1/uploads/{made['id']}", 0, b"0123456789").status_code == 204
     assert client.get(f"/v1/sessions/{session}").json()["position"] == 10
 

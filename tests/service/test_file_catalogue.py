@@ -1,6 +1,7 @@
 """The books of files behind the routes: what expires goes, what died is swept, and charges agree with the bytes."""
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 from dist_attn_service.base.errors import ClientGone, ServiceError
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
-from dist_attn_service.uploads.ledger import Details, FileLedger, Usage
+from dist_attn_service.uploads.earlier import forget_parts
+from dist_attn_service.uploads.ledger import Details, FileLedger, Usage, remote_moment
 from dist_attn_service.uploads.multipart import Form
 from dist_attn_service.uploads.service import FileService
 
 from dist_attn.errors import StorageError
+from dist_attn.store.ledger import moment
 from tests.support.files import opened_files
 from tests.support.service_server import running_service
 from tests.support.stores import Clock, redis_server, why_no_redis
@@ -75,16 +78,16 @@ def test_what_expires_goes(tmp_path: Path, kind: str) -> None:
 
     async def work(service: FileService, clock: Clock) -> None:
         stream, _ = await service.catalogue.begin("ann", 100, DETAILS)
-        parts, _ = await service.catalogue.begin("ann", 100, DETAILS)
+        other, _ = await service.catalogue.begin("ann", 100, DETAILS)
         file = await add(service, b"x" * 50)
         clock.now += 50
         await service.append("ann", stream, 0, body(b"y" * 10), None)
-        await service.add_part("ann", parts, b"b", body(FORM % (b"data", b"z" * 10)), None)
+        await service.append("ann", other, 0, body(b"z" * 10), None)
         assert service.catalogue.total == Usage(250, 3) and left_in(tmp_path) == 3
         clock.now += 60  # past the first end of the uploads
         assert await service.offset(await service.catalogue.upload("ann", stream)) == 10
         clock.now += 50
-        for name in (stream, parts):
+        for name in (stream, other):
             with pytest.raises(ServiceError, match="has expired"):
                 await service.catalogue.upload("ann", name)
         swept = await service.upkeep.sweep()
@@ -120,7 +123,7 @@ def test_files_without_their_catalogue_are_not_swept_away(tmp_path: Path) -> Non
     name = run(tmp_path, first)
     kept = (tmp_path / "files.sqlite").read_bytes()
     run(tmp_path, emptied)
-    with pytest.raises(StorageError, match="holds 1 files or parts, and their catalogue is not there"):
+    with pytest.raises(StorageError, match="holds 1 files or uploads, and their catalogue is not there"):
         run(tmp_path, first)
     for left in tmp_path.glob("files.sqlite*"):
         left.unlink()
@@ -184,11 +187,10 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path) -> None:
     """Bytes without a record go at once, room that nobody writes into after a while, and what is written stays."""
 
     async def work(service: FileService, clock: Clock) -> None:
-        upload, _ = await service.catalogue.begin("ann", 100, DETAILS)
-        dead_file = await service._reservations.for_file("ann", 1000)
-        dead_part, _ = await service._reservations.for_part("ann", upload, 100)
+        await service.catalogue.begin("ann", 100, DETAILS)
+        dead = [await service._reservations.for_file("ann", 500) for _ in range(2)]
         live = await service._reservations.for_file("bob", 10)
-        for blob in (dead_file, dead_part):
+        for blob in dead:
             async with service._folder.writing(blob) as writer:
                 await writer.write(b"half")
                 await writer.flush()
@@ -204,7 +206,7 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path) -> None:
             assert [path.name for path in (tmp_path / "bytes").glob("??/*")] == [live]
         await service._reservations.give_up(live)
         with pytest.raises(ServiceError, match="meanwhile"):
-            await service._reservations.into_part("ann", upload, dead_part, 4)
+            await service._reservations.into_file("ann", dead[1], 4, DETAILS)
 
     run(tmp_path, work)
 
@@ -263,7 +265,7 @@ def test_a_file_is_made_after_a_death_before_its_record(tmp_path: Path, monkeypa
 
 
 def test_a_share_is_used_to_its_last_byte(tmp_path: Path) -> None:
-    """What open uploads announced counts, parts that come again count when they are more, all callers have a limit."""
+    """What open uploads announced counts, and all callers have a limit."""
 
     async def work(service: FileService, _: Clock) -> None:
         upload, _record = await service.catalogue.begin("ann", 600, DETAILS)
@@ -271,9 +273,7 @@ def test_a_share_is_used_to_its_last_byte(tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match="they may have 1000") as refused:
             await add(service, b"y")
         assert refused.value.status == 429
-        await service.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
-        with pytest.raises(ServiceError, match="they may have 1000"):  # the same part again would be 600 more
-            await service.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
+        await service.append("ann", upload, 0, body(b"z" * 500), None)
         await add(service, b"v" * 400, "bob")
         with pytest.raises(ServiceError, match="all files of this service") as refused:
             await add(service, b"w" * 101, "bob")
@@ -282,7 +282,7 @@ def test_a_share_is_used_to_its_last_byte(tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match="you may have 3"):
             for _ in range(4):
                 await service.catalogue.begin("carl", 0, DETAILS)
-        await service.catalogue.cancel("ann", upload)
+        await service.catalogue.delete_upload("ann", upload)
         await add(service, b"y" * 600)
 
     run(tmp_path, work, caller_bytes=1000, all_bytes=1500, caller_files=3)
@@ -308,17 +308,12 @@ def test_a_form_that_breaks_gives_its_room_back(tmp_path: Path) -> None:
 
 
 def test_many_writers_at_once(tmp_path: Path) -> None:
-    """Files, parts and streams of several callers at once leave books that agree with the bytes."""
+    """Files and uploads of several callers at once leave books that agree with the bytes."""
 
     async def one(service: FileService, caller: str) -> None:
         name, _ = await service.catalogue.begin(caller, 5000, DETAILS)
-        if caller[-1] in "02":
-            ids = [
-                await service.add_part(caller, name, b"b", body(FORM % (b"data", b"x" * 2500)), None) for _ in range(3)
-            ]
-            await service.complete(caller, name, [ids[2][0], ids[0][0]], None)
-        else:
-            await service.append(caller, name, 0, body(b"x" * 5000), 5000)
+        await service.append(caller, name, 0, body(b"x" * 2500), 2500)
+        await service.append(caller, name, 2500, body(b"x" * 2500), 2500)
         await service.catalogue.delete_file(caller, await add(service, b"y" * 100, caller))
 
     async def work(service: FileService, _: Clock) -> Usage:
@@ -339,3 +334,71 @@ def test_no_key_stands_in_the_catalogue(tmp_path: Path) -> None:
     assert rows and not any("caller-digest" in f"{key}{value!r}" for key, value in rows)
     (blob,) = (tmp_path / "bytes").glob("??/*")
     assert blob.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_of_an_earlier_version_opens(tmp_path: Path) -> None:
+    """A file of several parts is read, an upload goes on; uploads in parts go with their bytes and charges."""
+    details = {"filename": "a", "mime_type": "text/plain", "purpose": "batch", "lives_s": 0.0}
+    ids = {name: f"{number:042x}" for number, name in enumerate(("first", "last", "stream", "part", "writing"), 1)}
+
+    async def write(service: FileService, clock: Clock) -> None:
+        tenant, now = service.catalogue.tenant("ann"), clock()
+        common = {"tenant": tenant, "details": details, "made_at": now}
+        upload = {**common, "length": 6, "expires_at": now + 100, "kind": "", "parts": 0, "received": 0, "writing": 0,
+                  "blob": "", "synced": 0, "boot": "", "file": "", "made_of": [], "metadata": "", "feed": None,
+                  "state": "pending"}  # fmt: skip
+        segments = [{"blob": ids["first"], "size": 3}, {"blob": ids["last"], "size": 3}]
+        records: dict[str, Any] = {
+            "file/file-1": {**common, "size": 6, "expires_at": 0.0, "segments": segments},
+            "upload/upload_1": {**upload, "kind": "stream", "blob": ids["stream"], "synced": 3},
+            "upload/upload_2": {**upload, "kind": "parts", "parts": 1, "received": 6, "writing": 6},
+            "upload/upload_3": {**upload, "state": "cancelled"},
+            "part/upload_2/part_1": {"segment": {"blob": ids["part"], "size": 6}, "made_at": now},
+        }
+        owners = dict.fromkeys(("first", "last"), "file/file-1") | {"stream": "upload/upload_1"}
+        owners |= dict.fromkeys(("part", "writing"), "upload/upload_2")
+        for name, owner in owners.items():
+            held = 6 if name == "writing" else 0
+            records[f"blob/{ids[name]}"] = {"tenant": tenant, "owner": owner, "made_at": now, "held": held}
+            path = tmp_path / "bytes" / ids[name][-2:] / ids[name]
+            path.parent.mkdir(parents=True)
+            path.write_bytes(name[:3].encode())
+        usage = {"bytes": 6 + 6 + 12, "entries": 4}
+        records |= {f"usage/{tenant}": usage, "total": usage}
+        keys = [f"expiry/{moment(now + 100)}/upload/upload_{n}" for n in (1, 2, 3)] + [f"held/{ids['writing']}"]
+        keys += [f"oldest/{tenant}/{moment(now)}/file-1", f"newest/{tenant}/{remote_moment(now)}/file-1"]
+
+        async def put(ledger: FileLedger) -> None:
+            for key, value in records.items():
+                ledger.transaction.put(key, json.dumps(value).encode())
+            for key in keys:
+                ledger.transaction.put(key, b"")
+
+        await service.catalogue.change(put)
+
+    async def read(service: FileService, name: str) -> bytes:
+        file = await service.catalogue.file("ann", name)
+        return b"".join([piece async for piece in service.read(file.segments, 0, file.size)])
+
+    async def look(service: FileService, clock: Clock) -> None:
+        await forget_parts(service.catalogue)
+        assert await read(service, "file-1") == b"firlas"
+        for name in ("upload_2", "upload_3"):
+            with pytest.raises(ServiceError, match="there is no"):
+                await service.catalogue.upload("ann", name)
+        assert service.catalogue.total == Usage(12, 2)
+        clock.now += 50
+        record, _ = await service.append("ann", "upload_1", 3, body(b"eam"), None)
+        assert await read(service, record.file) == b"str" + b"eam"
+        clock.now += 400
+        await service.upkeep.sweep()
+        assert left_in(tmp_path) == 3
+
+    asyncio.run(_with_files(tmp_path, write))
+    run(tmp_path, look)
+
+
+async def _with_files(folder: Path, work: Callable[[FileService, Clock], Awaitable[None]]) -> None:
+    clock = Clock()
+    async with opened_files(folder, clock=clock) as service:
+        await work(service, clock)

@@ -162,7 +162,7 @@ def test_two_replicas_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_what_came(tmp_path: Path) -> None:
-    """When the disk is full a PATCH is a 507 that keeps what fits, a part leaves nothing, and with room it goes on."""
+    """When the disk is full a PATCH is a 507 that keeps what fits, a form leaves nothing, and with room it goes on."""
     from tests.store.test_disk import full
 
     data = os.urandom(3_000_000)
@@ -183,7 +183,7 @@ def test_a_full_disk_keeps_what_came(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_process_loses_nothing_that_came(tmp_path: Path) -> None:
-    """After kill -9 in the middle of a PATCH and of a part, a new process names the byte, and the file is whole."""
+    """After kill -9 in the middle of a PATCH and of a form, a new process names the byte, and the file is whole."""
     data = os.urandom(2_000_000)
     with fake_controller(FakeEngine(), f"ipc://{tmp_path}/c") as engine:
         with running_process(tmp_path, engine) as (process, url):

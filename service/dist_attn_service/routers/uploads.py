@@ -1,4 +1,4 @@
-"""/v1/uploads: resumable uploads, by tus 1.0 (tus.io) and by OpenAI's parts (JSON and forms) on the same resource."""
+"""/v1/uploads: resumable uploads, by tus 1.0 (tus.io)."""
 
 import re
 from contextlib import suppress
@@ -6,15 +6,15 @@ from contextlib import suppress
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from dist_attn_api.types import Upload, UploadPart
+from dist_attn_api.types import Upload
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.base.parsing import validated
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.files import details_of, file_object
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response, wrong_type
-from dist_attn_service.routers.openapi import ANY_BYTES, described, form, header
+from dist_attn_service.routers.openapi import ANY_BYTES, described, header
 from dist_attn_service.schemas.base import MOST
-from dist_attn_service.schemas.stored import CompleteUploadRequest, UploadRequest
+from dist_attn_service.schemas.stored import UploadRequest
 from dist_attn_service.uploads import tus
 from dist_attn_service.uploads.ledger import FeedRecord, UploadRecord
 
@@ -39,7 +39,7 @@ async def describe_uploads(asked: Asked) -> Response:
     "/v1/uploads",
     response_model=Upload,
     summary="Begin an upload",
-    description="OpenAI's, from JSON; or tus's, where the header Upload-Length is given: then the answer is a 201.",
+    description="From JSON; or as tus has it, where the header Upload-Length is given: then the answer is a 201.",
     responses={201: {"model": Upload, "description": "The upload, begun as tus clients do."}},
     openapi_extra=described(
         UploadRequest,
@@ -70,8 +70,6 @@ async def head_upload(asked: Asked, upload_id: str) -> Response:
     tus.check_version(asked.headers)
     files = asked.services.files
     record = await files.standing(asked.caller, upload_id)
-    if record.state == "cancelled":
-        raise ServiceError("the upload was cancelled", code=Code.CONFLICT, status=410)
     headers = _progress(record, await files.offset(record)) | {tus.LENGTH: str(record.length)}
     if record.metadata:
         headers[tus.METADATA] = record.metadata
@@ -106,38 +104,6 @@ async def delete_upload(asked: Asked, upload_id: str) -> Response:
     tus.check_version(asked.headers)
     await asked.services.files.catalogue.delete_upload(asked.caller, upload_id)
     return Response(status_code=204, headers={tus.RESUMABLE: tus.VERSION})
-
-
-@router.post(
-    "/v1/uploads/{upload_id}/parts",
-    summary="Add a part",
-    openapi_extra=described(content=form("data", data=ANY_BYTES["schema"])),
-)
-async def create_part(asked: Asked, upload_id: str) -> UploadPart:
-    """Write a part to disk while it arrives."""
-    files, boundary = asked.services.files, asked.form_boundary()
-    with asked.place():
-        length = asked.length(asked.services.settings.files.part_bytes, form=True)
-        part, made = await files.add_part(asked.caller, upload_id, boundary, asked.body, length)
-    return UploadPart(id=part, created_at=int(made), upload_id=upload_id)
-
-
-@router.post(
-    "/v1/uploads/{upload_id}/complete",
-    summary="Make a file of parts",
-    openapi_extra=described(CompleteUploadRequest),
-)
-async def complete_upload(asked: Asked, upload_id: str) -> Upload:
-    """Make a file of the parts in the order in which they are named; their bytes must be as many as were announced."""
-    wanted = await asked.json(CompleteUploadRequest)
-    record = await asked.services.files.complete(asked.caller, upload_id, wanted.part_ids, wanted.md5)
-    return await _upload(asked, upload_id, record)
-
-
-@router.post("/v1/uploads/{upload_id}/cancel", summary="Cancel an upload")
-async def cancel_upload(asked: Asked, upload_id: str) -> Upload:
-    """Cancel an upload: its bytes are removed, and it takes no more."""
-    return await _upload(asked, upload_id, await asked.services.files.catalogue.cancel(asked.caller, upload_id))
 
 
 async def _create_by_tus(asked: Incoming) -> Response:
@@ -264,7 +230,7 @@ async def _upload(asked: Incoming, name: str, record: UploadRecord) -> Upload:
         filename=record.details.filename,
         purpose=record.details.purpose,
         mime_type=record.details.mime_type,
-        status=record.state,
+        status="completed" if record.file else "pending",
         file=file,
         session=None if record.feed is None else await feeds.standing(asked.caller, name, record),
     )

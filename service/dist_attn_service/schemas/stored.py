@@ -90,7 +90,7 @@ class ExpiresAfter(Input):
 
 
 class UploadRequest(Input):
-    """An upload of so many bytes, which then come as parts or by PATCH."""
+    """An upload of so many bytes, which then come by PATCH."""
 
     bytes: Annotated[int, Field(ge=0)]
     filename: Printable
@@ -98,16 +98,9 @@ class UploadRequest(Input):
     purpose: FilePurpose
     expires_after: ExpiresAfter | None = None
     session_id: Annotated[str, Field(max_length=100)] | None = Field(
-        default=None, description="a session that is fed with it while it arrives, by PATCH"
+        default=None, description="a session that is fed with it while it arrives"
     )
     expected_position: Position | None = Field(default=None, description="where that session must stand")
-
-
-class CompleteUploadRequest(Input):
-    """The parts of a file in their order; `md5` of the whole in hex, if it is to be checked."""
-
-    part_ids: Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
-    md5: Annotated[str, Field(pattern="^[0-9a-fA-F]{32}$")] | None = None
 
 
 class FileListOptions(Query):

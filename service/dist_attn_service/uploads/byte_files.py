@@ -7,7 +7,6 @@ leaves a mark, and a writer whose client sends nothing makes way.
 
 import asyncio
 import fcntl
-import hashlib
 import os
 import time
 import uuid
@@ -31,7 +30,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 QUIET_SECONDS = 0.5  # after such a pause all that came is flushed to the file, and another request may take over
 BLOCK_BYTES = 256 << 10  # one write or read
-HASH_BYTES = 4 << 20
 LOCK_SECONDS = 5.0  # in which a writer has to make way
 POLL_SECONDS = 0.05
 WANTED = ".wanted"
@@ -108,19 +106,6 @@ class ByteFolder:
         except asyncio.CancelledError:
             opening.add_done_callback(partial(_close, close))
             raise
-
-    async def md5(self, segments: Iterable[Segment]) -> str:
-        """The MD5 of the segments' bytes in hex.
-
-        Raises: NotFound.
-        """
-        digest = hashlib.md5(usedforsecurity=False)
-        for segment in segments:
-            with _reading():
-                for at in range(0, segment.size, HASH_BYTES):
-                    count = min(HASH_BYTES, segment.size - at)
-                    await self.beside(_hash, digest.update, self._path(segment.blob), at, count)
-        return digest.hexdigest()
 
     async def delete(self, blobs: Iterable[str]) -> None:
         """Remove blobs, as far as they are there; those that cannot be removed now are swept away later."""
@@ -286,12 +271,6 @@ def _sync(path: Path) -> None:
 def _close(close: Callable[[T], object], opening: asyncio.Future[T]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         close(opening.result())
-
-
-def _hash(update: Callable[[bytes], None], path: Path, start: int, count: int) -> None:
-    with path.open("rb") as file:
-        file.seek(start)
-        update(file.read(count))
 
 
 # ---- a body that is written while it arrives -----------------------------------------------------

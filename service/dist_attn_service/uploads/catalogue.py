@@ -12,14 +12,13 @@ from dist_attn.settings import FileSettings
 from dist_attn.store.ledger import change, changed, moment, salted, secret_of, unknown_beside
 from dist_attn.store.open import lost_catalogue
 from dist_attn.store.ports import Records
-from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, Conflict, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.errors import NO_RETRY, Code, Conflict, NotFound, ServiceError, TooLarge
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.ledger import (
     Details,
     FeedRecord,
     FileLedger,
     FileRecord,
-    PartRecord,
     Segment,
     UploadRecord,
     Usage,
@@ -65,7 +64,7 @@ class Catalogue:
             return len(await folder.names())
 
         if number := await unknown_beside(records, count):
-            raise lost_catalogue(folder.place, f"{number} files or parts")
+            raise lost_catalogue(folder.place, f"{number} files or uploads")
         return Catalogue(records, await secret_of(records), limits, folder, clock)
 
     def tenant(self, caller: str) -> str:
@@ -137,13 +136,11 @@ class Catalogue:
     async def note_feed(self, caller: str, name: str, feed: FeedRecord, synced: int) -> UploadRecord:
         """Note the progress of a feeding, for which the upload stays; `synced` of its bytes are on the disk.
 
-        Raises: NotFound; ServiceError (409) for one that was cancelled.
+        Raises: NotFound.
         """
 
         async def run(ledger: FileLedger) -> UploadRecord:
             before = await ledger.owned(UploadRecord, self.tenant(caller), known(name))
-            if before.state == "cancelled":
-                return pending(before)
             ends = ledger.now + (self.limits.upload_s if before.state == "pending" else COMPLETED_S)
             after = changed(before, feed=feed, expires_at=max(before.expires_at, ends))
             if before.state == "pending":
@@ -152,20 +149,6 @@ class Catalogue:
             return after
 
         return await self.change(run)
-
-    async def cancel(self, caller: str, name: str) -> UploadRecord:
-        """Cancel an upload and forget its bytes; one that is cancelled already stays so.
-
-        Raises: NotFound; ServiceError (409) for one that is completed.
-        """
-        if (record := await self.upload(caller, name)).state == "cancelled":
-            return record
-
-        async def end(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
-            await ledger.empty_upload(name, before)
-            return changed(before, state="cancelled", expires_at=ledger.now + COMPLETED_S)
-
-        return await self.change_upload(caller, name, end)
 
     async def delete_upload(self, caller: str, name: str) -> None:
         """Forget an upload, and its bytes unless a file has them.
@@ -179,35 +162,20 @@ class Catalogue:
 
         await self.change(drop)
 
-    async def parts(self, upload: str, part_ids: list[str]) -> tuple[Segment, ...]:
-        """Find the segments of these parts of an upload.
-
-        Raises: BadRequest for a part that is not there.
-        """
-        names = [f"{upload}/{part}" for part in part_ids]
-        parts = await self.change(lambda ledger: ledger.find_all(PartRecord, names))
-        for part_id, part in zip(part_ids, parts, strict=True):
-            if part is None:
-                raise BadRequest(f"there is no part {part_id[:80]!r} of this upload", param="part_ids")
-        return tuple(part.segment for part in parts if part is not None)
-
-    async def complete(
-        self, caller: str, name: str, segments: tuple[Segment, ...], made_of: tuple[str, ...] = ()
-    ) -> UploadRecord:
-        """Make a file of these segments of an upload, and drop its other bytes.
+    async def complete(self, caller: str, name: str) -> UploadRecord:
+        """Make a file of an upload whose bytes are all there.
 
         Raises: NotFound; ServiceError (409).
         """
 
         async def run(ledger: FileLedger) -> UploadRecord:
             before = pending(await ledger.owned(UploadRecord, self.tenant(caller), known(name)))
-            await ledger.empty_upload(name, before, frozenset(segment.blob for segment in segments))
             file = new_id("file-")
-            ends = ledger.now + COMPLETED_S
-            done = changed(before, state="completed", file=file, made_of=made_of, blob="", expires_at=ends)
+            done = changed(before, state="completed", file=file, blob="", expires_at=ledger.now + COMPLETED_S)
             # First, so that the announced bytes are given back before the file is charged.
             await ledger.save(name, done, before)
-            await ledger.add_file(file, self.new_file(ledger, before.tenant, before.details, segments))
+            segment = Segment(before.blob, before.length)
+            await ledger.add_file(file, self.new_file(ledger, before.tenant, before.details, segment))
             return done
 
         return await self.change(run)
@@ -256,11 +224,11 @@ class Catalogue:
             place = keys[-1]
         return files[:limit], len(files) > limit
 
-    def new_file(self, ledger: FileLedger, tenant: str, details: Details, segments: tuple[Segment, ...]) -> FileRecord:
+    def new_file(self, ledger: FileLedger, tenant: str, details: Details, segment: Segment) -> FileRecord:
         """The record of a file that begins to live now."""
         lives = details.lives_s or self.limits.file_s
-        size = sum(segment.size for segment in segments)
-        return FileRecord(tenant, details, size, ledger.now, ledger.now + lives if lives else 0.0, segments)
+        ends = ledger.now + lives if lives else 0.0
+        return FileRecord(tenant, details, segment.size, ledger.now, ends, (segment,))
 
 
 async def _some(ledger: FileLedger, prefix: str, after: str) -> tuple[list[str], list[tuple[str, FileRecord]]]:

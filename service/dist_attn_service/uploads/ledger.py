@@ -3,7 +3,6 @@
     secret                    32 random bytes: the salt of callers' hashes
     total, usage/TENANT       Usage of all, and of one caller
     upload/ID                 UploadRecord
-    part/UPLOAD/ID            PartRecord
     file/ID                   FileRecord
     oldest/TENANT/TIME/ID     the files of a caller in the order they were made
     newest/TENANT/EMIT/ID     the files of a caller in the opposite order
@@ -21,13 +20,12 @@ import msgspec
 from msgspec import Meta
 
 from dist_attn.settings import FileSettings
-from dist_attn.store.ledger import Ledger, Record, Sums, changed, decode, moment, of_tenant
+from dist_attn.store.ledger import Ledger, Record, Sums, moment, of_tenant
 from dist_attn.store.ports import BufferedTransaction
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.text.tokenising import TextMark
 
 Size = Annotated[int, Meta(ge=0)]
-PAGE = 1000
 _END_OF_TIME = 10.0**12
 
 
@@ -80,12 +78,11 @@ class FeedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str = ""
 
 
-class UploadRecord(Record, frozen=True, forbid_unknown_fields=True):
-    """An upload of `length` bytes, which come as parts or as one stream.
+class UploadRecord(Record, frozen=True):
+    """An upload of `length` bytes. Earlier versions had more fields, and could cancel one.
 
-    Of parts: `received` bytes are in whole ones, `writing` at most are on their way. Of a stream: `blob` holds it,
-    `synced` bytes of it survive a power cut, and bytes beyond them are trusted while the machine's start is `boot`.
-    `made_of` has the parts of the file that was made, `metadata` is tus's header, `feed` the session that is fed.
+    `blob` holds its bytes from the first one on: `synced` of them survive a power cut, and bytes beyond them are
+    trusted while the machine's start is `boot`. `metadata` is tus's header, `feed` the session that is fed.
     """
 
     KIND: ClassVar[str] = "upload"
@@ -95,22 +92,17 @@ class UploadRecord(Record, frozen=True, forbid_unknown_fields=True):
     made_at: float
     expires_at: float
     state: Literal["pending", "completed", "cancelled"] = "pending"
-    kind: Literal["", "parts", "stream"] = ""
-    parts: Size = 0
-    received: Size = 0
-    writing: Size = 0
     blob: str = ""
     synced: Size = 0
     boot: str = ""
     file: str = ""
-    made_of: tuple[str, ...] = ()
     metadata: str = ""
     feed: FeedRecord | None = None
 
     @property
     def charge(self) -> int:
-        """The bytes that are charged to the caller: those announced, or more if parts were sent again."""
-        return max(self.length, self.received + self.writing) if self.state == "pending" else 0
+        """The bytes that are charged to the caller: those announced."""
+        return self.length if self.state == "pending" else 0
 
     def index(self, name: str) -> tuple[str, ...]:
         """The key in the index of expiry times."""
@@ -119,14 +111,6 @@ class UploadRecord(Record, frozen=True, forbid_unknown_fields=True):
     def sums(self) -> Mapping[str, Sums]:
         """The usage of the upload: one entry, and the bytes charged."""
         return of_tenant(self.tenant, Usage(self.charge, entries=1))
-
-
-class PartRecord(Record, frozen=True, forbid_unknown_fields=True):
-    """A part of an upload that has come as a whole."""
-
-    KIND: ClassVar[str] = "part"
-    segment: Segment
-    made_at: float
 
 
 class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
@@ -170,7 +154,7 @@ class BlobRecord(Record, frozen=True, forbid_unknown_fields=True):
         return (f"held/{name}",) if self.held else ()
 
     def sums(self) -> Mapping[str, Sums]:
-        """The bytes reserved for a file; those for a part count as its upload's."""
+        """The bytes reserved for a file; those of an upload are its own."""
         return of_tenant(self.tenant, Usage(self.held)) if self.held and not self.owner else {}
 
 
@@ -221,17 +205,8 @@ class FileLedger(Ledger):
 
     async def drop_upload(self, name: str, record: UploadRecord) -> None:
         """Forget an upload and its bytes."""
-        await self.empty_upload(name, record)
         await self.forget(name, record)
-
-    async def empty_upload(self, name: str, record: UploadRecord, keep: frozenset[str] = frozenset()) -> None:
-        """Drop the bytes of an upload, except the blobs to keep; the record is left for the calling code to change."""
-        for key, value in await self.transaction.scan(f"part/{name}/", self.limits.upload_parts + PAGE):
-            blob = decode(value, PartRecord).segment.blob
-            self.transaction.delete(key)
-            if blob not in keep:
-                self.drop_blob(blob)
-        if record.blob and record.blob not in keep:
+        if record.blob:
             self.drop_blob(record.blob)
 
     # ---- files ---------------------------------------------------------------------------------
@@ -273,9 +248,6 @@ class FileLedger(Ledger):
         """Drop a blob that was being written, and give back the bytes reserved for it."""
         await self.forget(name, record)
         self.dropped.append(name)
-        upload = record.owner.removeprefix("upload/")
-        if record.owner and (before := await self.find(UploadRecord, upload)) is not None:
-            await self.save(upload, changed(before, writing=before.writing - record.held), before)
 
 
 def _over_quota(message: str) -> ServiceError:

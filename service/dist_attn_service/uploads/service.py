@@ -8,13 +8,14 @@ from typing import final
 
 from dist_attn.store import ExpiryGrace, open_records
 from dist_attn.store.ledger import changed
-from dist_attn_service.base.errors import BadRequest, Conflict, TooLarge
+from dist_attn_service.base.errors import Conflict, TooLarge
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, kept_up, this_boot
-from dist_attn_service.uploads.catalogue import Catalogue, pending
+from dist_attn_service.uploads.catalogue import Catalogue
+from dist_attn_service.uploads.earlier import forget_parts
 from dist_attn_service.uploads.ledger import (
     Details,
     FeedRecord,
@@ -58,6 +59,7 @@ class FileService:
             records = await open_records(settings.files.catalogue or str(place), CATALOGUE, NAMESPACE)
             try:
                 catalogue = await Catalogue.open(records, settings.files, folder)
+                await forget_parts(catalogue)
                 service = FileService(catalogue, folder, this_boot(), ExpiryGrace(settings.expired_seconds))
                 await service.upkeep.sweep()
                 keeper = asyncio.create_task(service.upkeep.repeat(settings.files.upkeep_s, log))
@@ -76,22 +78,20 @@ class FileService:
         Raises: NotFound; ServiceError (507).
         """
         record = await self.catalogue.upload(caller, name)
-        if record.state != "pending" or record.kind != "stream" or await self.offset(record) < record.length:
+        if record.state != "pending" or not record.blob or await self.offset(record) < record.length:
             return record
         async with self._folder.writing(record.blob) as writer:
             await writer.sync()
             record = await self.catalogue.upload(caller, name)
             if record.state == "pending" and self._trusted(record, writer.end) == record.length:
-                record = await self.catalogue.complete(caller, name, (Segment(record.blob, record.length),))
+                record = await self.catalogue.complete(caller, name)
             return record
 
     async def offset(self, record: UploadRecord) -> int:
         """The number of bytes of an upload that are on disk."""
         if record.state == "completed":
             return record.length
-        if record.kind == "stream":
-            return self._trusted(record, await self._folder.size(record.blob))
-        return record.received
+        return self._trusted(record, await self._folder.size(record.blob)) if record.blob else 0
 
     async def append(
         self,
@@ -107,7 +107,7 @@ class FileService:
         `announced` is how many bytes the body says it has. However this ends, all that has arrived is kept. No more is
         taken than `reader` can keep up with.
 
-        Raises: NotFound, TooLarge; ServiceError (409) for another offset or an upload of parts; what the body raises.
+        Raises: NotFound, TooLarge; ServiceError (409) for another offset; what the body raises.
         """
         blob = (await self._reservations.for_stream(caller, name)).blob
         async with self._folder.writing(blob) as writer:
@@ -134,7 +134,7 @@ class FileService:
             await writer.sync()
             record = await self._record_synced(caller, name, writer.end)
             if writer.end == record.length:
-                record = await self.catalogue.complete(caller, name, (Segment(blob, writer.end),))
+                record = await self.catalogue.complete(caller, name)
             return record, writer.end
 
     async def _receive(
@@ -187,55 +187,6 @@ class FileService:
             await self._folder.sync(segment.blob)
         await self.catalogue.note_feed(caller, name, feed, size)
         return feed
-
-    async def add_part(
-        self, caller: str, name: str, boundary: bytes, body: RequestBody, announced: int | None
-    ) -> tuple[str, float]:
-        """Add a part from the field `data` of a form; return its id and time. A part that breaks off leaves nothing.
-
-        Raises: NotFound, BadRequest, TooLarge; ServiceError (409, 429, 507); what the body raises.
-        """
-        limits = self.catalogue.limits
-        most = limits.part_bytes if announced is None else announced
-        blob, room = await self._reservations.for_part(caller, name, most)
-
-        async def within(size: int) -> None:
-            if size > room:
-                raise TooLarge(
-                    f"a part may have {limits.part_bytes} bytes, and no more than its upload was announced with",
-                    param="data",
-                )
-
-        async with self._kept(blob) as writer:
-            await read_form(body, boundary, writer, file_field="data", fields=(), room_for=within)
-            await writer.sync()
-            return await self._reservations.into_part(caller, name, blob, writer.end), self.catalogue.clock()
-
-    async def complete(self, caller: str, name: str, part_ids: list[str], md5: str | None) -> UploadRecord:
-        """Make a file of these parts in this order; the same request again gets the same answer.
-
-        Raises: NotFound, BadRequest; ServiceError (409, 507).
-        """
-        record = await self.standing(caller, name)
-        if record.state == "completed" and record.made_of == tuple(part_ids):
-            return record
-        pending(record)
-        if record.kind == "stream" or (not part_ids and record.length):
-            raise BadRequest(
-                f"{await self.offset(record)} bytes of {record.length} have come; the last one completes an upload by "
-                "PATCH, and other uploads are completed by their part_ids",
-                param="part_ids",
-            )
-        if len(set(part_ids)) != len(part_ids):
-            raise BadRequest("a part is named twice; name each once", param="part_ids")
-        segments = await self.catalogue.parts(name, part_ids)
-        if (size := sum(segment.size for segment in segments)) != record.length:
-            raise BadRequest(
-                f"these parts have {size} bytes; the upload was announced with {record.length}", param="part_ids"
-            )
-        if md5 is not None and (digest := await self._folder.md5(segments)) != md5.lower():
-            raise BadRequest(f"md5 is {md5}; that of the parts in this order is {digest}", param="md5")
-        return await self.catalogue.complete(caller, name, segments, tuple(part_ids))
 
     # ---- files ---------------------------------------------------------------------------------
 

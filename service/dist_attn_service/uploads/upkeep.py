@@ -12,7 +12,7 @@ from dist_attn.store.ledger import all_records, every_page, name_in, wrong_sums
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
-from dist_attn_service.uploads.ledger import BlobRecord, FileLedger, FileRecord, PartRecord, UploadRecord, Usage
+from dist_attn_service.uploads.ledger import BlobRecord, FileLedger, FileRecord, UploadRecord, Usage
 
 BATCH = 64  # entries that are removed in one transaction
 PAGE = 500
@@ -90,10 +90,9 @@ class UploadUpkeep:
         """
         records = self._catalogue.records
         uploads, files = await all_records(records, UploadRecord), await all_records(records, FileRecord)
-        parts, blobs = await all_records(records, PartRecord), await all_records(records, BlobRecord)
+        blobs = await all_records(records, BlobRecord)
         owners = {record.blob: f"upload/{name}" for name, record in uploads.items() if record.blob}
         owners |= {segment.blob: f"file/{name}" for name, file in files.items() for segment in file.segments}
-        owners |= {part.segment.blob: f"upload/{name.partition('/')[0]}" for name, part in parts.items()}
         wrong = [
             f"blob {name} is {blob.owner}'s, and {owners.get(name)} refers to it"
             for name, blob in blobs.items()
