@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Literal, final
 
+import msgspec
+
 from dist_attn.errors import DistAttnError
 from dist_attn.store import Reached, Session
 from dist_attn.store.ledger import changed
@@ -24,7 +26,7 @@ from dist_attn_service.sessions.answers import store_refusals
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
-from dist_attn_service.uploads.ledger import FeedMark, FeedRecord, Segment, UploadRecord
+from dist_attn_service.uploads.ledger import Segment, Size, UploadRecord
 from dist_attn_service.uploads.service import FileService
 
 BUSY_SECONDS = 5.0  # for another process to let go of the session
@@ -34,6 +36,34 @@ LINGER_SECONDS = 2.0  # for a client that sends its next request
 CHARACTER_BYTES = 4
 LASTING = (400, 404, 409, 413)
 """The statuses of errors that would only come again if the same was tried again."""
+
+
+class FeedMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A position of a session whose state was to be kept, and the place of the text from which reading goes on."""
+
+    position: Size
+    mark: TextMark
+
+
+class FeedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The session that an upload feeds: its position was `expected`, and the text begins at `start` once that is known.
+
+    Up to `position` it is kept. There are `marks` of the last two states, as the last one may not have been kept.
+    """
+
+    session: str
+    expected: Size
+    is_text: bool
+    start: int | None = None
+    position: Size = 0
+    marks: tuple[FeedMark, ...] = ()
+    state: Literal["waiting", "feeding", "done", "failed"] = "waiting"
+    error: str = ""
+
+    @staticmethod
+    def of(upload: UploadRecord) -> "FeedRecord":
+        """The record in an upload that feeds a session."""
+        return msgspec.convert(upload.feed, FeedRecord)
 
 
 @final
@@ -47,15 +77,14 @@ class Feed:
     def __init__(
         self, caller: str, name: str, record: UploadRecord, segments: tuple[Segment, ...], size: int, ahead: int
     ) -> None:
-        assert record.feed is not None
         self.caller = caller
         self.name = name
         self.segments = segments
         self.length = record.length
-        self.recorded: FeedRecord = record.feed
+        self.recorded = FeedRecord.of(record)
         self.size = size
         self.taken = 0
-        self.position = self.kept = record.feed.expected
+        self.position = self.kept = self.recorded.expected
         self.leaving = False  # its senders have gone: a request from now on needs another feed
         self.error: ServiceError | None = None
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -175,8 +204,7 @@ class FeedingService:
 
         Raises: NotFound; ServiceError (507).
         """
-        recorded = record.feed
-        assert recorded is not None
+        recorded = FeedRecord.of(record)
         session = await self._session(caller, recorded.session)
         idle = session is not None and not session.busy_until
         ended = recorded.state in ("done", "failed")
@@ -235,7 +263,7 @@ class FeedingService:
             return
         recorded = changed(feed.recorded, state=state, error=feed.error.message if feed.error else "")
         with suppress(ServiceError):  # the upload was deleted
-            await self._files.note_feed(feed.caller, feed.name, recorded)
+            await self._files.note_feed(feed.caller, feed.name, msgspec.to_builtins(recorded))
         self._context.log.info("feed", upload=feed.name, state=state, position=feed.kept, error=recorded.error)
 
     # ---- feeding -------------------------------------------------------------------------------
@@ -361,4 +389,6 @@ class FeedingService:
         feed.notify()
 
     async def _note(self, feed: Feed, recorded: FeedRecord) -> None:
-        feed.recorded = await self._files.note_feed(feed.caller, feed.name, recorded, feed.segments, feed.size)
+        notes = msgspec.to_builtins(recorded)
+        await self._files.note_feed(feed.caller, feed.name, notes, feed.segments, feed.size)
+        feed.recorded = recorded

@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 
+import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -16,7 +17,8 @@ from dist_attn_service.routers.openapi import ANY_BYTES, described, header
 from dist_attn_service.schemas.base import MOST
 from dist_attn_service.schemas.stored import UploadRequest
 from dist_attn_service.uploads import tus
-from dist_attn_service.uploads.ledger import FeedRecord, UploadRecord
+from dist_attn_service.uploads.catalogue import Notes
+from dist_attn_service.uploads.ledger import UploadRecord
 
 router = APIRouter(tags=["uploads"])
 FILE_ID = "Upload-File-Id"
@@ -149,8 +151,8 @@ def _number(text: str | None) -> int | str | None:
     return int(text) if text and re.fullmatch("[0-9]{1,16}", text) else text
 
 
-async def _feed(asked: Incoming, wanted: UploadRequest) -> FeedRecord | None:
-    """The record of the session that an upload shall feed, None without one.
+async def _feed(asked: Incoming, wanted: UploadRequest) -> Notes | None:
+    """The notes on the session that an upload shall feed, None without one.
 
     Raises: BadRequest, NotFound; ServiceError (409) when the session has another position than expected.
     """
@@ -167,7 +169,9 @@ async def _feed(asked: Incoming, wanted: UploadRequest) -> FeedRecord | None:
     if wanted.bytes > services.settings.body_bytes:
         raise TooLarge(f"a text may have {services.settings.body_bytes} bytes; this one has {wanted.bytes}")
     is_text = wanted.mime_type.lower().startswith("text/")
-    return await services.feeds.wanted(asked.caller, wanted.session_id, wanted.expected_position, is_text=is_text)
+    feed = await services.feeds.wanted(asked.caller, wanted.session_id, wanted.expected_position, is_text=is_text)
+    notes: Notes = msgspec.to_builtins(feed)
+    return notes
 
 
 async def _append(asked: Incoming, name: str, offset: int) -> tuple[UploadRecord, int]:

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 from dist_attn.errors import StorageError
 from dist_attn.settings import FileSettings
@@ -16,7 +16,6 @@ from dist_attn_service.base.errors import NO_RETRY, Code, Conflict, NotFound, Se
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.ledger import (
     Details,
-    FeedRecord,
     FileLedger,
     FileRecord,
     Segment,
@@ -26,6 +25,7 @@ from dist_attn_service.uploads.ledger import (
 )
 
 T = TypeVar("T")
+Notes = dict[str, Any]
 PAGE = 500
 COMPLETED_S = 3600.0  # for which a completed upload can still be asked for, so that a lost answer can be had again
 _ID = re.compile("[A-Za-z0-9_-]{1,64}")
@@ -92,9 +92,9 @@ class Catalogue:
     # ---- uploads -------------------------------------------------------------------------------
 
     async def begin(
-        self, caller: str, length: int, details: Details, metadata: str = "", feed: FeedRecord | None = None
+        self, caller: str, length: int, details: Details, metadata: str = "", feed: Notes | None = None
     ) -> tuple[str, UploadRecord]:
-        """Begin an upload of so many bytes, which may feed a session.
+        """Begin an upload of so many bytes, perhaps with the notes of who reads it while it arrives.
 
         Raises: TooLarge, ServiceError (429, 507).
         """
@@ -133,8 +133,8 @@ class Catalogue:
 
         return await self.change(run)
 
-    async def note_feed(self, caller: str, name: str, feed: FeedRecord, synced: int) -> UploadRecord:
-        """Note the progress of a feeding, for which the upload stays; `synced` of its bytes are on the disk.
+    async def note_feed(self, caller: str, name: str, feed: Notes, synced: int) -> UploadRecord:
+        """Keep the notes of who reads an upload, which stays for that; `synced` of its bytes are on the disk.
 
         Raises: NotFound.
         """

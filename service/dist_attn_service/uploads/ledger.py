@@ -14,7 +14,7 @@ TENANT is a salted hash of the caller, EMIT is TIME counted backwards (`remote_m
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, TypeVar, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 
 import msgspec
 from msgspec import Meta
@@ -23,7 +23,6 @@ from dist_attn.settings import FileSettings
 from dist_attn.store.ledger import Ledger, Record, Sums, moment, of_tenant
 from dist_attn.store.ports import BufferedTransaction
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
-from dist_attn_service.text.tokenising import TextMark
 
 Size = Annotated[int, Meta(ge=0)]
 _END_OF_TIME = 10.0**12
@@ -55,34 +54,12 @@ class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lives_s: float = 0.0
 
 
-class FeedMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A position of a session whose state was to be kept, and the place of the text from which reading goes on."""
-
-    position: Size
-    mark: TextMark
-
-
-class FeedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The session that an upload feeds: its position was `expected`, and the text begins at `start` once that is known.
-
-    Up to `position` it is kept. There are `marks` of the last two states, as the last one may not have been kept.
-    """
-
-    session: str
-    expected: Size
-    is_text: bool
-    start: int | None = None
-    position: Size = 0
-    marks: tuple[FeedMark, ...] = ()
-    state: Literal["waiting", "feeding", "done", "failed"] = "waiting"
-    error: str = ""
-
-
 class UploadRecord(Record, frozen=True):
     """An upload of `length` bytes. Earlier versions had more fields, and could cancel one.
 
     `blob` holds its bytes from the first one on: `synced` of them survive a power cut, and bytes beyond them are
-    trusted while the machine's start is `boot`. `metadata` is tus's header, `feed` the session that is fed.
+    trusted while the machine's start is `boot`. `metadata` is tus's header, `feed` the notes of who reads it while
+    it arrives.
     """
 
     KIND: ClassVar[str] = "upload"
@@ -97,7 +74,7 @@ class UploadRecord(Record, frozen=True):
     boot: str = ""
     file: str = ""
     metadata: str = ""
-    feed: FeedRecord | None = None
+    feed: dict[str, Any] | None = None
 
     @property
     def charge(self) -> int:

@@ -14,11 +14,10 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, kept_up, this_boot
-from dist_attn_service.uploads.catalogue import Catalogue
+from dist_attn_service.uploads.catalogue import Catalogue, Notes
 from dist_attn_service.uploads.earlier import forget_parts
 from dist_attn_service.uploads.ledger import (
     Details,
-    FeedRecord,
     FileRecord,
     Segment,
     UploadRecord,
@@ -177,16 +176,15 @@ class FileService:
         return record, (Segment(record.blob, record.length),), await self.offset(record)
 
     async def note_feed(
-        self, caller: str, name: str, feed: FeedRecord, segments: tuple[Segment, ...] = (), size: int = 0
-    ) -> FeedRecord:
-        """Record the progress of the session that an upload feeds, after so many bytes of it are synced to disk.
+        self, caller: str, name: str, feed: Notes, segments: tuple[Segment, ...] = (), size: int = 0
+    ) -> None:
+        """Keep the notes of who reads an upload, after so many bytes of it are synced to disk.
 
-        Raises: NotFound; ServiceError (409, 507).
+        Raises: NotFound; ServiceError (507).
         """
         for segment in segments if size else ():
             await self._folder.sync(segment.blob)
         await self.catalogue.note_feed(caller, name, feed, size)
-        return feed
 
     # ---- files ---------------------------------------------------------------------------------
 
