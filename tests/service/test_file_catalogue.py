@@ -339,7 +339,9 @@ def test_no_key_stands_in_the_catalogue(tmp_path: Path) -> None:
 def test_a_folder_of_an_earlier_version_opens(tmp_path: Path) -> None:
     """A file of several parts is read, an upload goes on; uploads in parts go with their bytes and charges."""
     details = {"filename": "a", "mime_type": "text/plain", "purpose": "batch", "lives_s": 0.0}
-    ids = {name: f"{number:042x}" for number, name in enumerate(("first", "last", "stream", "part", "writing"), 1)}
+    ids = {
+        name: f"{number:042x}" for number, name in enumerate(("first", "last", "stream", "part", "writing", "form"), 1)
+    }
 
     async def write(service: FileService, clock: Clock) -> None:
         tenant, now = service.catalogue.tenant("ann"), clock()
@@ -356,16 +358,18 @@ def test_a_folder_of_an_earlier_version_opens(tmp_path: Path) -> None:
             "part/upload_2/part_1": {"segment": {"blob": ids["part"], "size": 6}, "made_at": now},
         }
         owners = dict.fromkeys(("first", "last"), "file/file-1") | {"stream": "upload/upload_1"}
-        owners |= dict.fromkeys(("part", "writing"), "upload/upload_2")
+        owners |= dict.fromkeys(("part", "writing"), "upload/upload_2") | {"form": ""}
         for name, owner in owners.items():
-            held = 6 if name == "writing" else 0
+            held = 6 if name in ("writing", "form") else 0
             records[f"blob/{ids[name]}"] = {"tenant": tenant, "owner": owner, "made_at": now, "held": held}
             path = tmp_path / "bytes" / ids[name][-2:] / ids[name]
             path.parent.mkdir(parents=True)
             path.write_bytes(name[:3].encode())
-        usage = {"bytes": 6 + 6 + 12, "entries": 4}
+        usage = {"bytes": 6 + 6 + 12 + 6, "entries": 4}
         records |= {f"usage/{tenant}": usage, "total": usage}
-        keys = [f"expiry/{moment(now + 100)}/upload/upload_{n}" for n in (1, 2, 3)] + [f"held/{ids['writing']}"]
+        keys = [f"expiry/{moment(now + 100)}/upload/upload_{n}" for n in (1, 2, 3)] + [
+            f"held/{ids[name]}" for name in ("writing", "form")
+        ]
         keys += [f"oldest/{tenant}/{moment(now)}/file-1", f"newest/{tenant}/{remote_moment(now)}/file-1"]
 
         async def put(ledger: FileLedger) -> None:
@@ -381,12 +385,12 @@ def test_a_folder_of_an_earlier_version_opens(tmp_path: Path) -> None:
         return b"".join([piece async for piece in service.read(file.segments, 0, file.size)])
 
     async def look(service: FileService, clock: Clock) -> None:
-        await forget_parts(service.catalogue)
+        await forget_parts(service.catalogue, service._folder)
         assert await read(service, "file-1") == b"firlas"
         for name in ("upload_2", "upload_3"):
             with pytest.raises(ServiceError, match="there is no"):
                 await service.catalogue.upload("ann", name)
-        assert service.catalogue.total == Usage(12, 2)
+        assert service.catalogue.total == Usage(12, 2) and left_in(tmp_path) == 3
         clock.now += 50
         record, _ = await service.append("ann", "upload_1", 3, body(b"eam"), None)
         assert await read(service, record.file) == b"str" + b"eam"

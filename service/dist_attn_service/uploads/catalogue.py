@@ -158,7 +158,7 @@ class Catalogue:
 
         async def drop(ledger: FileLedger) -> None:
             record = await ledger.owned(UploadRecord, self.tenant(caller), known(name))
-            await ledger.drop_upload(name, record)
+            await ledger.drop(name, record)
 
         await self.change(drop)
 
@@ -174,8 +174,7 @@ class Catalogue:
             done = changed(before, state="completed", file=file, blob="", expires_at=ledger.now + COMPLETED_S)
             # First, so that the announced bytes are given back before the file is charged.
             await ledger.save(name, done, before)
-            segment = Segment(before.blob, before.length)
-            await ledger.add_file(file, self.new_file(ledger, before.tenant, before.details, segment))
+            await self.add_file(ledger, file, done, before.blob)
             return done
 
         return await self.change(run)
@@ -198,7 +197,7 @@ class Catalogue:
         tenant = self.tenant(caller)
 
         async def drop(ledger: FileLedger) -> None:
-            await ledger.drop_file(name, await ledger.owned(FileRecord, tenant, known(name)))
+            await ledger.drop(name, await ledger.owned(FileRecord, tenant, known(name)))
 
         await self.change(drop)
 
@@ -224,11 +223,16 @@ class Catalogue:
             place = keys[-1]
         return files[:limit], len(files) > limit
 
-    def new_file(self, ledger: FileLedger, tenant: str, details: Details, segment: Segment) -> FileRecord:
-        """The record of a file that begins to live now."""
-        lives = details.lives_s or self.limits.file_s
-        ends = ledger.now + lives if lives else 0.0
-        return FileRecord(tenant, details, segment.size, ledger.now, ends, (segment,))
+    async def add_file(self, ledger: FileLedger, name: str, upload: UploadRecord, blob: str) -> FileRecord:
+        """Add the file that an upload has become, which begins to live now.
+
+        Raises: ServiceError (429, 507).
+        """
+        lives = upload.details.lives_s or self.limits.file_s
+        ends, segments = ledger.now + lives if lives else 0.0, (Segment(blob, upload.length),)
+        record = FileRecord(upload.tenant, upload.details, upload.length, ledger.now, ends, segments)
+        await ledger.save(name, record)
+        return record
 
 
 async def _some(ledger: FileLedger, prefix: str, after: str) -> tuple[list[str], list[tuple[str, FileRecord]]]:

@@ -1,4 +1,4 @@
-"""The ledger of uploads and files: the records and their keys, the owners of bytes, and the limits of callers.
+"""The ledger of uploads and files: the records and their keys, and the limits of callers.
 
     secret                    32 random bytes: the salt of callers' hashes
     total, usage/TENANT       Usage of all, and of one caller
@@ -7,8 +7,8 @@
     oldest/TENANT/TIME/ID     the files of a caller in the order they were made
     newest/TENANT/EMIT/ID     the files of a caller in the opposite order
     expiry/TIME/KIND/ID       uploads and files by expiry; KIND is `upload` or `file`
-    blob/NAME                 BlobRecord: the owner of these bytes
-    held/NAME                 blobs that are being written
+    blob/NAME                 the blobs of all uploads and files; what earlier versions wrote there is not read
+    form/ID                   uploads that come in one form, which nobody can go on with
 
 TENANT is a salted hash of the caller, EMIT is TIME counted backwards (`remote_moment`).
 """
@@ -59,7 +59,7 @@ class UploadRecord(Record, frozen=True):
 
     `blob` holds its bytes from the first one on: `synced` of them survive a power cut, and bytes beyond them are
     trusted while the machine's start is `boot`. `metadata` is tus's header, `feed` the notes of who reads it while
-    it arrives.
+    it arrives. One that comes in a form (`is_form`) may have `length` bytes so far, and ends with its writer.
     """
 
     KIND: ClassVar[str] = "upload"
@@ -75,6 +75,12 @@ class UploadRecord(Record, frozen=True):
     file: str = ""
     metadata: str = ""
     feed: dict[str, Any] | None = None
+    is_form: bool = False
+
+    @property
+    def blobs(self) -> list[str]:
+        """The names of its blobs."""
+        return [self.blob] if self.blob else []
 
     @property
     def charge(self) -> int:
@@ -82,12 +88,13 @@ class UploadRecord(Record, frozen=True):
         return self.length if self.state == "pending" else 0
 
     def index(self, name: str) -> tuple[str, ...]:
-        """The key in the index of expiry times."""
-        return (f"expiry/{moment(self.expires_at)}/upload/{name}",)
+        """The keys in the indexes of blobs, and of expiry times or forms."""
+        ends = f"form/{name}" if self.is_form else f"expiry/{moment(self.expires_at)}/upload/{name}"
+        return (ends, *(f"blob/{blob}" for blob in self.blobs))
 
     def sums(self) -> Mapping[str, Sums]:
-        """The usage of the upload: one entry, and the bytes charged."""
-        return of_tenant(self.tenant, Usage(self.charge, entries=1))
+        """The usage of the upload: one entry unless it is a form, and the bytes charged."""
+        return of_tenant(self.tenant, Usage(self.charge, entries=0 if self.is_form else 1))
 
 
 class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
@@ -101,38 +108,23 @@ class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
     expires_at: float
     segments: tuple[Segment, ...]
 
+    @property
+    def blobs(self) -> list[str]:
+        """The names of its blobs."""
+        return [segment.blob for segment in self.segments]
+
     def index(self, name: str) -> tuple[str, ...]:
-        """The keys in the indexes of a caller's files in either order, and of expiry times."""
+        """The keys in the indexes of a caller's files in either order, of blobs, and of expiry times."""
         return (
             f"oldest/{self.tenant}/{moment(self.made_at)}/{name}",
             f"newest/{self.tenant}/{remote_moment(self.made_at)}/{name}",
+            *(f"blob/{blob}" for blob in self.blobs),
             *([f"expiry/{moment(self.expires_at)}/file/{name}"] if self.expires_at else []),
         )
 
     def sums(self) -> Mapping[str, Sums]:
         """The usage of the file: one entry, and its bytes."""
         return of_tenant(self.tenant, Usage(self.size, entries=1))
-
-
-class BlobRecord(Record, frozen=True, forbid_unknown_fields=True):
-    """Bytes on disk: of `owner`, the key of an upload or a file; with `held` bytes reserved while they are written.
-
-    Without an owner they belong to a file that is being sent.
-    """
-
-    KIND: ClassVar[str] = "blob"
-    tenant: str
-    owner: str
-    made_at: float
-    held: Size = 0
-
-    def index(self, name: str) -> tuple[str, ...]:
-        """The key in the index of blobs that are being written."""
-        return (f"held/{name}",) if self.held else ()
-
-    def sums(self) -> Mapping[str, Sums]:
-        """The bytes reserved for a file; those of an upload are its own."""
-        return of_tenant(self.tenant, Usage(self.held)) if self.held and not self.owner else {}
 
 
 def remote_moment(time: float) -> str:
@@ -147,7 +139,7 @@ Owned = TypeVar("Owned", UploadRecord, FileRecord)
 
 @final
 class FileLedger(Ledger):
-    """One transaction on uploads and files, which keeps the owners of bytes consistent."""
+    """One transaction on uploads and files."""
 
     def __init__(self, transaction: BufferedTransaction, limits: FileSettings, now: float) -> None:
         super().__init__(transaction, now)
@@ -178,53 +170,10 @@ class FileLedger(Ledger):
             raise NotFound(f"there is no {kind.KIND} {name[:80]!r}; it was deleted, has expired, or never was")
         return record
 
-    # ---- uploads -------------------------------------------------------------------------------
-
-    async def drop_upload(self, name: str, record: UploadRecord) -> None:
-        """Forget an upload and its bytes."""
+    async def drop(self, name: str, record: UploadRecord | FileRecord) -> None:
+        """Forget an upload or a file, and its bytes."""
         await self.forget(name, record)
-        if record.blob:
-            self.drop_blob(record.blob)
-
-    # ---- files ---------------------------------------------------------------------------------
-
-    async def add_file(self, name: str, record: FileRecord) -> None:
-        """Add a file, and make it the owner of its blobs, for which nothing is reserved any more.
-
-        Raises: ServiceError (429, 507).
-        """
-        await self.save(name, record)
-        for segment in record.segments:
-            await self.save(segment.blob, BlobRecord(record.tenant, f"file/{name}", self.now))
-
-    async def drop_file(self, name: str, record: FileRecord) -> None:
-        """Forget a file and its bytes."""
-        await self.forget(name, record)
-        for segment in record.segments:
-            self.drop_blob(segment.blob)
-
-    # ---- blobs ---------------------------------------------------------------------------------
-
-    async def blob(self, name: str) -> BlobRecord:
-        """The record of a blob.
-
-        Raises: NotFound when no file or upload owns it any more.
-        """
-        record = await self.find(BlobRecord, name)
-        if record is None:
-            raise NotFound("what these bytes were sent for was deleted or has expired meanwhile")
-        return record
-
-    def drop_blob(self, name: str) -> None:
-        """Drop a blob that is whole, so that no sum counts it as reserved."""
-        for key in (f"blob/{name}", f"held/{name}"):
-            self.transaction.delete(key)
-        self.dropped.append(name)
-
-    async def release(self, name: str, record: BlobRecord) -> None:
-        """Drop a blob that was being written, and give back the bytes reserved for it."""
-        await self.forget(name, record)
-        self.dropped.append(name)
+        self.dropped += record.blobs
 
 
 def _over_quota(message: str) -> ServiceError:

@@ -1,17 +1,17 @@
-"""Room for bytes that are on their way as a file: held while they come, charged or given back after."""
+"""Room for bytes on their way: reserved before the first of them, so that what a dead process leaves is known."""
 
 from typing import final
 
 from dist_attn.store.ledger import changed
 from dist_attn.store.ports import new_name
-from dist_attn_service.base.errors import Code, ServiceError, TooLarge
-from dist_attn_service.uploads.catalogue import Catalogue, known, new_id
-from dist_attn_service.uploads.ledger import BlobRecord, Details, FileLedger, FileRecord, Segment, UploadRecord
+from dist_attn_service.base.errors import Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.uploads.catalogue import Catalogue, new_id
+from dist_attn_service.uploads.ledger import Details, FileLedger, FileRecord, UploadRecord
 
 
 @final
 class Reservations:
-    """The reservations of blobs, each recorded before its first byte, so that what a dead process leaves is known."""
+    """The blobs that are written to. A file that comes in a form is an upload under the name of its blob."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -24,7 +24,8 @@ class Reservations:
         blob, tenant = new_name(self._catalogue.clock()), self._catalogue.tenant(caller)
 
         async def enter(ledger: FileLedger) -> None:
-            await ledger.save(blob, BlobRecord(tenant, "", ledger.now, held=max(1, room)))
+            details, now = Details("", "", ""), ledger.now
+            await ledger.save(blob, UploadRecord(tenant, room, details, now, 0.0, blob=blob, is_form=True))
 
         await self._catalogue.change(enter)
         return blob
@@ -39,8 +40,8 @@ class Reservations:
             raise TooLarge(f"a file may have {most} bytes; more were sent", param="file")
 
         async def enter(ledger: FileLedger, room: int) -> int:
-            held = await ledger.blob(blob)
-            await ledger.save(blob, changed(held, held=room), held)
+            held = await _form(ledger, blob)
+            await ledger.save(blob, changed(held, length=room), held)
             return room
 
         wanted = min(most, max(size, ahead))
@@ -59,11 +60,9 @@ class Reservations:
         name = new_id("file-")
 
         async def enter(ledger: FileLedger) -> FileRecord:
-            held = await ledger.blob(blob)
-            await ledger.save(blob, changed(held, held=0), held)
-            record = self._catalogue.new_file(ledger, held.tenant, details, Segment(blob, size))
-            await ledger.add_file(name, record)
-            return record
+            held = await _form(ledger, blob)
+            await ledger.forget(blob, held)
+            return await self._catalogue.add_file(ledger, name, changed(held, length=size, details=details), blob)
 
         return name, await self._catalogue.change(enter)
 
@@ -74,18 +73,25 @@ class Reservations:
         """
 
         async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
-            blob = before.blob or new_name(ledger.now)
-            await ledger.save(blob, BlobRecord(before.tenant, f"upload/{upload}", ledger.now))
-            return changed(before, blob=blob)
+            return changed(before, blob=before.blob or new_name(ledger.now))
 
         return await self._catalogue.change_upload(caller, upload, enter)
 
-    async def give_up(self, blob: str) -> None:
-        """Give back the reservation and the bytes of a blob that does not come."""
+    async def give_up(self, blob: str) -> int:
+        """Drop the form that writes this blob; return how many there were, 0 or 1."""
 
-        async def leave(ledger: FileLedger) -> None:
-            record = await ledger.find(BlobRecord, known(blob))
-            if record is not None and record.held:
-                await ledger.release(blob, record)
+        async def leave(ledger: FileLedger) -> int:
+            if (record := await ledger.find(UploadRecord, blob)) is None:
+                return 0
+            await ledger.drop(blob, record)
+            return 1
 
-        await self._catalogue.change(leave)
+        return await self._catalogue.change(leave)
+
+
+async def _form(ledger: FileLedger, blob: str) -> UploadRecord:
+    """The record of a form. Raises: NotFound when it was given up."""
+    record = await ledger.find(UploadRecord, blob)
+    if record is None:
+        raise NotFound("what these bytes were sent for was deleted or has expired meanwhile")
+    return record

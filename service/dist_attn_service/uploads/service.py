@@ -58,7 +58,7 @@ class FileService:
             records = await open_records(settings.files.catalogue or str(place), CATALOGUE, NAMESPACE)
             try:
                 catalogue = await Catalogue.open(records, settings.files, folder)
-                await forget_parts(catalogue)
+                await forget_parts(catalogue, folder)
                 service = FileService(catalogue, folder, this_boot(), ExpiryGrace(settings.expired_seconds))
                 await service.upkeep.sweep()
                 keeper = asyncio.create_task(service.upkeep.repeat(settings.files.upkeep_s, log))

@@ -8,15 +8,17 @@ from functools import partial
 from typing import final
 
 from dist_attn.store import ExpiryGrace
-from dist_attn.store.ledger import all_records, every_page, name_in, wrong_sums
+from dist_attn.store.ledger import all_records, all_values, every_page, name_in, wrong_sums
+from dist_attn.store.ports import born_at
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
-from dist_attn_service.uploads.ledger import BlobRecord, FileLedger, FileRecord, UploadRecord, Usage
+from dist_attn_service.uploads.ledger import FileLedger, FileRecord, UploadRecord, Usage
+from dist_attn_service.uploads.reservations import Reservations
 
 BATCH = 64  # entries that are removed in one transaction
 PAGE = 500
-BEGINNING_S = 300.0  # the most between the record of bytes that will come and their writer's lock
+BEGINNING_S = 300.0  # the most between the name of bytes that will come and their writer's lock
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class UploadUpkeep:
     def __init__(self, catalogue: Catalogue, folder: ByteFolder, grace: ExpiryGrace) -> None:
         self._catalogue = catalogue
         self._folder = folder
+        self._reservations = Reservations(catalogue)
         self.grace = grace
 
     async def sweep(self) -> Swept:
@@ -60,18 +63,13 @@ class UploadUpkeep:
                 log.warning("files could not be put in order; will try again", exc_info=error)
 
     async def _give_up_unwritten(self) -> int:
-        """Release the reservations of blobs that are not written any more."""
-        change = self._catalogue.change
-
-        async def page(after: str) -> tuple[int, str]:
-            given_up = 0
-            held, last = await change(lambda ledger: _held(ledger, after))
-            for blob, made_at in held:
-                if made_at + BEGINNING_S <= self._catalogue.clock() and not await self._folder.is_written(blob):
-                    given_up += await change(partial(_release, blob=blob))
-            return given_up, last
-
-        return sum(await every_page(page))
+        """Drop the forms that are not written any more."""
+        given_up = 0
+        for key in await all_values(self._catalogue.records, "form/"):
+            blob = name_in(key)
+            if born_at(blob) + BEGINNING_S <= self._catalogue.clock() and not await self._folder.is_written(blob):
+                given_up += await self._reservations.give_up(blob)
+        return given_up
 
     async def _remove_unknown(self) -> int:
         """Delete bytes that no record names; every record is there before its bytes."""
@@ -90,19 +88,16 @@ class UploadUpkeep:
         """
         records = self._catalogue.records
         uploads, files = await all_records(records, UploadRecord), await all_records(records, FileRecord)
-        blobs = await all_records(records, BlobRecord)
-        owners = {record.blob: f"upload/{name}" for name, record in uploads.items() if record.blob}
-        owners |= {segment.blob: f"file/{name}" for name, file in files.items() for segment in file.segments}
-        wrong = [
-            f"blob {name} is {blob.owner}'s, and {owners.get(name)} refers to it"
-            for name, blob in blobs.items()
-            if not blob.held and owners.get(name) != blob.owner
-        ]
-        wrong += [f"blob {name} of {owner} has no record" for name, owner in owners.items() if name not in blobs]
+        known = {name_in(key) for key in await all_values(records, "blob/")}
+        named = [blob for upload in uploads.values() for blob in upload.blobs]
+        named += [blob for file in files.values() for blob in file.blobs]
+        wrong = [f"blob {name} is in no upload and no file" for name in known.difference(named)]
+        wrong += [f"blob {name} is not in the list" for name in set(named) - known]
+        wrong += [f"blob {name} is named twice" for name, times in Counter(named).items() if times > 1]
         for segment in (segment for file in files.values() for segment in file.segments):
             if await self._folder.size(segment.blob) != segment.size:
                 wrong.append(f"blob {segment.blob} does not have {segment.size} bytes")
-        return wrong + await wrong_sums(records, Usage, (*uploads.values(), *files.values(), *blobs.values()))
+        return wrong + await wrong_sums(records, Usage, (*uploads.values(), *files.values()))
 
 
 async def _end_expired(
@@ -121,31 +116,13 @@ async def _end_expired(
         if record is None:
             ledger.transaction.delete(key)
         elif record.expires_at <= deletable_until(record.expires_at - record.made_at):
-            if isinstance(record, UploadRecord):
-                await ledger.drop_upload(name, record)
-            else:
-                await ledger.drop_file(name, record)
+            await ledger.drop(name, record)
             ended[kind] += 1
     return ended, last
-
-
-async def _held(ledger: FileLedger, after: str) -> tuple[list[tuple[str, float]], str]:
-    """The blobs with a reservation, the times of their records, and the next page's key."""
-    keys = [key for key, _ in await ledger.transaction.scan("held/", PAGE, after)]
-    held = [(name, (await ledger.blob(name)).made_at) for name in map(name_in, keys)]
-    return held, keys[-1] if len(keys) == PAGE else ""
-
-
-async def _release(ledger: FileLedger, blob: str) -> int:
-    record = await ledger.find(BlobRecord, blob)
-    if record is None or not record.held:
-        return 0
-    await ledger.release(blob, record)
-    return 1
 
 
 async def _unknown(ledger: FileLedger, names: list[str]) -> list[str]:
     if await ledger.transaction.get("secret") is None:  # a catalogue that was emptied meanwhile knows none
         return []
-    values = await ledger.transaction.get_many(f"{BlobRecord.KIND}/{name}" for name in names)
+    values = await ledger.transaction.get_many(f"blob/{name}" for name in names)
     return [name for name, value in zip(names, values, strict=True) if value is None]
