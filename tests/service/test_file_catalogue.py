@@ -206,7 +206,7 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path) -> None:
             assert [path.name for path in (tmp_path / "bytes").glob("??/*")] == [live]
         await service._reservations.give_up(live)
         with pytest.raises(ServiceError, match="meanwhile"):
-            await service._reservations.into_file("ann", dead[1], 4, DETAILS)
+            await service._reservations.into_file(dead[1], 4, DETAILS)
 
     run(tmp_path, work)
 

@@ -52,7 +52,7 @@ class Reservations:
                 raise
         return await self._catalogue.change(lambda ledger: enter(ledger, size))
 
-    async def into_file(self, caller: str, blob: str, size: int, details: Details) -> tuple[str, FileRecord]:
+    async def into_file(self, blob: str, size: int, details: Details) -> tuple[str, FileRecord]:
         """Make the blob a file of so many bytes, and return its id and record.
 
         Raises: NotFound; ServiceError (429, 507).

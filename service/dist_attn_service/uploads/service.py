@@ -216,7 +216,7 @@ class FileService:
             form = await read_form(body, boundary, writer, file_field="file", fields=fields, room_for=within)
             described = details(form)
             await writer.sync()
-            return await self._reservations.into_file(caller, blob, writer.end, described)
+            return await self._reservations.into_file(blob, writer.end, described)
 
     def read(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
         """Read bytes [start, stop) of a file, or of an upload as far as it has come, in pieces.
