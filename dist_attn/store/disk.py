@@ -16,15 +16,15 @@ from typing import TypeVar, final
 import aiosqlite
 
 from dist_attn.errors import CatalogueDamagedError, StateDamagedError, StorageError
+from dist_attn.store.files import MAKE, WRITING, BlobFolder
 from dist_attn.store.ports import PIECE_BYTES, Blobs, BufferedTransaction, Records, RecordView
-from dist_attn.store.private import make_private, private_opener, sync_folder
+from dist_attn.store.private import make_private, private_opener
 
 T = TypeVar("T")
 
 CATALOGUE, SNAPSHOTS = "catalogue.sqlite", "snapshots"  # in the folder of a store
 BUSY_S = 20.0  # another process may hold the catalogue so long
 SCHEMA = "CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
-WRITING = ".writing"
 RESERVE = "-reserve"  # behind the name of a catalogue
 RESERVE_BYTES = 1 << 20  # of the disk, for the log of changes that make room when nothing else is left
 
@@ -183,58 +183,51 @@ class _DiskView(RecordView):
 
 @final
 class DiskBlobs(Blobs):
-    """A file for every blob, in folders by the end of its name; no name comes from outside."""
+    """A file for every blob."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = BlobFolder(folder)
 
     async def write(self, name: str, pieces: AsyncIterable[bytes]) -> None:
-        """Write beside, sync, rename, and sync the names: also the folder's, which another process may have made."""
-        path = self._path(name)
-        beside = path.with_name(name + WRITING)
+        """Write beside, sync, rename, and sync the names."""
         with _refusals("a snapshot could not be written"):
-            await asyncio.to_thread(make_private, path.parent)
             try:
-                with await asyncio.to_thread(open, beside, "xb", opener=private_opener) as file:
+                with await asyncio.to_thread(self._folder.open, name + WRITING, MAKE | os.O_EXCL) as file:
+                    at = 0
                     async for piece in pieces:
-                        await asyncio.to_thread(file.write, piece)
-                    await asyncio.to_thread(_settle, file.fileno(), file.flush)
-                await asyncio.to_thread(os.replace, beside, path)
-                for folder in (path.parent, self._folder):
-                    await asyncio.to_thread(sync_folder, folder)
+                        await asyncio.to_thread(file.write_at, piece, at)
+                        at += len(piece)
+                    await asyncio.to_thread(self._folder.finish, name, file)
             except BaseException:
-                for left in (beside, path):
-                    left.unlink(missing_ok=True)
+                self._folder.delete(name)
                 raise
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
         """Read the file; one that is deleted meanwhile is read to its end."""
         with _refusals(f"blob {name} cannot be read"):
             try:
-                file = await asyncio.to_thread(self._path(name).open, "rb")
+                file = await asyncio.to_thread(self._folder.open, name)
             except FileNotFoundError:
-                raise StateDamagedError(f"blob {name} is not there: {self._path(name)} was deleted") from None
+                raise StateDamagedError(f"blob {name} is not there: {self._folder.path(name)} was deleted") from None
             with file:
-                while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+                at = 0
+                while piece := await asyncio.to_thread(file.read_at, at, PIECE_BYTES):
                     yield piece
+                    at += len(piece)
 
     async def delete(self, name: str) -> None:
         """Remove the file."""
         with _refusals(f"blob {name} cannot be deleted"):
-            for path in (self._path(name), self._path(name).with_name(name + WRITING)):
-                await asyncio.to_thread(path.unlink, missing_ok=True)
+            await asyncio.to_thread(self._folder.delete, name)
 
     async def names(self) -> AsyncIterator[str]:
         """Iterate over the names of all files, half-written ones too."""
-        with _refusals(f"{self._folder} cannot be read"):
-            for path in await asyncio.to_thread(lambda: sorted(self._folder.glob("??/*"))):
-                yield path.name.removesuffix(WRITING)
+        with _refusals(f"{self._folder.place} cannot be read"):
+            for name in await asyncio.to_thread(self._folder.names):
+                yield name
 
     async def close(self) -> None:
         """Close nothing: no file stays open."""
-
-    def _path(self, name: str) -> Path:
-        return self._folder / name[-2:] / name
 
 
 def _damaged(file: Path, why: str) -> CatalogueDamagedError:
@@ -276,8 +269,3 @@ def _make_reserve(file: Path) -> bool:
         file.unlink(missing_ok=True)
         return False
     return True
-
-
-def _settle(descriptor: int, flush: Callable[[], None]) -> None:
-    flush()
-    os.fsync(descriptor)
