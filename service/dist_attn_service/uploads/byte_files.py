@@ -1,29 +1,23 @@
-"""Bytes on disk: one file for every blob, written by one process at a time, read in pieces.
+"""The bytes of files and uploads: written by one request at a time, read in pieces.
 
-Names are drawn here, so nothing that a client chose reaches the file system. A writer holds the file's lock, which
-the system takes back when a process dies, also on a folder that machines share. A request that waits for the lock
-leaves a mark, and a writer whose client sends nothing makes way.
+A writer holds the file's lock, which the system takes back when a process dies, also on a folder that machines share. A
+request that waits for the lock leaves a mark, and a writer whose client sends nothing makes way.
 """
 
 import asyncio
-import fcntl
-import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
-from io import FileIO
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar, final
 
 from dist_attn.errors import NO_ROOM
-from dist_attn.store.private import make_private, private_opener, sync_folder
+from dist_attn.store.files import MAKE, WANTED, BlobFile, BlobFolder
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.base.tasks import beside, stop_tasks, unbroken
 from dist_attn_service.http.exchange import RequestBody
-from dist_attn_service.text.spool import write_all
 from dist_attn_service.uploads.ledger import Segment
 
 P = ParamSpec("P")
@@ -32,7 +26,6 @@ QUIET_SECONDS = 0.5  # after such a pause all that came is flushed to the file, 
 BLOCK_BYTES = 256 << 10  # one write or read
 LOCK_SECONDS = 5.0  # in which a writer has to make way
 POLL_SECONDS = 0.05
-WANTED = ".wanted"
 
 
 def this_boot() -> str:
@@ -47,8 +40,9 @@ class ByteFolder:
     """The folder of all blobs; its work is done in threads."""
 
     def __init__(self, folder: Path, threads: Executor) -> None:
-        self.place = folder
+        self._blobs = BlobFolder(folder)
         self._threads = threads
+        self.place = folder
 
     @asynccontextmanager
     async def writing(self, blob: str) -> AsyncIterator["BlobWriter"]:
@@ -56,20 +50,18 @@ class ByteFolder:
 
         Raises: ServiceError (409) when that one does not within LOCK_SECONDS.
         """
-        path = self._path(blob)
-        wanted = path.with_name(blob + WANTED)
-        descriptor = await self._opened(_open, path, os.close)
-        try:
-            await self._lock(descriptor, wanted)
-            yield BlobWriter(descriptor, wanted, self)
-        finally:
-            os.close(descriptor)
+        wanted = self._blobs.path(blob + WANTED)
+        with ExitStack() as opened:
+            file = await self._opened(opened, blob, MAKE)
+            await self.beside(self._blobs.sync_names, blob)
+            await self._lock(file, wanted)
+            yield BlobWriter(file, wanted, self)
 
-    async def _lock(self, descriptor: int, wanted: Path) -> None:
+    async def _lock(self, file: BlobFile, wanted: Path) -> None:
         """Take the lock. Raises: ServiceError (409) when its holder does not make way."""
         try:
             async with asyncio.timeout(LOCK_SECONDS):
-                while not await self.beside(_locked, descriptor):
+                while not await self.beside(file.lock):
                     await self.beside(wanted.touch, mode=0o600)
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
@@ -81,38 +73,31 @@ class ByteFolder:
 
     async def size(self, blob: str) -> int:
         """The bytes of a blob, 0 where it is not there."""
-        with suppress(FileNotFoundError):
-            return (await self.beside(self._path(blob).stat)).st_size
-        return 0
+        return await self.beside(self._blobs.size, blob)
 
     async def read(self, segments: Iterable[Segment], start: int, stop: int) -> AsyncGenerator[bytes]:
         """Bytes [start, stop) of the segments, one after the other, in pieces.
 
         Raises: NotFound when a blob was deleted meanwhile.
         """
-        for path, first, last in self._within(segments, start, stop):
-            with _reading(), await self._opened(FileIO, path, FileIO.close) as file:
+        for blob, first, last in _within(segments, start, stop):
+            with _reading(), ExitStack() as opened:
+                file = await self._opened(opened, blob)
                 for at in range(first, last, BLOCK_BYTES):
-                    piece = await self.beside(os.pread, file.fileno(), min(BLOCK_BYTES, last - at), at)
+                    piece = await self.beside(file.read_at, at, min(BLOCK_BYTES, last - at))
                     if len(piece) != min(BLOCK_BYTES, last - at):
                         raise NotFound("the file is shorter than it was; it was damaged on disk")
                     yield piece
 
-    async def _opened(self, work: Callable[[Path], T], path: Path, close: Callable[[T], object]) -> T:
-        """Open by `work` in a thread; if the task is cancelled meanwhile, close what was opened once it is there."""
-        opening = asyncio.ensure_future(self.beside(work, path))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(partial(_close, close))
-            raise
+    async def _opened(self, opened: ExitStack, blob: str, flags: int = 0) -> BlobFile:
+        """Open a blob in a thread; `opened` closes it, also for a task that is cancelled meanwhile."""
+        return await self.beside(lambda: opened.enter_context(self._blobs.open(blob, flags)))
 
     async def delete(self, blobs: Iterable[str]) -> None:
         """Remove blobs, as far as they are there; those that cannot be removed now are swept away later."""
         for blob in blobs:
-            for name in (blob + WANTED, blob):
-                with suppress(OSError):
-                    await self.beside(self._path(blob).with_name(name).unlink)
+            with suppress(OSError):
+                await self.beside(self._blobs.delete, blob)
 
     async def sync(self, blob: str) -> None:
         """Sync to disk all of a blob that the system has.
@@ -120,50 +105,38 @@ class ByteFolder:
         Raises: NotFound when it was deleted.
         """
         with _reading():
-            await self.beside(_sync, self._path(blob))
+            await self.beside(self._blobs.sync, blob)
 
     async def is_written(self, blob: str) -> bool:
         """Return whether a process holds the blob's lock."""
-        return await self.beside(_is_locked, self._path(blob))
+        return await self.beside(self._blobs.is_locked, blob)
 
     async def names(self) -> list[str]:
         """The names of all blobs, including those of which only a mark is left."""
-        return await self.beside(lambda: sorted({path.name.removesuffix(WANTED) for path in self.place.glob("??/*")}))
+        return await self.beside(self._blobs.names)
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work`, which is done in a thread even if the task that asked for it is cancelled."""
         return await unbroken(beside(self._threads, work, *args, **kwargs))
-
-    def _within(self, segments: Iterable[Segment], start: int, stop: int) -> Iterator[tuple[Path, int, int]]:
-        """The parts of segments that lie in [start, stop)."""
-        before = 0
-        for segment in segments:
-            first, last = max(0, start - before), min(segment.size, stop - before)
-            if first < last:
-                yield self._path(segment.blob), first, last
-            before += segment.size
-
-    def _path(self, blob: str) -> Path:
-        return self.place / blob[-2:] / blob
 
 
 @final
 class BlobWriter:
     """The one writer of a blob: no other request writes to it meanwhile."""
 
-    def __init__(self, descriptor: int, wanted: Path, folder: ByteFolder) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: BlobFile, wanted: Path, folder: ByteFolder) -> None:
+        self._file = file
         self._wanted = wanted
         self._folder = folder
         self._waiting = bytearray()
         self.on_flushed: Callable[[int], None] = lambda _: None
         """Called with the size that others may read."""
-        self.end = os.fstat(descriptor).st_size
+        self.end = file.size
         """The place of the next byte, counting those that wait in memory."""
 
     async def cut(self, size: int) -> None:
         """Drop all after the first `size` bytes."""
-        await self._do(os.ftruncate, self._descriptor, size)
+        await self._do(self._file.truncate, size)
         self.end = size
 
     async def write(self, data: bytes) -> None:
@@ -186,9 +159,9 @@ class BlobWriter:
         data, self._waiting = bytes(self._waiting), bytearray()
         start = self.end - len(data)
         try:
-            await self._do(write_all, self._descriptor, data, start)
+            await self._do(self._file.write_at, data, start)
         except BaseException:
-            self.end = os.fstat(self._descriptor).st_size
+            self.end = self._file.size
             raise
         self.on_flushed(start + len(data))
 
@@ -198,15 +171,25 @@ class BlobWriter:
         Raises: ServiceError (507) when the disk is full.
         """
         await self.flush()
-        await self._do(os.fdatasync, self._descriptor)
+        await self._do(self._file.sync)
 
     async def in_the_way(self) -> bool:
         """Return whether another request waits to write here, or the blob was deleted."""
-        return await self._do(lambda: self._wanted.exists() or os.fstat(self._descriptor).st_nlink == 0)
+        return await self._do(lambda: self._wanted.exists() or self._file.deleted)
 
     async def _do(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with _writing():
             return await self._folder.beside(work, *args, **kwargs)
+
+
+def _within(segments: Iterable[Segment], start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+    """The parts of segments that lie in [start, stop)."""
+    before = 0
+    for segment in segments:
+        first, last = max(0, start - before), min(segment.size, stop - before)
+        if first < last:
+            yield segment.blob, first, last
+        before += segment.size
 
 
 @contextmanager
@@ -230,47 +213,6 @@ def _reading() -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise NotFound("the file was deleted, or has expired, while it was read") from None
-
-
-def _open(path: Path) -> int:
-    """Open a blob to write to; the name of a new one is synced to disk."""
-    make_private(path.parent)
-    descriptor = private_opener(str(path), os.O_RDWR | os.O_CREAT)
-    for folder in (path.parent, path.parent.parent):
-        sync_folder(folder)
-    return descriptor
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _locked(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _close(close: Callable[[T], object], opening: asyncio.Future[T]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        close(opening.result())
 
 
 # ---- a body that is written while it arrives -----------------------------------------------------
