@@ -1,19 +1,17 @@
 """A first-in-first-out of bytes between two tasks: a little in memory, the rest on disk, never over its bound."""
 
-import os
-import tempfile
 from collections import deque
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from dist_attn.errors import NO_ROOM
+from dist_attn.store.files import BlobFile
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.tasks import Changes, beside
 
-__all__ = ["DiskBudget", "Spool", "SpoolFactory", "write_all"]
+__all__ = ["DiskBudget", "Spool", "SpoolFactory"]
 
 BLOCK_BYTES = 256 << 10  # one write or read of the file
 SEGMENT_BYTES = 64 << 20  # files are given back in pieces of this size while a long stream runs
@@ -42,28 +40,23 @@ class DiskBudget:
 
 
 class _Segment:
-    """One anonymous file: the kernel removes it even when this process is killed.
-
-    `append`, `take` and `close` run in the disk thread; the counters belong to the event loop.
-    """
+    """One file, which is made by its first append. `append`, `take` and `close` run in the disk thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: IO[bytes] | None = None
+        self._file: BlobFile | None = None
         self.reserved = 0
         self.read = 0
 
     def append(self, data: bytes, start: int) -> None:
         """Write all of `data` at `start`."""
         if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by close()
-        write_all(self._file.fileno(), data, start)
+            self._file = BlobFile.unnamed(self._folder)
+        self._file.write_at(data, start)
 
     def take(self, count: int, start: int) -> bytes:
         """Read `count` bytes from `start`."""
-        if self._file is None:
-            return b""
-        return os.pread(self._file.fileno(), count, start)
+        return b"" if self._file is None else self._file.read_at(start, count)
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -225,15 +218,6 @@ class SpoolFactory:
     def open(self, what: str, limit: int) -> Spool:
         """A new spool for at most `limit` waiting bytes of `what` (words for error messages)."""
         return Spool(self, what, limit)
-
-
-def write_all(descriptor: int, data: bytes, start: int) -> None:
-    """Write all of `data` at byte `start` of a file: the system may take it in parts."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, start)
-        start += count
-        view = view[count:]
 
 
 def _disk_full(message: str) -> ServiceError:
