@@ -11,11 +11,12 @@ from dist_attn_service.base.logs import make_log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits, JobRecord, end_of
-from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
+from dist_attn_service.jobs.files import JobStates, JobStore
 from dist_attn_service.jobs.runner import JobRunner
 
 from dist_attn.settings.tree import JobSettings
 from dist_attn.store import StateStore
+from dist_attn.store.files import BlobFolder
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from tests.support.service_server import model_folder
 from tests.support.stores import Clock
@@ -39,7 +40,7 @@ def run(
         )
         catalogue = JobCatalogue(MemoryRecords(), JobLimits(1 << 30, 300, 15.0), clock)
         store = await StateStore.over(MemoryRecords(), MemoryBlobs())
-        files = JobFiles(folder)
+        files = BlobFolder(folder)
         kept = JobStore(catalogue, files, JobStates(store, log))
         runner = JobRunner(settings, kept, {}.__getitem__, log, Metrics(), clock.monotonic)
         now = clock()
@@ -52,8 +53,7 @@ def run(
         )  # fmt: skip
         names = [await catalogue.add(record) for record in (end_of(waits, "succeeded", now, DAY_S), waits, receives)]
         for name in names:
-            files.make(name)
-            files.add_input(name, b"kept")
+            files.append(f"{name}/input", b"kept")
         await work(catalogue, runner, clock, names)
         await store.close()
 

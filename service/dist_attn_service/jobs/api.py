@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from dist_attn.settings import DataFolder
+from dist_attn.store.files import BlobFolder
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import Job, JobProgress
@@ -20,7 +21,7 @@ from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.encodings.documents import DocumentSource
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import Event, JobCatalogue, JobRecord, end_of, with_event
-from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
+from dist_attn_service.jobs.files import JobStates, JobStore
 from dist_attn_service.jobs.results import JobResults
 from dist_attn_service.jobs.runner import JobRunner, Work
 from dist_attn_service.jobs.work import CompletionWork, EncodingWork
@@ -42,7 +43,7 @@ class JobServices:
         contexts = {context.model.identity: context for context, _ in workers}
         first = workers[0][0]
         settings = first.settings
-        files, states = JobFiles(settings.data_dir / DataFolder.JOBS / "files"), JobStates(first.store, first.log)
+        files, states = BlobFolder(settings.data_dir / DataFolder.JOBS / "files"), JobStates(first.store, first.log)
         works: dict[tuple[str, str], Work] = {}
         for context, completions in workers:
             works[context.model.identity, "encoding"] = EncodingWork(context, files, states)
@@ -94,7 +95,7 @@ class JobServices:
             total, sha256 = await self._receive(name, source, ends, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-            await unbroken(beside(None, self._store.files.sync_input, name))
+            await unbroken(beside(None, self._store.files.sync, f"{name}/input"))
             return name, await self._enqueue(context, name, total, total + len(ends), sha256)
         except BaseException as error:
             await asyncio.shield(self._store.remove(name))
@@ -129,13 +130,14 @@ class JobServices:
 
     async def _receive(self, name: str, source: DocumentSource, ends: bytes, lease: float) -> tuple[int, str]:
         """Write a document and its rows' ends to the job's files; return its length, and the SHA-256 of both in hex."""
-        await beside(None, self._store.files.make, name)
+        place = f"{name}/input"
+        await beside(None, self._store.files.append, place, b"")
         total, reserved, waiting = 0, source.size or 0, bytearray()
         renewed, digest = self._catalogue.clock(), hashlib.sha256()
 
         def write(data: bytes) -> None:
             digest.update(data)
-            self._store.files.add_input(name, data)
+            self._store.files.append(place, data)
 
         async with aclosing(source.pieces) as chunks:
             async for chunk in chunks:
@@ -153,7 +155,7 @@ class JobServices:
         await unbroken(beside(None, write, bytes(waiting)))
         if ends:
             digest.update(ends)
-            await unbroken(beside(None, self._store.files.add_boundaries, name, ends))
+            await unbroken(beside(None, self._store.files.put, f"{name}/boundaries", ends))
         return total, digest.hexdigest()
 
     async def _enqueue(self, context: ServiceContext, name: str, total: int, on_disk: int, sha256: str) -> JobRecord:

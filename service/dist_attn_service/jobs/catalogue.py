@@ -20,6 +20,7 @@ import msgspec
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.settings import DataFolder
 from dist_attn.store.disk import CATALOGUE, has_records
+from dist_attn.store.files import BlobFolder
 from dist_attn.store.ledger import Ledger, Record, change, changed, has_died, moment, name_in, this_process
 from dist_attn.store.open import is_redis, lost_catalogue, open_records
 from dist_attn.store.ports import BufferedTransaction, Records
@@ -238,7 +239,7 @@ class JobCatalogue:
         """
         if address and not is_redis(address):
             raise ConfigError(f"jobs.address is {address!r}; needed is redis://HOST:PORT/DB, or nothing for a file")
-        number = 0 if address or has_records(folder / CATALOGUE) else len([*(folder / "files").glob("??/*")])
+        number = 0 if address or has_records(folder / CATALOGUE) else len(BlobFolder(folder / "files").names())
         if number:
             raise lost_catalogue(folder, f"the files of {number} jobs", CATALOGUE)
         return JobCatalogue(await open_records(address or str(folder), CATALOGUE, NAMESPACE), limits)

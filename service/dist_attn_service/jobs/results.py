@@ -15,7 +15,7 @@ from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, m
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.http.exchange import ResponseWriter, byte_range
 from dist_attn_service.jobs.catalogue import JobRecord
-from dist_attn_service.jobs.files import JobStore
+from dist_attn_service.jobs.files import JobRowFile, JobStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class JobResults:
         """
         if record.state != "succeeded":
             raise not_done(record)
-        return await self._read(self._files.result(name).read_bytes)
+        return await self._read(self._files.read, f"{name}/result")
 
     async def rows(self, name: str, record: JobRecord, wanted: ResultWanted, writer: ResponseWriter) -> None:
         """Write the rows that are there and, while the job goes on, those that come, to its end.
@@ -106,8 +106,8 @@ class JobResults:
 
         They raise FileNotFoundError when the job is deleted meanwhile.
         """
-        rows = self._files.rows(name, self._contexts[record.model].model.hidden_size)
-        return rows.read, lambda start, stop: self._files.read_input(name, start, stop - start)
+        rows = JobRowFile(self._files.path(name), self._contexts[record.model].model.hidden_size)
+        return rows.read, lambda start, stop: self._files.read(f"{name}/input", start, stop - start)
 
     async def _npy(
         self, name: str, record: JobRecord, wanted: ResultWanted, form: RowFormat, writer: ResponseWriter
@@ -125,7 +125,7 @@ class JobResults:
         dim = self._dim_of(record)
         row_bytes = 4 * dim
         at, stop = max(0, begin - len(head)), max(0, end - len(head))
-        file = self._files.rows(name, dim)
+        file = JobRowFile(self._files.path(name), dim)
         while at < stop:
             first = at // row_bytes
             count = min(_step(dim), -(-stop // row_bytes) - first)
@@ -138,7 +138,7 @@ class JobResults:
     async def _follow(self, name: str, record: JobRecord, at: int) -> AsyncIterator[RowBlock]:
         """Rows from `at` on, as they become safe, until the job has ended."""
         dim = self._dim_of(record)
-        file = self._files.rows(name, dim)
+        file = JobRowFile(self._files.path(name), dim)
         while True:
             record = await self._catalogue.get(name, record.caller)
             while at < record.rows:

@@ -9,6 +9,7 @@ from typing import Any, final
 import msgspec
 import numpy as np
 
+from dist_attn.store.files import BlobFolder
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
@@ -19,7 +20,7 @@ from dist_attn_service.completions.run import CompletionService, whole_completio
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint, pieces_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
-from dist_attn_service.jobs.files import JobFiles, JobRowFile, JobStates
+from dist_attn_service.jobs.files import JobRowFile, JobStates
 from dist_attn_service.jobs.runner import Report
 from dist_attn_service.schemas.completions import CompletionRequest
 
@@ -37,7 +38,7 @@ class EncodingWork:
     marks in their text, begin with the first byte each time.
     """
 
-    def __init__(self, context: ServiceContext, files: JobFiles, states: JobStates) -> None:
+    def __init__(self, context: ServiceContext, files: BlobFolder, states: JobStates) -> None:
         self._context = context
         self._files = files
         self._states = states
@@ -50,7 +51,7 @@ class EncodingWork:
         await self._context.watch.until_ready()
         boundaries = await self._checked_boundaries(name, record)
         report.point = record.point
-        rows = self._files.rows(name, self._context.model.hidden_size)
+        rows = JobRowFile(self._files.path(name), self._context.model.hidden_size)
         point, spec = record.point, record.spec
         assert spec is not None
         if point is not None and point.run.row <= record.rows and self._step(spec):
@@ -72,7 +73,9 @@ class EncodingWork:
             async for block in self._blocks(name, 0, CHECK_BYTES):
                 size += len(block)
                 await beside(None, digest.update, block)
-        ends = await beside(None, self._files.read_boundaries, name)
+        ends = b""
+        with suppress(FileNotFoundError):
+            ends = await beside(None, self._files.read, f"{name}/boundaries")
         digest.update(ends)
         # Jobs that an earlier version took in have no digest.
         if size != record.input_bytes or record.input_sha256 not in ("", digest.hexdigest()):
@@ -153,7 +156,7 @@ class EncodingWork:
         return -(-self._context.settings.checkpoint_tokens // unit) * unit
 
     async def _blocks(self, name: str, start: int, count: int) -> AsyncIterator[bytes]:
-        while block := await beside(None, self._files.read_input, name, start, count):
+        while block := await beside(None, self._files.read, f"{name}/input", start, count):
             start += len(block)
             yield block
 
@@ -169,7 +172,7 @@ def _tell(report: Report, run: EncodingRun, rows: JobRowFile, input_bytes: int) 
 class CompletionWork:
     """The work of a completion, drawn from its beginning each time; its seed is fixed, so it is the same each time."""
 
-    def __init__(self, context: ServiceContext, files: JobFiles, completions: CompletionService) -> None:
+    def __init__(self, context: ServiceContext, files: BlobFolder, completions: CompletionService) -> None:
         self._context = context
         self._files = files
         self._completions = completions
@@ -191,5 +194,5 @@ class CompletionWork:
         counted = self._context.metrics.completion
         choices, usage = await self._completions.gather(prepared, name, counted=counted, drawn=draw)
         result = msgspec.json.encode(whole_completion(prepared, self._context.model.id, choices, usage))
-        await beside(None, self._files.write_result, name, result)
+        await beside(None, self._files.put, f"{name}/result", result)
         return {"tokens": drawn, "disk_bytes": record.disk_bytes + len(result)}
