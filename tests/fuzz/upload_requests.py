@@ -17,7 +17,7 @@ from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import parse_json, parse_query
 from dist_attn_service.http.exchange import byte_range
 from dist_attn_service.schemas.stored import FileListOptions, UploadRequest
-from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
+from dist_attn_service.uploads.multipart import FieldStart, FormParser, boundary_of
 from dist_attn_service.uploads.tus import check_version, parse_count, parse_metadata
 
 from tests.fuzz.running import main, spoil
@@ -58,8 +58,8 @@ def whole_form(chunks: Iterable[bytes], boundary: bytes) -> list[tuple[FieldStar
         for event in parser.push(chunk):
             if isinstance(event, FieldStart):
                 fields.append((event, bytearray()))
-            elif isinstance(event, FieldBytes):
-                fields[-1][1].extend(event.data)
+            else:
+                fields[-1][1].extend(event)
     parser.finish()
     return fields
 

@@ -47,7 +47,6 @@ async def add(service: FileService, data: bytes, caller: str = "ann", **options:
 
 
 def _told(form: Form) -> Details:
-    assert form.file is not None
     return DETAILS
 
 

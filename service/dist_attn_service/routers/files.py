@@ -135,7 +135,6 @@ def _details(form: Form) -> Details:
 
     Raises: BadRequest naming the field.
     """
-    assert form.file is not None
     values: dict[str, object] = {
         "bytes": 0,
         "filename": form.file.filename or "upload",

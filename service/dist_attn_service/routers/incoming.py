@@ -24,7 +24,7 @@ from dist_attn_service.schemas.completions import HowSoon
 from dist_attn_service.text.text_check import TextCheck, refuse_other, utf8_checked
 from dist_attn_service.text.tokenising import cut
 from dist_attn_service.uploads.ledger import FileRecord
-from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
+from dist_attn_service.uploads.multipart import FieldStart, FormParser, boundary_of
 
 M = TypeVar("M", bound=BaseModel)
 DOCUMENTS = {TEXT: ANY_TEXT, BYTES: ANY_BYTES, **form("file", file=ANY_BYTES["schema"])}
@@ -221,15 +221,15 @@ async def _file_of_form(chunks: AsyncGenerator[bytes], boundary: bytes) -> Async
             for event in parser.push(chunk):
                 if isinstance(event, FieldStart):
                     check = _begin_file(event, check)
-                elif check is not None:
-                    data = check.push(event.data) if isinstance(event, FieldBytes) else check.push(b"", final=True)
-                    if data:
-                        yield data
+                elif check is not None and (data := check.push(event)):
+                    yield data
     parser.finish()
     if check is None:
         raise BadRequest(
             "the form has no file; send one, as with curl -F file=@book.txt", code=Code.MISSING_PARAMETER, param="file"
         )
+    if data := check.push(b"", final=True):
+        yield data
 
 
 def _begin_file(start: FieldStart, before: TextCheck | None) -> TextCheck:

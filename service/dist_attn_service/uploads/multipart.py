@@ -3,12 +3,14 @@
 Reference: RFC 7578 over RFC 2046 section 5.1, without preamble, epilogue and nested parts, which clients do not send.
 python-multipart, which Starlette can use, takes a body that ends before its last boundary, bytes after it, and any
 number of fields, and its errors name places of bytes: a file that broke off would be kept as if it were whole.
+multipart 2.0 in strict mode takes bytes after the last boundary or refuses a sound end, as the body is cut, and takes
+a preamble, fields with two names, and base64.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import count
 from typing import final
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
@@ -33,29 +35,6 @@ class FieldStart:
     content_type: str
 
 
-@dataclass(frozen=True)
-class FieldBytes:
-    """The next bytes of the field; never empty."""
-
-    data: bytes
-
-
-@dataclass(frozen=True)
-class FieldEnd:
-    """The end of a field."""
-
-
-FormEvent = FieldStart | FieldBytes | FieldEnd
-
-
-class _At(Enum):
-    START = auto()
-    AFTER_BOUNDARY = auto()
-    HEAD = auto()
-    DATA = auto()
-    END = auto()
-
-
 def boundary_of(content_type: str) -> bytes:
     """The boundary that a Content-Type of multipart/form-data names.
 
@@ -74,96 +53,77 @@ def boundary_of(content_type: str) -> bytes:
 
 @final
 class FormParser:
-    """A parser that takes the body in any pieces and gives its events; holds at most a field's head and a boundary."""
+    """A parser that takes the body in any pieces, and gives the beginnings of fields and, after each, its bytes.
+
+    It holds at most a field's head and a boundary.
+    """
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
         # So that the first boundary, which begins the body, looks like all others.
         self._held = bytearray(b"\r\n")
-        self._at = _At.START
-        self._fields = 0
+        self._events: list[FieldStart | bytes] = []
+        self._ended = False
+        self._reading = self._read()
 
-    def push(self, chunk: bytes) -> list[FormEvent]:
+    def push(self, chunk: bytes) -> list[FieldStart | bytes]:
         """The events that the next bytes complete.
 
         Raises: BadRequest for bytes that are no form.
         """
         self._held += chunk
-        events: list[FormEvent] = []
-        while self._step(events):
-            pass
-        return events
+        self._events = []
+        next(self._reading)
+        return self._events
 
     def finish(self) -> None:
         """End the body.
 
         Raises: BadRequest when the last boundary is missing.
         """
-        if self._at is not _At.END:
+        if not self._ended:
             raise _broken("the body ends before its last boundary")
 
-    def _step(self, events: list[FormEvent]) -> bool:
-        """Take one step; return whether the bytes at hand may allow another one."""
-        match self._at:
-            case _At.START:
-                return self._start()
-            case _At.AFTER_BOUNDARY:
-                return self._after_boundary()
-            case _At.HEAD:
-                return self._head(events)
-            case _At.DATA:
-                return self._data(events)
-            case _At.END:
-                if not b"\r\n".startswith(self._held):
-                    raise _broken("something follows the last boundary")
-                return False
+    def _read(self) -> Iterator[None]:
+        """Read the whole body; each yield waits for more bytes."""
+        held, delimiter = self._held, self._delimiter
+        while not held.startswith(delimiter):
+            if not delimiter.startswith(held):
+                raise _broken("the body does not begin with its boundary")
+            yield
+        for number in count():
+            del held[: len(delimiter)]
+            while len(held) < 2:
+                yield
+            if held.startswith(b"--"):
+                break
+            if not held.startswith(b"\r\n"):
+                raise _broken("a boundary is followed by something else than the end of its line")
+            if number == MOST_FIELDS:
+                raise _broken(f"the form has more than {MOST_FIELDS} fields")
+            del held[:2]
+            while (end := held.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)) < 0:
+                if len(held) > HEAD_BYTES + 4:
+                    raise _broken(f"the head of a field has more than {HEAD_BYTES} bytes")
+                yield
+            self._events.append(_field(bytes(held[:end])))
+            del held[: end + 4]
+            while (end := held.find(delimiter)) < 0:
+                # The last bytes may be the beginning of a boundary.
+                self._give(len(held) - len(delimiter) + 1)
+                yield
+            self._give(end)
+        self._ended = True
+        del held[:2]
+        while b"\r\n".startswith(held):
+            yield
+        raise _broken("something follows the last boundary")
 
-    def _start(self) -> bool:
-        if not self._delimiter.startswith(self._held[: len(self._delimiter)]):
-            raise _broken("the body does not begin with its boundary")
-        if len(self._held) < len(self._delimiter):
-            return False
-        del self._held[: len(self._delimiter)]
-        self._at = _At.AFTER_BOUNDARY
-        return True
-
-    def _after_boundary(self) -> bool:
-        if len(self._held) < 2:
-            return False
-        after = bytes(self._held[:2])
-        if after not in (b"\r\n", b"--"):
-            raise _broken("a boundary is followed by something else than the end of its line")
-        del self._held[:2]
-        self._at = _At.HEAD if after == b"\r\n" else _At.END
-        return True
-
-    def _head(self, events: list[FormEvent]) -> bool:
-        end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)
-        if end < 0:
-            if len(self._held) > HEAD_BYTES + 4:
-                raise _broken(f"the head of a field has more than {HEAD_BYTES} bytes")
-            return False
-        self._fields += 1
-        if self._fields > MOST_FIELDS:
-            raise _broken(f"the form has more than {MOST_FIELDS} fields")
-        events.append(_field(bytes(self._held[:end])))
-        del self._held[: end + 4]
-        self._at = _At.DATA
-        return True
-
-    def _data(self, events: list[FormEvent]) -> bool:
-        at = self._held.find(self._delimiter)
-        # Without a boundary in sight, the last bytes may be the beginning of one.
-        sure = at if at >= 0 else max(0, len(self._held) - len(self._delimiter) + 1)
-        if sure:
-            events.append(FieldBytes(bytes(memoryview(self._held)[:sure])))
-            del self._held[:sure]
-        if at < 0:
-            return False
-        del self._held[: len(self._delimiter)]
-        events.append(FieldEnd())
-        self._at = _At.AFTER_BOUNDARY
-        return True
+    def _give(self, size: int) -> None:
+        """Give the next bytes of a field."""
+        if size > 0:
+            self._events.append(bytes(memoryview(self._held)[:size]))
+            del self._held[:size]
 
 
 def _field(head: bytes) -> FieldStart:
@@ -215,12 +175,12 @@ def _broken(what: str) -> ServiceError:
 # ---- a form whose file is written while it arrives -----------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Form:
     """A form: the head of its one file, whose bytes are elsewhere, and the values of other fields."""
 
-    file: FieldStart | None = None
-    values: dict[str, str] = field(default_factory=dict)
+    file: FieldStart
+    values: dict[str, str]
 
 
 async def read_form(
@@ -236,42 +196,42 @@ async def read_form(
 
     Raises: BadRequest for another form than is needed, what `room_for` and the body raise.
     """
-    parser, form = FormParser(boundary), Form()
-    value: tuple[str, bytearray] | None = None
+    parser, name = FormParser(boundary), ""
+    file: FieldStart | None = None
+    values: dict[str, bytearray] = {}
     async for chunk in arriving(body, writer):
         for event in parser.push(chunk):
             if isinstance(event, FieldStart):
-                value = _begin(event, form, file_field, fields)
-            elif not isinstance(event, FieldBytes):
-                if value is not None:
-                    form.values[value[0]] = _text(*value)
-            elif value is None:
-                await room_for(writer.end + len(event.data))
-                await writer.write(event.data)
+                name = event.name
+                _check_field(
+                    name, file_field, fields, given=name in values or (name == file_field and file is not None)
+                )
+                if name == file_field:
+                    file = event
+                else:
+                    values[name] = bytearray()
+            elif name == file_field:
+                await room_for(writer.end + len(event))
+                await writer.write(event)
             else:
-                value[1].extend(event.data)
-                if len(value[1]) > FIELD_BYTES:
-                    raise BadRequest(f"{value[0]} has more than {FIELD_BYTES} bytes", param=value[0])
+                values[name] += event
+                if len(values[name]) > FIELD_BYTES:
+                    raise BadRequest(f"{name} has more than {FIELD_BYTES} bytes", param=name)
     parser.finish()
-    if form.file is None:
+    if file is None:
         raise BadRequest(f"{file_field} is missing; it is required", code=Code.MISSING_PARAMETER, param=file_field)
-    return form
+    return Form(file, {name: _text(name, value) for name, value in values.items()})
 
 
-def _begin(start: FieldStart, form: Form, file_field: str, fields: Collection[str]) -> tuple[str, bytearray] | None:
-    """Begin a field; return the name and the buffer of its value, or None for the file, whose bytes are written."""
-    name = start.name
+def _check_field(name: str, file_field: str, fields: Collection[str], *, given: bool) -> None:
+    """Check a field of a form. Raises: BadRequest for one that is not known, or was given before."""
     if name != file_field and name not in fields:
         known = ", ".join(sorted([file_field, *fields]))
         raise BadRequest(
             f"unknown field {name[:200]!r}; known are {known}", code=Code.UNKNOWN_PARAMETER, param=name[:200]
         )
-    if name in form.values or (name == file_field and form.file is not None):
+    if given:
         raise BadRequest(f"{name} is given more than once; give it once", param=name)
-    if name != file_field:
-        return name, bytearray()
-    form.file = start
-    return None
 
 
 def _text(name: str, data: bytearray) -> str:
