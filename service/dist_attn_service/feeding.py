@@ -26,6 +26,7 @@ from dist_attn_service.sessions.answers import store_refusals
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
+from dist_attn_service.uploads.byte_files import QUIET_SECONDS, BlobWriter
 from dist_attn_service.uploads.ledger import Segment, Size, UploadRecord
 from dist_attn_service.uploads.service import FileService
 
@@ -113,14 +114,17 @@ class Feed:
         self.size = max(self.size, size)
         self.notify()
 
-    def keeps_up(self, size: int) -> bool:
-        """Return whether reading is not too far behind `size` bytes.
+    async def keep_up(self, writer: BlobWriter) -> None:
+        """Wait until reading is not too far behind the writer.
 
-        Raises: ServiceError when the feeding has failed.
+        Raises: ServiceError when the feeding has failed; what `make_way` raises.
         """
+        while self.error is None and self.task and not self.task.done() and writer.end - self.taken > self._ahead:
+            await writer.flush()
+            await self.changed(QUIET_SECONDS)
+            await writer.make_way()
         if self.error is not None:
             raise self.error
-        return self.task is None or self.task.done() or size - self.taken <= self._ahead
 
     async def finished(self) -> None:
         """Wait until the session has read the text to its end.

@@ -173,9 +173,16 @@ class BlobWriter:
         await self.flush()
         await self._do(self._file.sync)
 
-    async def in_the_way(self) -> bool:
-        """Return whether another request waits to write here, or the blob was deleted."""
-        return await self._do(lambda: self._wanted.exists() or self._file.deleted)
+    async def make_way(self) -> None:
+        """Stop where another request wants to write.
+
+        Raises: ServiceError (409) when one does, or the blob was deleted.
+        """
+        if await self._do(lambda: self._wanted.exists() or self._file.deleted):
+            raise ServiceError(
+                "another request goes on with this upload, or it was deleted; ask where it stands before sending more",
+                code=Code.CONFLICT,
+            )
 
     async def _do(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with _writing():
@@ -224,25 +231,11 @@ class Reader(Protocol):
     def reached(self, size: int) -> None:
         """Note that so many bytes may be read."""
 
-    def keeps_up(self, size: int) -> bool:
-        """Return whether reading is not too far behind `size` bytes.
+    async def keep_up(self, writer: BlobWriter) -> None:
+        """Wait until reading is not too far behind the writer.
 
-        Raises: ServiceError when they will not be read.
+        Raises: ServiceError when the bytes will not be read; what `make_way` raises.
         """
-
-    async def changed(self, seconds: float) -> None:
-        """Wait for a change of that, at most so many seconds."""
-
-
-async def kept_up(reader: Reader, writer: BlobWriter) -> None:
-    """Wait until the reader is not too far behind the writer.
-
-    Raises: ServiceError when it has failed; (409) when another request is to go on, or the upload was deleted.
-    """
-    while not reader.keeps_up(writer.end):
-        await writer.flush()
-        await reader.changed(QUIET_SECONDS)
-        await _make_way(writer)
 
 
 async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes]:
@@ -258,22 +251,14 @@ async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes
             waiting = asyncio.ensure_future(anext(chunks, b""))
             while not (await asyncio.wait({waiting}, timeout=QUIET_SECONDS))[0]:
                 await writer.flush()
-                await _make_way(writer)
+                await writer.make_way()
             if not (chunk := waiting.result()):
                 return
             if time.monotonic() - checked_at > QUIET_SECONDS:
-                await _make_way(writer)
+                await writer.make_way()
                 checked_at = time.monotonic()
             yield chunk
     finally:
         if waiting is not None and not waiting.done():
             await stop_tasks(waiting)
         await chunks.aclose()
-
-
-async def _make_way(writer: BlobWriter) -> None:
-    if await writer.in_the_way():
-        raise ServiceError(
-            "another request goes on with this upload, or it was deleted; ask where it stands before sending more",
-            code=Code.CONFLICT,
-        )

@@ -18,6 +18,7 @@ from dist_attn_service.uploads.ledger import (
     Details,
     FileLedger,
     FileRecord,
+    Owned,
     Segment,
     UploadRecord,
     Usage,
@@ -118,33 +119,16 @@ class Catalogue:
         return await self.change(lambda ledger: ledger.owned(UploadRecord, self.tenant(caller), known(name)))
 
     async def change_upload(
-        self, caller: str, name: str, work: Callable[[FileLedger, UploadRecord], Awaitable[UploadRecord]]
+        self, caller: str, name: str, work: Callable[[UploadRecord], UploadRecord], *, ended: bool = False
     ) -> UploadRecord:
-        """Change an upload that is pending.
+        """Change an upload that is pending, with `ended` also another one.
 
-        Raises: NotFound; ServiceError (409) for one that is not pending; what `work` raises.
-        """
-
-        async def run(ledger: FileLedger) -> UploadRecord:
-            before = pending(await ledger.owned(UploadRecord, self.tenant(caller), known(name)))
-            after = await work(ledger, before)
-            await ledger.save(name, after, before)
-            return after
-
-        return await self.change(run)
-
-    async def note_feed(self, caller: str, name: str, feed: Notes, synced: int) -> UploadRecord:
-        """Keep the notes of who reads an upload, which stays for that; `synced` of its bytes are on the disk.
-
-        Raises: NotFound.
+        Raises: NotFound; ServiceError (409) for one that is not pending.
         """
 
         async def run(ledger: FileLedger) -> UploadRecord:
             before = await ledger.owned(UploadRecord, self.tenant(caller), known(name))
-            ends = ledger.now + (self.limits.upload_s if before.state == "pending" else COMPLETED_S)
-            after = changed(before, feed=feed, expires_at=max(before.expires_at, ends))
-            if before.state == "pending":
-                after = changed(after, synced=max(before.synced, synced))
+            after = work(before if ended else pending(before))
             await ledger.save(name, after, before)
             return after
 
@@ -155,10 +139,11 @@ class Catalogue:
 
         Raises: NotFound.
         """
+        await self._delete(UploadRecord, caller, name)
 
+    async def _delete(self, kind: type[Owned], caller: str, name: str) -> None:
         async def drop(ledger: FileLedger) -> None:
-            record = await ledger.owned(UploadRecord, self.tenant(caller), known(name))
-            await ledger.drop(name, record)
+            await ledger.drop(name, await ledger.owned(kind, self.tenant(caller), known(name)))
 
         await self.change(drop)
 
@@ -186,20 +171,14 @@ class Catalogue:
 
         Raises: NotFound.
         """
-        tenant = self.tenant(caller)
-        return await self.change(lambda ledger: ledger.owned(FileRecord, tenant, known(name)))
+        return await self.change(lambda ledger: ledger.owned(FileRecord, self.tenant(caller), known(name)))
 
     async def delete_file(self, caller: str, name: str) -> None:
         """Forget a file and its bytes.
 
         Raises: NotFound.
         """
-        tenant = self.tenant(caller)
-
-        async def drop(ledger: FileLedger) -> None:
-            await ledger.drop(name, await ledger.owned(FileRecord, tenant, known(name)))
-
-        await self.change(drop)
+        await self._delete(FileRecord, caller, name)
 
     async def files(
         self, caller: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None

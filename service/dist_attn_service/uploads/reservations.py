@@ -66,17 +66,6 @@ class Reservations:
 
         return name, await self._catalogue.change(enter)
 
-    async def for_stream(self, caller: str, upload: str) -> UploadRecord:
-        """Give the upload a blob unless it has one, and return its record.
-
-        Raises: NotFound; ServiceError (409) when it takes nothing any more.
-        """
-
-        async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
-            return changed(before, blob=before.blob or new_name(ledger.now))
-
-        return await self._catalogue.change_upload(caller, upload, enter)
-
     async def give_up(self, blob: str) -> int:
         """Drop the form that writes this blob; return how many there were, 0 or 1."""
 

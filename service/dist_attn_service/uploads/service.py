@@ -4,17 +4,19 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import final
 
 from dist_attn.store import ExpiryGrace, open_records
 from dist_attn.store.ledger import changed
+from dist_attn.store.ports import new_name
 from dist_attn_service.base.errors import Conflict, TooLarge
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.http.exchange import RequestBody
-from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, kept_up, this_boot
-from dist_attn_service.uploads.catalogue import Catalogue, Notes
+from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, this_boot
+from dist_attn_service.uploads.catalogue import COMPLETED_S, Catalogue, Notes
 from dist_attn_service.uploads.earlier import forget_parts
 from dist_attn_service.uploads.ledger import (
     Details,
@@ -108,10 +110,10 @@ class FileService:
 
         Raises: NotFound, TooLarge; ServiceError (409) for another offset; what the body raises.
         """
-        blob = (await self._reservations.for_stream(caller, name)).blob
+        blob = (await self._stream(caller, name)).blob
         async with self._folder.writing(blob) as writer:
             # Read again, now that no other request writes.
-            record = await self._reservations.for_stream(caller, name)
+            record = await self._stream(caller, name)
             begin = self._trusted(record, writer.end)
             if offset != begin:
                 raise Conflict(
@@ -145,7 +147,7 @@ class FileService:
                 raise _too_long(length)
             await writer.write(chunk)
             if reader is not None:
-                await kept_up(reader, writer)
+                await reader.keep_up(writer)
             if writer.end - synced >= self.catalogue.limits.sync_bytes:
                 await writer.sync()
                 synced = writer.end
@@ -153,12 +155,14 @@ class FileService:
 
     async def _record_synced(self, caller: str, name: str, synced: int) -> UploadRecord:
         """Record the bytes of a stream that are on disk, and the machine's start in which later ones are written."""
-
-        async def note(_: object, before: UploadRecord) -> UploadRecord:
-            ends = self.catalogue.clock() + self.catalogue.limits.upload_s
-            return changed(before, synced=synced, boot=self._boot, expires_at=ends)
-
+        ends = self.catalogue.clock() + self.catalogue.limits.upload_s
+        note = partial(changed, synced=synced, boot=self._boot, expires_at=ends)
         return await self.catalogue.change_upload(caller, name, note)
+
+    async def _stream(self, caller: str, name: str) -> UploadRecord:
+        """The record of an upload that takes bytes, with the blob for them."""
+        blob = new_name(self.catalogue.clock())
+        return await self.catalogue.change_upload(caller, name, lambda one: changed(one, blob=one.blob or blob))
 
     def _trusted(self, record: UploadRecord, size: int) -> int:
         """The number of bytes of a stream of this size that are surely those sent."""
@@ -172,19 +176,27 @@ class FileService:
         record = await self.catalogue.upload(caller, name)
         if record.state == "completed":
             return record, (await self.catalogue.file(caller, record.file)).segments, record.length
-        record = await self._reservations.for_stream(caller, name)
+        record = await self._stream(caller, name)
         return record, (Segment(record.blob, record.length),), await self.offset(record)
 
     async def note_feed(
         self, caller: str, name: str, feed: Notes, segments: tuple[Segment, ...] = (), size: int = 0
     ) -> None:
-        """Keep the notes of who reads an upload, after so many bytes of it are synced to disk.
+        """Keep the notes of who reads an upload, which stays for that, after so many bytes of it are synced to disk.
 
         Raises: NotFound; ServiceError (507).
         """
         for segment in segments if size else ():
             await self._folder.sync(segment.blob)
-        await self.catalogue.note_feed(caller, name, feed, size)
+        now, limits = self.catalogue.clock(), self.catalogue.limits
+
+        def noted(before: UploadRecord) -> UploadRecord:
+            if before.state != "pending":
+                return changed(before, feed=feed, expires_at=max(before.expires_at, now + COMPLETED_S))
+            ends, synced = max(before.expires_at, now + limits.upload_s), max(before.synced, size)
+            return changed(before, feed=feed, expires_at=ends, synced=synced)
+
+        await self.catalogue.change_upload(caller, name, noted, ended=True)
 
     # ---- files ---------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -16,6 +16,7 @@ from dist_attn_service.uploads.catalogue import Catalogue
 from dist_attn_service.uploads.ledger import FileLedger, FileRecord, UploadRecord, Usage
 from dist_attn_service.uploads.reservations import Reservations
 
+KINDS: Mapping[str, type[UploadRecord | FileRecord]] = {"upload": UploadRecord, "file": FileRecord}
 BATCH = 64  # entries that are removed in one transaction
 PAGE = 500
 BEGINNING_S = 300.0  # the most between the name of bytes that will come and their writer's lock
@@ -108,11 +109,7 @@ async def _end_expired(
     keys, last = await ledger.due("expiry/", after, BATCH)
     for key in keys:
         kind, name = key.split("/")[2:]
-        record: UploadRecord | FileRecord | None
-        if kind == "upload":
-            record = await ledger.find(UploadRecord, name)
-        else:
-            record = await ledger.find(FileRecord, name)
+        record = await ledger.find(KINDS[kind], name)
         if record is None:
             ledger.transaction.delete(key)
         elif record.expires_at <= deletable_until(record.expires_at - record.made_at):
