@@ -7,8 +7,8 @@
     oldest/TENANT/TIME/ID     the files of a caller in the order they were made
     newest/TENANT/EMIT/ID     the files of a caller in the opposite order
     expiry/TIME/KIND/ID       uploads and files by expiry; KIND is `upload` or `file`
-    blob/NAME                 the blobs of all uploads and files; what earlier versions wrote there is not read
-    form/ID                   uploads that come in one form, which nobody can go on with
+    blob/NAME                 the blobs of all uploads and files; in earlier versions with records of their own
+    form/ID                   uploads that come in one form, which end with their writer
 
 TENANT is a salted hash of the caller, EMIT is TIME counted backwards (`remote_moment`).
 """
@@ -54,8 +54,8 @@ class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lives_s: float = 0.0
 
 
-class UploadRecord(Record, frozen=True):
-    """An upload of `length` bytes. Earlier versions had more fields, and could cancel one.
+class UploadRecord(Record, frozen=True, omit_defaults=True):
+    """An upload of `length` bytes. Earlier versions had more fields, could cancel one, and refuse unknown fields.
 
     `blob` holds its bytes from the first one on: `synced` of them survive a power cut, and bytes beyond them are
     trusted while the machine's start is `boot`. `metadata` is tus's header, `feed` the notes of who reads it while
