@@ -19,7 +19,7 @@ from dist_attn_service.uploads.service import FileService
 
 from dist_attn.errors import StorageError
 from dist_attn.store.ledger import moment
-from tests.support.files import opened_files
+from tests.support.files import audit, opened_files
 from tests.support.service_server import running_service
 from tests.support.stores import Clock, redis_server, why_no_redis
 
@@ -57,7 +57,7 @@ def run(folder: Path, work: Callable[[FileService, Clock], Awaitable[Any]], **op
         clock = Clock()
         async with opened_files(folder, clock=clock, **options) as service:
             result = await work(service, clock)
-            assert await service.upkeep.audit() == []
+            assert await audit(service) == []
             assert (await service.upkeep.sweep()).blobs == 0
             return result
 

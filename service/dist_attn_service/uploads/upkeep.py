@@ -8,12 +8,12 @@ from functools import partial
 from typing import final
 
 from dist_attn.store import ExpiryGrace
-from dist_attn.store.ledger import all_records, all_values, every_page, name_in, wrong_sums
+from dist_attn.store.ledger import all_values, every_page, name_in
 from dist_attn.store.ports import born_at
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
-from dist_attn_service.uploads.ledger import FileLedger, FileRecord, UploadRecord, Usage
+from dist_attn_service.uploads.ledger import FileLedger, FileRecord, UploadRecord
 from dist_attn_service.uploads.reservations import Reservations
 
 KINDS: Mapping[str, type[UploadRecord | FileRecord]] = {"upload": UploadRecord, "file": FileRecord}
@@ -81,24 +81,6 @@ class UploadUpkeep:
             await self._folder.delete(unknown)
             removed += len(unknown)
         return removed
-
-    async def audit(self) -> list[str]:
-        """List in words the sums, owners and bytes that do not agree; change nothing.
-
-        Raises: StorageError.
-        """
-        records = self._catalogue.records
-        uploads, files = await all_records(records, UploadRecord), await all_records(records, FileRecord)
-        known = {name_in(key) for key in await all_values(records, "blob/")}
-        named = [blob for upload in uploads.values() for blob in upload.blobs]
-        named += [blob for file in files.values() for blob in file.blobs]
-        wrong = [f"blob {name} is in no upload and no file" for name in known.difference(named)]
-        wrong += [f"blob {name} is not in the list" for name in set(named) - known]
-        wrong += [f"blob {name} is named twice" for name, times in Counter(named).items() if times > 1]
-        for segment in (segment for file in files.values() for segment in file.segments):
-            if await self._folder.size(segment.blob) != segment.size:
-                wrong.append(f"blob {segment.blob} does not have {segment.size} bytes")
-        return wrong + await wrong_sums(records, Usage, (*uploads.values(), *files.values()))
 
 
 async def _end_expired(
