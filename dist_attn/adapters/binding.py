@@ -5,7 +5,8 @@ what it did before. Where a class computes along the sequence in its own `forwar
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": operations.delta_rule,
     "mamba2_chunk_scan": operations.mamba2_scan,
     "mamba_selective_scan": operations.mamba_scan,
+    "load_balancing_loss_func": operations.load_balance,
 }
 
 _OBJECTS: dict[str, Callable[[nn.Module], None]] = {
@@ -43,7 +45,39 @@ _OBJECTS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def bind(model: PreTrainedModel) -> None:
+_REPLACED = ("forward", "_rnn_scan", "embedding_multiplier", "config")
+"""The attributes of modules that binding sets."""
+
+
+class Binding:
+    """A model as it was before it was bound, and how to get back there."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._attention: Any = model.config._attn_implementation
+        self._experts = model.get_experts_implementation()[""]
+        self._own = [(m, {name: vars(m)[name] for name in _REPLACED if name in vars(m)}) for m in model.modules()]
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the model compute by itself meanwhile, as it did before."""
+        self._model.set_attn_implementation(self._attention)
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(ATTENTION)
+
+    def release(self) -> None:
+        """Give every module its own functions back."""
+        self._model.set_attn_implementation(self._attention)
+        self._model.set_experts_implementation(self._experts)
+        for module, own in self._own:
+            for name in _REPLACED:
+                vars(module).pop(name, None)
+            vars(module).update(own)
+
+
+def bind(model: PreTrainedModel) -> Binding:
     """Let what mixes along the sequence in this model take a pass of ours, whatever attention it was loaded with.
 
     Raises: ConfigError for a model of a type that is not supported, or part of which keeps another attention.
@@ -51,6 +85,7 @@ def bind(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     if kind not in SUPPORTED:
         raise ConfigError(f"a model of type {kind!r} was given; supported are {', '.join(SUPPORTED)}")
+    binding = Binding(model)
     model.set_attn_implementation(ATTENTION)
     for part in model.modules():
         kept = part.config._attn_implementation if isinstance(part, PreTrainedModel) else ATTENTION
@@ -67,6 +102,7 @@ def bind(model: PreTrainedModel) -> None:
         bind_object = _OBJECTS.get(type(module).__name__)
         if bind_object is not None:
             bind_object(module)
+    return binding
 
 
 def _bind_functions(file: ModuleType) -> None:

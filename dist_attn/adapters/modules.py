@@ -7,6 +7,7 @@ channels, T taps.
 """
 
 import sys
+from copy import copy
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def recurrent_gemma_block(module: nn.Module) -> None:
 
 def xlstm_model(module: nn.Module) -> None:
     """xLSTM's stack of blocks, which would take long sequences in parts, with a state in bfloat16 between them."""
-    config: Any = module.config
-    config.max_inference_chunksize = sys.maxsize
+    own: Any = module
+    own.config = copy(own.config)
+    own.config.max_inference_chunksize = sys.maxsize
 
 
 def xlstm_backend(module: nn.Module) -> None:

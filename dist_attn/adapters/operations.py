@@ -20,7 +20,7 @@ from dist_attn.ops.softmax_attention import CacheRows, CacheSlots, softmax_atten
 
 Tensor = torch.Tensor
 
-_WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache"}
+_WITHOUT_EFFECT = {"dropout", "output_router_logits", "position_ids", "use_cache"}
 """What modules hand to attention that changes nothing here: dropout belongs to training."""
 
 
@@ -188,3 +188,31 @@ def _for_heads(x_BLGK: Tensor, heads: int) -> Tensor:
     """Repeat what groups of heads share for each of their heads; that of a single group is not copied."""
     groups = x_BLGK.shape[2]
     return x_BLGK.expand(-1, -1, heads, -1) if groups == 1 else x_BLGK.repeat_interleave(heads // groups, dim=2)
+
+
+def load_balance(
+    one: Pass,
+    gate_logits: tuple[Tensor, ...] | None,
+    num_experts: int,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor | int:
+    """The loss of experts that tokens choose unevenly, over the tokens of all layers and all ranks.
+
+    Shapes: the router's logits of each layer [B L, E] -> a number.
+    Cost: one all-reduce of 2 B E numbers.
+    """
+    if not isinstance(gate_logits, tuple):
+        return 0
+    chosen_and_likely: list[Tensor] = []
+    for logits_NE in gate_logits:
+        likely_NE = logits_NE.softmax(dim=-1).float()
+        chosen_NE = F.one_hot(likely_NE.topk(top_k, dim=-1).indices, num_experts).sum(1).float()
+        chosen_and_likely.append(torch.cat([chosen_NE, likely_NE], dim=-1))
+    sums_NX = torch.stack(chosen_and_likely).sum(0)
+    batch = sums_NX.shape[0] // max(1, one.length)
+    total_X = one.ops.sum_over_sequence(one.own(sums_NX.unflatten(0, (batch, -1)), 1)).sum(0)
+    rows = len(gate_logits) * batch * one.ops.total_length(one.length)
+    chosen_E, likely_E = (total_X / rows).chunk(2)
+    balance: Tensor = num_experts * (chosen_E * likely_E).sum()
+    return balance

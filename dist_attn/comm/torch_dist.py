@@ -282,6 +282,27 @@ class TorchDistCommunicator(Communicator):
             )
 
 
+def communicator_of(group: Any, timeout_s: float = 300.0) -> TorchDistCommunicator:
+    """The communicator of a process group of torch.distributed, or of a device mesh of one dimension.
+
+    Over NCCL it is for this process's current GPU. The group stays the caller's.
+
+    Raises: ConfigError for anything else.
+    """
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"a group of type {type(group).__name__} was given; needed is a process group of torch.distributed, a "
+            "device mesh of one dimension or a Communicator"
+        )
+    gpu = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    comm = TorchDistCommunicator(group, device, timeout_s, owned=False)
+    comm._meet()
+    return comm
+
+
 def first_failed(queued: Sequence[tuple[ExchangeCall, Future[int]]]) -> str:
     """Name the first exchange that did not end well.
 

@@ -29,8 +29,8 @@ from dist_attn.wire.snapshot import read_snapshot
 from tests.support.snapshots import manifest
 
 __all__ = [
-    "BLOCK", "TYPES", "VOCABULARY", "WAYS", "Compared", "after_a_block", "compared", "distances", "forked",
-    "restored_elsewhere", "with_heads", "written",
+    "BLOCK", "TYPES", "VOCABULARY", "WAYS", "Compared", "after_a_block", "auto_class", "compared", "distances",
+    "forked", "restored_elsewhere", "with_heads", "written",
 ]  # fmt: skip
 
 LENGTH, BLOCK, VOCABULARY = 61, 37, 97
@@ -161,14 +161,16 @@ def _folders() -> "TemporaryDirectory[str]":
     return TemporaryDirectory(prefix="foreign-models-")
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' class for models of such a configuration: those that see have another one."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def written(kind: str, seed: int = 0, **options: Any) -> tuple[Any, Tensor]:
     """transformers' own model, every parameter of it random and large enough to matter, and tokens for it."""
     config = CONFIG_MAPPING[kind](**TYPES[kind] | options)
     torch.manual_seed(seed)
-    sees = hasattr(config, "vision_config")
-    theirs = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(
-        config, attn_implementation="eager"
-    )
+    theirs = auto_class(config).from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if parameter.dim() > 1 and not name.endswith("A_log"):

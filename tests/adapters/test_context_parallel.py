@@ -1,0 +1,269 @@
+"""Models of transformers over ranks: loss and every gradient are those of one process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, BertConfig, BertLMHeadModel
+
+from dist_attn import context_parallel
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import ConfigError, InputError
+from tests.support.foreign_models import TYPES, VOCABULARY, auto_class
+
+LENGTHS = (17, 0, 44)
+TOTAL, STARTS = sum(LENGTHS), (0, 20, 33)
+TOLERANCE = 1e-4  # of a gradient's largest number; decays of delta rules are sums over all tokens that nearly cancel
+FAST = ("qwen3_next", "mamba2", "gemma3_text")
+KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in TYPES]
+
+Gradients = dict[str, Tensor]
+
+
+def made(kind: str, **options: Any) -> Any:
+    """transformers' own model of this type with random weights, the same in every call."""
+    torch.manual_seed(3)
+    config = CONFIG_MAPPING[kind](**TYPES[kind] | options)
+    return auto_class(config).from_config(config, attn_implementation="eager").train()
+
+
+def ids(rows: int = 1) -> Tensor:
+    """Tokens [B, L]."""
+    return torch.randint(3, VOCABULARY, (rows, TOTAL), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: Any) -> Gradients:
+    """The gradient of every parameter, zeros where it has none."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def over_ranks(
+    kind: str,
+    batches: Sequence[Mapping[str, Any]],
+    prepare: Callable[[Any], object] = lambda _: None,
+    lengths: tuple[int, ...] = LENGTHS,
+    **options: Any,
+) -> tuple[float, Gradients]:
+    """The sum of the losses of these batches, and the ranks' gradients added up."""
+    models = [made(kind, **options) for _ in lengths]
+
+    def on_rank(comm: Communicator) -> tuple[float, Gradients]:
+        model = models[comm.rank]
+        prepare(model)
+        parallel = context_parallel(model, comm)
+        loss = torch.stack([model(**parallel.shard(batch, lengths)).loss for batch in batches]).sum()
+        loss.backward()
+        return loss.item(), gradients(model)
+
+    ranks = run_simulated(on_rank, len(lengths), timeout_s=60.0)
+    assert len({loss for loss, _ in ranks}) == 1  # every rank knows the loss of all
+    return ranks[0][0], {name: torch.stack([g[name] for _, g in ranks]).sum(0) for name in ranks[0][1]}
+
+
+def assert_same(got: tuple[float, Gradients], want: tuple[float, Gradients]) -> None:
+    """Losses and all gradients agree."""
+    assert got[0] == pytest.approx(want[0], rel=1e-5)
+    errors = {n: float((got[1][n] - g).abs().max() / (g.abs().max() + 1e-4)) for n, g in want[1].items()}
+    assert not {n: e for n, e in errors.items() if not e < TOLERANCE}
+
+
+@cache
+def alone(kind: str) -> tuple[float, Gradients]:
+    """The loss and gradients of one process of transformers."""
+    model = made(kind)
+    loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_uneven_and_empty_slices(kind: str) -> None:
+    """A text that is cut unevenly over three ranks, one of them empty, gives what one process of transformers gives."""
+    assert_same(over_ranks(kind, [{"input_ids": ids(), "labels": ids()}]), alone(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputed_activations(kind: str) -> None:
+    """Layers that are computed again in the backward pass find the ranks and their states again."""
+
+    def prepare(model: Any) -> None:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+
+    assert_same(over_ranks(kind, [{"input_ids": ids(), "labels": ids()}], prepare), alone(kind))
+
+
+def packed() -> dict[str, Tensor]:
+    """Documents in one row, as transformers' collator without padding writes them."""
+    labels, edges = ids(), (*STARTS, TOTAL)
+    labels[0, list(STARTS[1:])] = -100
+    positions_L = torch.cat([torch.arange(stop - start) for start, stop in pairwise(edges)])
+    return {"input_ids": ids(), "labels": labels, "position_ids": positions_L[None]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents(kind: str) -> None:
+    """Documents in one row, over cuts and inside slices, give what they give one by one."""
+    model, parts = made(kind), [ids()[:, a:b] for a, b in pairwise((*STARTS, TOTAL))]
+    losses = [model(input_ids=x, labels=x, use_cache=False).loss * (x.shape[1] - 1) for x in parts]
+    loss = torch.stack(losses).sum() / (TOTAL - len(STARTS))
+    loss.backward()
+    assert_same(over_ranks(kind, [packed()]), (loss.item(), gradients(model)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_do_not_touch(kind: str) -> None:
+    """The gradient of a document's loss with respect to the tokens of every other one is exactly 0."""
+    models, batch = [made(kind) for _ in LENGTHS], packed()
+    embeds_BLD = models[0].get_input_embeddings()(batch.pop("input_ids")).detach()
+    batch["labels"][:, : STARTS[1]] = batch["labels"][:, STARTS[2] :] = -100
+
+    def on_rank(comm: Communicator) -> Tensor:
+        mine = embeds_BLD.clone().requires_grad_()
+        parallel = context_parallel(models[comm.rank], comm)
+        models[comm.rank](**parallel.shard({"inputs_embeds": mine, **batch}, LENGTHS)).loss.backward()
+        assert mine.grad is not None
+        return mine.grad
+
+    by_token_L = torch.stack(run_simulated(on_rank, len(LENGTHS), timeout_s=60.0)).sum(0).abs().sum((0, 2))
+    own = slice(STARTS[1], STARTS[2] - 1)
+    assert bool((by_token_L[own] > 0).all())
+    by_token_L[own] = 0
+    assert not by_token_L.any()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "falcon_h1", "recurrent_gemma", "xlstm", "mistral"])
+def test_a_text_in_segments(kind: str) -> None:
+    """Segments that go on from each other's states, gradients included, are one text; detached, the loss is."""
+    model, labels, middle = made(kind), ids(), 40
+    labels[0, middle] = -100  # what the last token of the first segment would be followed by
+    loss = model(input_ids=ids(), labels=labels, use_cache=False).loss
+    loss.backward()
+    want = loss.item(), gradients(model)
+    for detach in (False, True):
+        models = [made(kind) for _ in range(2)]
+
+        def on_rank(comm: Communicator, models=models, detach=detach) -> tuple[float, Gradients]:
+            parallel = context_parallel(models[comm.rank], comm)
+            with parallel.carry(detach=detach):
+                parts = [slice(0, middle), slice(middle, TOTAL)]
+                batches = [
+                    {"input_ids": ids()[:, p], "labels": labels[:, p], "num_items_in_batch": TOTAL - 2} for p in parts
+                ]
+                loss = torch.stack([models[comm.rank](**parallel.shard(batch)).loss for batch in batches]).sum()
+            loss.backward()
+            return loss.item(), gradients(models[comm.rank])
+
+        ranks = run_simulated(on_rank, 2, timeout_s=60.0)
+        if detach:
+            assert ranks[0][0] == pytest.approx(want[0], rel=1e-5)
+        else:
+            assert_same((ranks[0][0], {n: ranks[0][1][n] + ranks[1][1][n] for n in want[1]}), want)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+def test_experts_are_balanced_over_the_whole_text(kind: str) -> None:
+    """The router's loss counts the tokens of all ranks."""
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = made(kind, **options)
+    out = model(input_ids=ids(), labels=ids(), use_cache=False)
+    out.loss.backward()
+    assert_same(
+        over_ranks(kind, [{"input_ids": ids(), "labels": ids()}], **options), (out.loss.item(), gradients(model))
+    )
+
+
+def test_rows_of_other_lengths() -> None:
+    """Rows that are padded on the right, with a mask, give what one process of transformers gives."""
+    mask_BL = torch.ones(2, TOTAL, dtype=torch.int64)
+    mask_BL[1, 40:] = 0
+    labels = ids(2).masked_fill(mask_BL == 0, -100)
+    batch = {"input_ids": ids(2), "labels": labels, "attention_mask": mask_BL}
+    for kind in ("qwen3_next", "llama"):
+        model = made(kind)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        assert_same(over_ranks(kind, [batch]), (loss.item(), gradients(model)))
+
+
+def test_gradients_that_are_averaged() -> None:
+    """For wrappers that average over ranks each rank's gradient is so many times its share; the loss stays."""
+    models = [made("llama") for _ in range(2)]
+
+    def on_rank(comm: Communicator) -> tuple[float, Gradients]:
+        parallel = context_parallel(models[comm.rank], comm, reduction="mean")
+        out = models[comm.rank](**parallel.shard({"input_ids": ids(), "labels": ids()}))
+        out.loss.backward()
+        return out.loss.item(), gradients(models[comm.rank])
+
+    (loss, first), (_, second) = run_simulated(on_rank, 2, timeout_s=60.0)
+    assert_same((loss, {n: (first[n] + second[n]) / 2 for n in first}), alone("llama"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "xlstm", "recurrent_gemma"])
+def test_the_model_stays_itself(kind: str, tmp_path: Any) -> None:
+    """Logits, generated text, names and saved files are the model's own beside training and once it is given back."""
+    model = made(kind).eval()
+    names, text = list(model.state_dict()), {"max_new_tokens": 5, "do_sample": False}
+    want, logits = model.generate(ids()[:, :9], **text), model(ids()).logits
+    model.save_pretrained(tmp_path / "before")
+
+    def on_rank(comm: Communicator) -> None:
+        parallel = context_parallel(model.train(), comm)
+        model(**parallel.shard({"input_ids": ids(), "labels": ids()})).loss.backward()
+        model.eval()
+        assert torch.equal(model.generate(ids()[:, :9], **text), want)
+        assert list(model.state_dict()) == names
+        model.save_pretrained(tmp_path / "after")
+        parallel.release()
+        torch.testing.assert_close(model(ids()).logits, logits, rtol=0, atol=0)
+        assert model(input_ids=ids(), labels=ids()).loss.item() == pytest.approx(alone(kind)[0])
+
+    run_simulated(on_rank, 1)
+    before, after = ((tmp_path / name / "config.json").read_text() for name in ("before", "after"))
+    assert before == after
+
+
+MASK = torch.ones(1, TOTAL, dtype=torch.int64)
+MASK[0, :3] = 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"token_type_ids": ids()}, "the batch has token_type_ids"),
+        ({"attention_mask": MASK}, "pad on the right"),
+        ({"position_ids": torch.arange(TOTAL)[None] + 1}, "count up from 0"),
+        ({"position_ids": torch.zeros(3, 1, TOTAL)}, r"position_ids has shape \[3, 1, 61\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 50])}, "ends at 50; the row has 61 tokens"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(batch: dict[str, Tensor], words: str) -> None:
+    """A batch that would come out wrong is refused by the name of what is wrong, before any exchange."""
+
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(InputError, match=words):
+            context_parallel(made("llama"), comm).shard({"input_ids": ids()} | batch)
+
+    run_simulated(on_rank, 1)
+
+
+def test_models_that_cannot_be_bound_are_refused() -> None:
+    """A type that is not supported, dropout in attention, and a call without a part are refused in words."""
+
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match="type 'bert'"):
+            context_parallel(BertLMHeadModel(BertConfig(num_hidden_layers=1, is_decoder=True)), comm)
+        with pytest.raises(ConfigError, match=r"attention_dropout is 0\.1"):
+            context_parallel(made("llama", attention_dropout=0.1), comm)
+        model = made("llama")
+        context_parallel(model, comm)
+        with pytest.raises(InputError, match="shard"):
+            model(input_ids=ids(), labels=ids())
+        with pytest.raises(ConfigError, match="type str was given"):
+            context_parallel(made("llama"), "gloo")
+
+    run_simulated(on_rank, 1)
