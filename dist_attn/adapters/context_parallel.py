@@ -115,6 +115,23 @@ class ContextParallel:
         finally:
             self._carried = before
 
+    def sum_gradients(self) -> None:
+        """Give every parameter the sum of the ranks' gradients, where no wrapper such as FSDP2 brings them together.
+
+        Cost: an all-reduce of all gradients, those of one type at a time.
+        """
+        by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # an expert that no token here has chosen
+                    parameter.grad = torch.zeros_like(parameter)
+                by_type.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        for gradients in by_type.values():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            parts = self._comm.all_reduce_sum(flat, label="gradients").split([g.numel() for g in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
     def release(self) -> None:
         """Give the model back as it was before."""
         if self._binding is not None:
@@ -253,7 +270,7 @@ def _positions(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
 
 
 def _documents(given: Mapping[str, Any], rows: int, total: int) -> tuple[int, ...] | None:
-    """Where packed documents start, or None where each row is one sequence.
+    """The starts of packed documents, or None where each row is one sequence.
 
     Raises: InputError for rows whose documents start at other tokens, or positions that are not of documents.
     """

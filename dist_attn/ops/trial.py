@@ -114,7 +114,7 @@ def tried(kind: Kind, compare: Compare) -> str | None:
 
 
 def _errors(device: torch.device, compare: Compare) -> dict[str, float]:
-    """How far each result of the kernels is from the exact one."""
+    """The distance of each result of the kernels from the exact one."""
     if device.type == "cuda" and torch.cuda.is_available():
         torch.cuda.set_device(device)
     with _in_turn():

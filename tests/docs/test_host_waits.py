@@ -64,6 +64,10 @@ ROWS = {
         "sharded.token_selection._share_of_ranks",
     },
     "a transformers call with an attention mask or positions": {"hf.DistAttnModel._read", "hf._check_positions"},
+    "a batch that is cut over ranks": {
+        "adapters.context_parallel._check_mask",
+        "adapters.context_parallel._documents",
+    },
     "what ranks agree on": {
         "adapters.spread.SpreadLayers._all_weights",
         "comm.base.Communicator._compare",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import free_port
 from tests.support.served import Served, served
 from tests.support.source_path import SOURCE_PATH
 
@@ -64,6 +65,21 @@ def test_engine(tokens: int, ranks: int) -> None:
     first, *differences = run("engine_in_100_lines.py", "--tokens", tokens, "--ranks", ranks).splitlines()
     assert first.startswith(f"{tokens} tokens over {ranks} ranks") and len(differences) == 4
     assert all(float(line.split(": ")[1].split()[0]) < 1e-11 for line in differences)
+
+
+def test_training_over_two_ranks(tmp_path: Path) -> None:
+    """Two ranks have the losses of one, they fall, and the folder that is written is one of transformers."""
+    losses = {}
+    for ranks in (1, 2):
+        options = ["--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        given = [EXAMPLES / "train_hybrid.py", "--steps", 6, "--length", 301, "--out", tmp_path / str(ranks)]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, given)]
+        environment = os.environ | {"PYTHONPATH": SOURCE_PATH, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses[ranks] = list(map(float, re.findall(r"loss (.*?),", done.stdout)))
+    assert losses[2] == pytest.approx(losses[1], abs=2e-3) and losses[1][-1] < losses[1][0]
+    assert json.loads((tmp_path / "2/config.json").read_text())["model_type"] == "qwen3_next"
 
 
 def test_search(service: Served, book: Path) -> None:
