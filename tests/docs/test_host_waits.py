@@ -64,7 +64,8 @@ ROWS = {
         "sharded.token_selection._share_of_ranks",
     },
     "a transformers call with an attention mask or positions": {"hf.DistAttnModel._read", "hf._check_positions"},
-    "a batch that is cut over ranks": {
+    "a batch that is cut over ranks, `cu_seqlens`": {
+        "ops.fla._run",
         "adapters.context_parallel._check_mask",
         "adapters.context_parallel._documents",
     },
