@@ -18,8 +18,8 @@ from transformers.integrations.moe import ExpertsInterface
 from dist_attn.adapters import modules, operations
 from dist_attn.adapters.experts import experts, step_experts, takes_step_experts
 from dist_attn.adapters.passes import current_pass, either
-from dist_attn.errors import ConfigError
-from dist_attn.shipped.downloaded import SUPPORTED
+from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.shipped.downloaded import SUPPORTED, check_supported
 
 ATTENTION = "dist_attn"
 """The name by which transformers finds attention over the pass that runs."""
@@ -33,6 +33,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": operations.mamba2_scan,
     "mamba_selective_scan": operations.mamba_scan,
     "load_balancing_loss_func": operations.load_balance,
+    # Convolution and scan in one, which training asks first: without an answer both are called by themselves.
+    "mamba2_split_conv1d_scan_combined": operations.no_answer,
+    "mamba_inner_fn": operations.no_answer,
 }
 
 _OBJECTS: dict[str, Callable[[nn.Module], None]] = {
@@ -85,11 +88,16 @@ def bind(model: PreTrainedModel) -> Binding:
     kind = model.config.model_type
     if kind not in SUPPORTED:
         raise ConfigError(f"a model of type {kind!r} was given; supported are {', '.join(SUPPORTED)}")
+    try:
+        check_supported(type(model.config).__name__, kind, model.config.to_dict())
+    except ModelFolderError as error:
+        raise ConfigError(str(error)) from None
     binding = Binding(model)
     model.set_attn_implementation(ATTENTION)
     for part in model.modules():
         kept = part.config._attn_implementation if isinstance(part, PreTrainedModel) else ATTENTION
         if kept != ATTENTION:
+            binding.release()
             raise ConfigError(
                 f"{type(part).__name__} keeps its attention {kept!r}, which sees the tokens of one rank alone"
             )
@@ -115,7 +123,10 @@ def _bind_functions(file: ModuleType) -> None:
 def _attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     one = current_pass()
     if one is None:
-        raise RuntimeError(f"attention {ATTENTION!r} was called outside of a pass; call the adapted model instead")
+        raise RuntimeError(
+            f"attention {ATTENTION!r} was called outside of a pass: call the whole model, and let its own "
+            "activation_checkpointing_enable compute layers again"
+        )
     return operations.attention(one, *args, **kwargs)
 
 

@@ -30,6 +30,7 @@ KNOWN = {
     "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch",
 }  # fmt: skip
 SLICE = "sequence_slice"
+PASSED_ON = {"labels", "input_ids", "inputs_embeds", "position_ids", "output_router_logits", "use_cache", "return_dict"}
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,14 @@ class ContextParallel:
             raise ConfigError(f"reduction {reduction!r} was given; use 'sum' or 'mean'")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         _check_dropout(base)
+        if isinstance(vars(base).get("forward"), partial):
+            raise ConfigError("the model is trained over ranks already; release() that first")
         self._model, self._comm, self._scale = base, comm, comm.size if reduction == "mean" else 1
         self._binding: Binding | None = bind(base)
-        self._compute, self._carried = base.forward, _Carried()
+        self._compute, self._carried, self._begun = base.forward, _Carried(), False
         base.forward = partial(_forward, self)
+        if hasattr(base, "prepare_inputs_for_generation"):  # it makes masks for the attention that there is
+            base.prepare_inputs_for_generation = partial(_suspended, self, base.prepare_inputs_for_generation)
         self._recompute = _Recomputation(base)
 
     def shard(self, batch: Mapping[str, Any], lengths: Sequence[int] | None = None) -> dict[str, Any]:
@@ -74,9 +79,10 @@ class ContextParallel:
 
         `labels` are shifted before they are cut, and counted over all ranks. `attention_mask` may hide what lies behind
         the end of a sequence. Documents packed into one row are told by `position_ids` that begin anew,
-        `cu_seq_lens_q` or `seq_idx`. `lengths` are the tokens of each rank; equal to one by default.
+        `cu_seq_lens_q` or `seq_idx`. `lengths` are the tokens of each rank; equal to one by default. All ranks give
+        the same batch, which is compared in the first call.
 
-        Raises: InputError for what cannot be cut, by its name.
+        Raises: InputError for what cannot be cut, by its name; MismatchError on every rank for other batches.
         """
         unknown = sorted(name for name, value in batch.items() if value is not None and name not in KNOWN)
         if unknown:
@@ -86,7 +92,14 @@ class ContextParallel:
         if tokens is None or tokens.dim() < 2:
             raise InputError("the batch has neither input_ids [B, L] nor inputs_embeds [B, L, D]")
         rows, total = tokens.shape[:2]
-        _check_mask(given.get("attention_mask"))
+        if not self._begun:
+            self._comm.agree_on("batch of the first call", f"{list(tokens.shape)} {tokens.double().sum().item()!r}")
+            self._begun = True
+        hides = _hides(given.get("attention_mask"))
+        if hides and self._model.config.get_text_config().to_dict().get("output_router_logits"):
+            raise InputError("attention_mask hides tokens, which the balance of experts would count; pack the texts")
+        if self._carried.on and given.keys() & {"position_ids", "seq_idx", "cu_seq_lens_q"}:
+            raise InputError("documents were given inside carry(), which goes on with one text; leave position_ids out")
         documents = _documents(given, rows, total)
         cuts = SequenceLayout.even(total, self._comm.size).lengths if lengths is None else lengths
         layout = SequenceLayout.from_lengths(cuts, documents)
@@ -121,11 +134,14 @@ class ContextParallel:
         Cost: an all-reduce of all gradients, those of one type at a time.
         """
         by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for parameter in self._model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # an expert that no token here has chosen
-                    parameter.grad = torch.zeros_like(parameter)
-                by_type.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        known = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int64)
+        for parameter, ranks in zip(trained, self._comm.all_reduce_sum(known, label="gradients").tolist(), strict=True):
+            if not ranks:
+                continue
+            if parameter.grad is None:  # an expert that no token here has chosen
+                parameter.grad = torch.zeros_like(parameter)
+            by_type.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
         for gradients in by_type.values():
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             parts = self._comm.all_reduce_sum(flat, label="gradients").split([g.numel() for g in gradients])
@@ -136,11 +152,16 @@ class ContextParallel:
         """Give the model back as it was before."""
         if self._binding is not None:
             self._recompute.release()
-            del self._model.forward
+            for name in ("forward", "prepare_inputs_for_generation"):
+                vars(self._model).pop(name, None)
             self._binding.release()
             self._binding = None
 
     def _run(self, part: SequenceSlice, arguments: dict[str, Any]) -> Any:
+        if unknown := sorted(arguments.keys() - PASSED_ON):
+            raise InputError(f"the model was called with {', '.join(unknown)} beside what shard gave; leave it out")
+        if torch.is_grad_enabled():
+            self._recompute.check(keeps_graph=self._carried.on and not self._carried.detach)
         labels_BL = arguments.pop("labels", None)
         length = part.layout.lengths[self._comm.rank]
         ops = ShardedSequenceOps(self._comm, part.layout, softmax="reshuffle")
@@ -150,7 +171,7 @@ class ContextParallel:
         self._carried.take(one, part.layout.total)
         out.logits = out.logits[:, :length] if not length else out.logits
         if labels_BL is not None:
-            out.loss = self._loss(out, labels_BL, part.labels)
+            out.loss = self._loss(out, labels_BL[:, :length], part.labels)
         return out
 
     def _loss(self, out: Any, labels_BL: torch.Tensor, count: torch.Tensor | float | None) -> torch.Tensor:
@@ -161,8 +182,8 @@ class ContextParallel:
         config = self._model.config.get_text_config()
         share: torch.Tensor = self._model.loss_function(
             logits=out.logits,
-            labels=labels_BL[:, : out.logits.shape[1]],
-            shift_labels=labels_BL[:, : out.logits.shape[1]],
+            labels=labels_BL,
+            shift_labels=labels_BL,
             vocab_size=config.vocab_size,
             num_items_in_batch=count,
         )
@@ -187,6 +208,13 @@ def _forward(parallel: ContextParallel, *args: Any, **kwargs: Any) -> Any:
     assert parallel._binding is not None
     with parallel._binding.suspended():
         return parallel._compute(*args, **kwargs)
+
+
+def _suspended(parallel: ContextParallel, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the model with the attention that it had before."""
+    assert parallel._binding is not None
+    with parallel._binding.suspended():
+        return function(*args, **kwargs)
 
 
 @dataclass
@@ -217,6 +245,25 @@ class _Recomputation:
                 self._wrap(module)
         self._set = model._set_gradient_checkpointing
         model._set_gradient_checkpointing = self._set_wrapped
+
+    def check(self, keeps_graph: bool) -> None:
+        """Refuse layers whose second computation would not find its pass, or whose first one has no graph.
+
+        Raises: ConfigError, with what to do.
+        """
+        for module in self._model.modules():
+            if type(module).__name__ == "CheckpointWrapper":
+                raise ConfigError(
+                    "layers are wrapped to be computed again in a way that loses the ranks; call "
+                    "activation_checkpointing_enable() of the model instead"
+                )
+            function: Any = getattr(module, "_gradient_checkpointing_func", None)
+            again = module.training and getattr(module, "gradient_checkpointing", False) and function is not None
+            if keeps_graph and again and function.args[0].keywords.get("use_reentrant", True):
+                raise ConfigError(
+                    "carry(detach=False) wants the graph of states, which layers that are computed again with "
+                    "use_reentrant=True do not have; enable them with use_reentrant=False"
+                )
 
     def release(self) -> None:
         """Let layers be computed again without a pass."""
@@ -277,10 +324,7 @@ def _documents(given: Mapping[str, Any], rows: int, total: int) -> tuple[int, ..
     if "cu_seq_lens_q" in given:
         if rows != 1:
             raise InputError(f"cu_seq_lens_q was given with {rows} rows; packed documents lie in one row")
-        edges = given["cu_seq_lens_q"].tolist()
-        if edges[-1] != total:
-            raise InputError(f"cu_seq_lens_q ends at {edges[-1]}; the row has {total} tokens")
-        return tuple(sorted({edge for edge in edges if edge < total}))
+        return SequenceLayout.from_cu_seqlens(given["cu_seq_lens_q"].tolist(), [total]).documents
     if "seq_idx" in given:
         numbers_BL = given["seq_idx"]
         starts_BL = torch.nn.functional.pad(numbers_BL[:, 1:] != numbers_BL[:, :-1], (1, 0), value=True)
@@ -302,14 +346,18 @@ def _documents(given: Mapping[str, Any], rows: int, total: int) -> tuple[int, ..
     return None if starts in ((), (0,)) else starts
 
 
-def _check_mask(mask_BL: torch.Tensor | None) -> None:
-    """Raise InputError for a mask that hides anything but what lies behind the end of a sequence."""
+def _hides(mask_BL: torch.Tensor | None) -> bool:
+    """Return whether a mask hides what lies behind the end of a sequence.
+
+    Raises: InputError for one that hides anything else.
+    """
     if mask_BL is None:
-        return
+        return False
     if mask_BL.dim() != 2:
         raise InputError(f"attention_mask has shape {list(mask_BL.shape)}; needed is [B, L]")
     if bool((mask_BL[:, 1:].bool() & ~mask_BL[:, :-1].bool()).any()):
         raise InputError("attention_mask hides tokens before others that it shows; pad on the right")
+    return not bool(mask_BL.all())
 
 
 def _check_dropout(model: PreTrainedModel) -> None:

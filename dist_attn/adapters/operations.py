@@ -49,6 +49,8 @@ def attention(
         what = f"was given {', '.join(unknown)}" if unknown else "is not causal"
         raise InputError(f"attention of {type(module).__name__} {what}; only plain causal attention is bound")
     q, k, v = (one.own(t, 2) for t in (query, key, value))
+    if torch.is_autocast_enabled(q.device.type):  # rotary positions leave queries and keys in float32
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     cache = one.cache_before(k, v)
     after: KeyValueCache | CacheRows | CacheSlots
     options = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
@@ -188,6 +190,10 @@ def _for_heads(x_BLGK: Tensor, heads: int) -> Tensor:
     """Repeat what groups of heads share for each of their heads; that of a single group is not copied."""
     groups = x_BLGK.shape[2]
     return x_BLGK.expand(-1, -1, heads, -1) if groups == 1 else x_BLGK.repeat_interleave(heads // groups, dim=2)
+
+
+def no_answer(one: Pass, *_: Any, **__: Any) -> None:
+    """Leave a fused function out, as transformers does where its package is missing."""
 
 
 def load_balance(

@@ -55,9 +55,17 @@ class TorchDistCommunicator(Communicator):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, *, owned: bool, poison: bool = False
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        owned: bool,
+        backend: str = "",
+        poison: bool = False,
     ) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group), timeout_s)
+        backend = backend or dist.get_backend(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), backend, timeout_s)
         self._group: dist.ProcessGroup | None = group
         self._device = device
         self._owned = owned
@@ -296,9 +304,12 @@ def communicator_of(group: Any, timeout_s: float = 300.0) -> TorchDistCommunicat
             f"a group of type {type(group).__name__} was given; needed is a process group of torch.distributed, a "
             "device mesh of one dimension or a Communicator"
         )
-    gpu = dist.get_backend(group) == "nccl"
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))  # by kind of device
+    gpu = torch.cuda.is_available() and backends.get("cuda") == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    comm = TorchDistCommunicator(group, device, timeout_s, owned=False)
+    if device.type not in backends:
+        raise ConfigError(f"the group is for {', '.join(backends)}; needed is gloo for CPUs or nccl for GPUs")
+    comm = TorchDistCommunicator(group, device, timeout_s, owned=False, backend=backends[device.type])
     comm._meet()
     return comm
 

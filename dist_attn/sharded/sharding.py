@@ -114,7 +114,7 @@ class Sharding:
             words = [f"{_plain(name)}={_word(getattr(call, name), call.dim)}" for name in along]
             words += [word for name, value in call.settings().items() for word in _words(_plain(name), value)]
             self.comm.agree_once(f"arguments of {call.operation}", " ".join(words))
-        return form(self, replace(call, implementation=self.implementation))  # type: ignore[no-any-return]
+        return form(self, replace(call, documents=(), implementation=self.implementation))  # type: ignore[no-any-return]
 
     def document_places(self) -> DocumentPlaces:
         """The places of this rank's tokens in their documents; an unbroken sequence is one."""
@@ -221,4 +221,7 @@ def _word(value: object, dim: int | None = None) -> str:
         return "+".join(_word(part, dim) for part in value)
     if isinstance(value, FeatureMap):
         return "+".join([type(value).__name__, *map(_word, value.tensors())])
+    if value is not None and not isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        # Words with an address would differ between processes.
+        raise TypeError(f"ranks cannot compare an argument of type {type(value).__name__}; list it in of_rank")
     return str(value).lower().replace(" ", "_")

@@ -15,7 +15,7 @@ from dist_attn.shipped.folder_files import read_json_object
 from dist_attn.shipped.generation_config import GenerationDefaults, read_generation_defaults
 from dist_attn.shipped.stored_tensors import StoredTensor, read_stored_tensors
 
-__all__ = ["SUPPORTED", "DownloadedModel", "LoadedSizes", "read_downloaded"]
+__all__ = ["SUPPORTED", "DownloadedModel", "LoadedSizes", "check_supported", "read_downloaded"]
 
 Accepted = dict[str, tuple[Any, ...]]
 """Options, each with the values that are bound; the default, which config.json need not name, is one of them."""
@@ -139,14 +139,7 @@ def read_downloaded(folder: Path) -> DownloadedModel:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in SUPPORTED:
         raise ModelFolderError(f"{path}: model_type is {kind!r}; supported are {', '.join(SUPPORTED)}")
-    inner = values.get("text_config")
-    text = inner if isinstance(inner, dict) else values
-    for each in (values,) if text is values else (values, text):
-        _check_options(path, COMMON | SUPPORTED[kind], each)
-        _check_layers(path, each)
-        for rope in (each.get("rope_scaling"), each.get("rope_parameters")):
-            _check_rope(path, rope)
-        _check_counts(path, kind, each)
+    text = check_supported(path, kind, values)
     _check_task(path, values.get("architectures"))
     dtype = _dtype(path, text) or _dtype(path, values)
     tensors = read_stored_tensors(folder)
@@ -164,7 +157,23 @@ def read_downloaded(folder: Path) -> DownloadedModel:
     )
 
 
-def _check_options(path: Path, accepted: Accepted, values: dict[str, Any]) -> None:
+def check_supported(path: Path | str, kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Check the options of a configuration of a supported type; return those of its text part.
+
+    Raises: ModelFolderError for an option that is not supported, by `path` and its name.
+    """
+    inner = values.get("text_config")
+    text = inner if isinstance(inner, dict) else values
+    for each in (values,) if text is values else (values, text):
+        _check_options(path, COMMON | SUPPORTED[kind], each)
+        _check_layers(path, each)
+        for rope in (each.get("rope_scaling"), each.get("rope_parameters")):
+            _check_rope(path, rope)
+        _check_counts(path, kind, each)
+    return text
+
+
+def _check_options(path: Path | str, accepted: Accepted, values: dict[str, Any]) -> None:
     for key, allowed in accepted.items():
         value = values.get(key)
         # True is no 1, and 0 no False: JSON tells them apart.
@@ -174,7 +183,7 @@ def _check_options(path: Path, accepted: Accepted, values: dict[str, Any]) -> No
             raise ModelFolderError(f"{path}: {key} is {said}, which is not supported; supported is {supported}")
 
 
-def _check_layers(path: Path, values: dict[str, Any]) -> None:
+def _check_layers(path: Path | str, values: dict[str, Any]) -> None:
     for key in ("layer_types", "layers_block_type", "block_types"):
         layers = values.get(key) or []
         if not isinstance(layers, list):
@@ -184,7 +193,7 @@ def _check_layers(path: Path, values: dict[str, Any]) -> None:
                 raise ModelFolderError(f"{path}: {key} has {layer!r}; supported are {', '.join(LAYER_TYPES)}")
 
 
-def _check_counts(path: Path, kind: str, values: dict[str, Any]) -> None:
+def _check_counts(path: Path | str, kind: str, values: dict[str, Any]) -> None:
     """Refuse counts that transformers takes but then divides by, makes no tensor of, or asks no expert for."""
     for key in COUNTS:
         if isinstance(values.get(key), int):
@@ -206,7 +215,7 @@ def _check_task(path: Path, names: Any) -> None:
             raise ModelFolderError(f"{path}: architectures has {name!r}; needed is a model that writes, For{WRITES[0]}")
 
 
-def _check_rope(path: Path, rope: Any) -> None:
+def _check_rope(path: Path | str, rope: Any) -> None:
     """Check rotary positions as older and newer files name them; newer ones may have an object per type of layer."""
     if not isinstance(rope, dict):
         return
@@ -244,7 +253,7 @@ def _sizes(path: Path, text: dict[str, Any], tensors: dict[str, StoredTensor]) -
     return _at_least_one(path, "vocab_size", vocab_size), _at_least_one(path, "hidden_size", hidden_size)
 
 
-def _at_least_one(path: Path, key: str, value: Any) -> int:
+def _at_least_one(path: Path | str, key: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelFolderError(f"{path}: {key} is {value!r}; needed is a whole number of at least 1")
     return value

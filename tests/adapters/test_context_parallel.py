@@ -1,8 +1,11 @@
 """Models of transformers over ranks: loss and every gradient are those of one process."""
 
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, BertConfig, BertLMHeadModel
 
 from dist_attn import context_parallel
+from dist_attn.adapters.binding import _FUNCTIONS
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.errors import ConfigError, InputError
+from dist_attn.errors import ConfigError, InputError, MismatchError
 from tests.support.foreign_models import TYPES, VOCABULARY, auto_class
 
 LENGTHS = (17, 0, 44)
@@ -189,6 +193,35 @@ def test_rows_of_other_lengths() -> None:
         assert_same(over_ranks(kind, [batch]), (loss.item(), gradients(model)))
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "llama", "mamba2"])
+def test_in_bfloat16(kind: str) -> None:
+    """Under autocast the loss over ranks is that of one process to rounding, and gradients are finite."""
+    model = made(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(input_ids=ids(), labels=ids(), use_cache=False).loss.item()
+    models = [made(kind) for _ in LENGTHS]
+
+    def on_rank(comm: Communicator) -> float:
+        parallel = context_parallel(models[comm.rank], comm)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = models[comm.rank](**parallel.shard({"input_ids": ids(), "labels": ids()}, LENGTHS)).loss
+        loss.backward()
+        assert all(bool(g.isfinite().all()) for g in gradients(models[comm.rank]).values())
+        return loss.item()
+
+    assert run_simulated(on_rank, len(LENGTHS), timeout_s=60.0) == pytest.approx([want] * 3, rel=2e-3)
+
+
+def test_ranks_with_other_batches_are_found_out() -> None:
+    """Ranks that were given other texts, as by a sampler that deals them out, are told in the first call."""
+
+    def on_rank(comm: Communicator) -> None:
+        context_parallel(made("llama"), comm).shard({"input_ids": ids() + comm.rank})
+
+    with pytest.raises(MismatchError, match="batch of the first call"):
+        run_simulated(on_rank, 2)
+
+
 def test_gradients_that_are_averaged() -> None:
     """For wrappers that average over ranks each rank's gradient is so many times its share; the loss stays."""
     models = [made("llama") for _ in range(2)]
@@ -227,6 +260,31 @@ def test_the_model_stays_itself(kind: str, tmp_path: Any) -> None:
     assert before == after
 
 
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_h1"])
+def test_fused_functions_do_not_go_round_the_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where mamba_ssm is installed, training asks a convolution and scan in one first; over ranks it has no answer."""
+    want, model = alone(kind), made(kind)
+    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name in ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"):
+            if hasattr(file, name):
+                monkeypatch.setattr(file, name, lambda *_, **__: torch.zeros(()))
+    assert_same(over_ranks(kind, [{"input_ids": ids(), "labels": ids()}]), want)
+
+
+PIECES = {  # of decode steps with transformers' own cache, which no pass has, or called by what is bound
+    "causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update",
+    "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_function_of_a_hub_is_bound_or_known(kind: str) -> None:
+    """What transformers may take from another package in the place of its own is bound, or never called in a pass."""
+    file = Path(sys.modules[type(made(kind)).__module__].__file__)
+    found = set(re.findall(r"@use_kernel_func_from_hub\w*\(.*?\)\n(?:@.*\n)*def (\w+)", file.read_text()))
+    assert found <= {*_FUNCTIONS, *PIECES}
+
+
 MASK = torch.ones(1, TOTAL, dtype=torch.int64)
 MASK[0, :3] = 0
 
@@ -238,7 +296,8 @@ MASK[0, :3] = 0
         ({"attention_mask": MASK}, "pad on the right"),
         ({"position_ids": torch.arange(TOTAL)[None] + 1}, "count up from 0"),
         ({"position_ids": torch.zeros(3, 1, TOTAL)}, r"position_ids has shape \[3, 1, 61\]"),
-        ({"cu_seq_lens_q": torch.tensor([0, 50])}, "ends at 50; the row has 61 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 50])}, "must begin at 0, never fall and end at 61"),
+        ({"cu_seq_lens_q": torch.tensor([0, 30, 20, 61])}, "never fall"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(batch: dict[str, Tensor], words: str) -> None:
@@ -259,10 +318,25 @@ def test_models_that_cannot_be_bound_are_refused() -> None:
             context_parallel(BertLMHeadModel(BertConfig(num_hidden_layers=1, is_decoder=True)), comm)
         with pytest.raises(ConfigError, match=r"attention_dropout is 0\.1"):
             context_parallel(made("llama", attention_dropout=0.1), comm)
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        with pytest.raises(ConfigError, match="dynamic"):
+            context_parallel(made("llama", rope_parameters=rope), comm)
         model = made("llama")
-        context_parallel(model, comm)
+        parallel = context_parallel(model, comm)
         with pytest.raises(InputError, match="shard"):
             model(input_ids=ids(), labels=ids())
+        with pytest.raises(InputError, match="with logits_to_keep beside"):
+            model(**parallel.shard({"input_ids": ids()}), logits_to_keep=5)
+        with pytest.raises(ConfigError, match="release"):
+            context_parallel(model, comm)
+        with parallel.carry(detach=False), pytest.raises(InputError, match="carry"):
+            parallel.shard({"input_ids": ids(), "position_ids": torch.arange(TOTAL)[None]})
+        model.activation_checkpointing_enable({"use_reentrant": True})
+        with parallel.carry(detach=False), pytest.raises(ConfigError, match="use_reentrant=False"):
+            model(**parallel.shard({"input_ids": ids()}))
+        experts = context_parallel(made("qwen3_next", output_router_logits=True), comm)
+        with pytest.raises(InputError, match="balance of experts"):
+            experts.shard({"input_ids": ids(), "attention_mask": MASK.flip(1)})
         with pytest.raises(ConfigError, match="type str was given"):
             context_parallel(made("llama"), "gloo")
 

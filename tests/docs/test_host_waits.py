@@ -66,7 +66,9 @@ ROWS = {
     "a transformers call with an attention mask or positions": {"hf.DistAttnModel._read", "hf._check_positions"},
     "a batch that is cut over ranks, `cu_seqlens`": {
         "ops.fla._run",
-        "adapters.context_parallel._check_mask",
+        "adapters.context_parallel.ContextParallel.shard",
+        "adapters.context_parallel._hides",
+        "adapters.context_parallel.ContextParallel.sum_gradients",
         "adapters.context_parallel._documents",
     },
     "what ranks agree on": {
