@@ -7,6 +7,7 @@ committed with full syncs after the files that they name. Several processes of o
 import asyncio
 import contextlib
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
@@ -25,6 +26,7 @@ T = TypeVar("T")
 CATALOGUE, SNAPSHOTS = "catalogue.sqlite", "snapshots"  # in the folder of a store
 BUSY_S = 20.0  # another process may hold the catalogue so long
 SCHEMA = "CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+PLACE = "place"  # the file with the name of a folder of blobs, beside it
 RESERVE = "-reserve"  # behind the name of a catalogue
 RESERVE_BYTES = 1 << 20  # of the disk, for the log of changes that make room when nothing else is left
 
@@ -215,6 +217,11 @@ class DiskBlobs(Blobs):
                     yield piece
                     at += len(piece)
 
+    async def has(self, name: str) -> bool:
+        """Return whether the file is there."""
+        with _refusals(f"blob {name} cannot be looked for"):
+            return await asyncio.to_thread(self._folder.path(name).is_file)
+
     async def delete(self, name: str) -> None:
         """Remove the file."""
         with _refusals(f"blob {name} cannot be deleted"):
@@ -225,6 +232,11 @@ class DiskBlobs(Blobs):
         with _refusals(f"{self._folder.place} cannot be read"):
             for name in await asyncio.to_thread(self._folder.names):
                 yield name
+
+    async def place(self) -> str:
+        """Read the name from a file beside the folder."""
+        with _refusals(f"{self._folder.place.parent} cannot be used"):
+            return await asyncio.to_thread(_name_in, self._folder.place.parent / PLACE)
 
     async def close(self) -> None:
         """Close nothing: no file stays open."""
@@ -269,3 +281,19 @@ def _make_reserve(file: Path) -> bool:
         file.unlink(missing_ok=True)
         return False
     return True
+
+
+def _name_in(file: Path) -> str:
+    """Read the name of a place, which is drawn when there is none yet; of two processes that do so one is faster."""
+    if not file.exists():
+        make_private(file.parent)
+        name = secrets.token_hex(16)
+        beside = file.with_name(name + WRITING)
+        with open(beside, "x", opener=private_opener) as drawn:
+            drawn.write(name)
+            drawn.flush()
+            os.fsync(drawn.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(beside, file)
+        beside.unlink()
+    return file.read_text()

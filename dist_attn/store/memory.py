@@ -1,6 +1,7 @@
 """The store in memory: for tests and for services that may forget; it keeps every promise but that of durability."""
 
 import asyncio
+import secrets
 from bisect import bisect_right, insort
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import TypeVar, final
@@ -73,6 +74,7 @@ class MemoryBlobs(Blobs):
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
+        self._place = secrets.token_hex(16)
 
     async def write(self, name: str, pieces: AsyncIterable[bytes]) -> None:
         """Keep the bytes."""
@@ -86,6 +88,10 @@ class MemoryBlobs(Blobs):
         for at in range(0, len(data), PIECE_BYTES):
             yield data[at : at + PIECE_BYTES]
 
+    async def has(self, name: str) -> bool:
+        """Return whether the bytes are kept."""
+        return name in self._blobs
+
     async def delete(self, name: str) -> None:
         """Forget the bytes."""
         self._blobs.pop(name, None)
@@ -94,6 +100,10 @@ class MemoryBlobs(Blobs):
         """Iterate over all names."""
         for name in list(self._blobs):
             yield name
+
+    async def place(self) -> str:
+        """The name of this object: no other process reaches it."""
+        return self._place
 
     async def close(self) -> None:
         """Close nothing: there is nothing to let go of."""

@@ -101,12 +101,23 @@ class Blobs(ABC):
         """
 
     @abstractmethod
+    async def has(self, name: str) -> bool:
+        """Return whether a blob is there. Raises: StorageError when that cannot be seen."""
+
+    @abstractmethod
     async def delete(self, name: str) -> None:
         """Remove a blob, if it is there."""
 
     @abstractmethod
     def names(self) -> AsyncIterator[str]:
         """The names of all blobs, and of what was left by writers that died."""
+
+    @abstractmethod
+    async def place(self) -> str:
+        """The random name of the place, by which processes see that it is the same; drawn when first asked for.
+
+        Raises: StorageError when it can be neither read nor written.
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -8,6 +8,7 @@ How durable it is, and what happens when memory ends, is Redis's own configurati
 import asyncio
 import contextlib
 import random
+import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -145,6 +146,11 @@ class RedisBlobs(Blobs):
                 for start in range(0, len(piece), PIECE_BYTES):
                     yield piece[start : start + PIECE_BYTES]
 
+    async def has(self, name: str) -> bool:
+        """Return whether the list is there."""
+        with _refusals():
+            return bool(await self._client.exists(self._names.blob(name)))
+
     async def delete(self, name: str) -> None:
         """Remove the list."""
         with _refusals():
@@ -155,6 +161,12 @@ class RedisBlobs(Blobs):
         with _refusals():
             async for key in self._client.scan_iter(match=self._names.blob("*"), count=500):
                 yield key.decode().rsplit(":", 1)[-1]
+
+    async def place(self) -> str:
+        """Read the name from a key beside the blobs."""
+        with _refusals():
+            await self._client.set(self._names.place, secrets.token_hex(16), nx=True)
+            return str((await self._client.get(self._names.place)).decode())
 
     async def close(self) -> None:
         """Close the connections."""
@@ -169,6 +181,7 @@ class _Names:
         self._root = f"{{{namespace}}}"
         self.version = f"{self._root}:version"
         self.keys = f"{self._root}:keys"
+        self.place = f"{self._root}:place"
 
     def record(self, key: str) -> str:
         return f"{self._root}:record:{key}"

@@ -10,7 +10,7 @@ from typing import cast, final
 from dist_attn.errors import ConflictError, QuotaError, StateDamagedError, StorageError
 from dist_attn.store.entries import SessionRecord, SnapshotInfo, SnapshotRecord, Usage
 from dist_attn.store.ledger import changed, name_in
-from dist_attn.store.ports import new_name, within
+from dist_attn.store.ports import born_at, new_name, within
 from dist_attn.store.state_ledger import Place, StateLedger
 from dist_attn.store.upkeep import Upkeep
 
@@ -58,12 +58,48 @@ class Snapshots:
                 raise StorageError("an empty snapshot was given; needed is at least one byte")
             return await self._settle(tag, name, digest.hexdigest(), size, spare)
 
-    async def adopt(self, tenant: str, blob: str, digest: str, size: int) -> SnapshotInfo:
+    async def adopt(self, tenant: str, blob: str, digest: str, size: int, *, spare: bool = False) -> SnapshotInfo:
         """Record bytes that lie in the place already as the blob of this name, as `put` would have.
 
-        Raises: QuotaError, StorageError.
+        Raises: QuotaError, StorageError; the bytes are deleted then.
         """
-        return await self._settle(self._place.tenant(tenant), blob, digest, size, spare=False)
+        return await self._settle(self._place.tenant(tenant), blob, digest, size, spare)
+
+    async def take_over(self, tenant: str, blob: str, digest: str, size: int, *, spare: bool = False) -> SnapshotInfo:
+        """Adopt bytes that another process has just written.
+
+        Raises: as `adopt`; StorageError also where they are not in this place.
+        """
+        place, limits = self._place, self._place.limits
+        if size > limits.snapshot_bytes:
+            await self.discard(blob)
+            raise StorageError(
+                f"a state has {size} bytes, and {limits.snapshot_bytes} is the limit of this store for one snapshot"
+            )
+        # Bytes that are older than `orphan_s` and have no record may be swept away by another process.
+        if place.clock() - born_at(blob) > limits.orphan_s / 2 or not await place.blobs.has(blob):
+            raise StorageError(
+                "a state that the engine has written is not in this store; give engine and API the same "
+                "store.address and store.blobs, and the same time"
+            )
+        return await self.adopt(tenant, blob, digest, size, spare=spare)
+
+    async def discard(self, blob: str) -> None:
+        """Delete bytes that another process has written, if any, and nobody adopts; upkeep does where this fails."""
+        if blob:
+            with contextlib.suppress(StorageError):
+                await self._place.blobs.delete(blob)
+
+    async def lend(self, tenant: str, name: str) -> SnapshotRecord:
+        """Hold a snapshot for `hold_s`, so that another process can read its blob, by the record that is returned.
+
+        Raises: UnknownStateError; StorageError.
+        """
+        try:
+            return await self._hold(tenant, name, self._place.limits.hold_s)
+        except StorageError:  # a full disk takes no note, and lets it be read all the same
+            tag = self._place.tenant(tenant)
+            return await self._place.change(lambda ledger: ledger.owned_snapshot(tag, name))
 
     async def _settle(self, tag: str, blob: str, digest: str, size: int, spare: bool) -> SnapshotInfo:
         """Record bytes that are written, or let go of them where they are kept already or there is no room."""
@@ -108,11 +144,7 @@ class Snapshots:
         Raises: UnknownStateError; StorageError when it cannot be read; StateDamagedError before the last piece when its
             bytes are gone or have changed.
         """
-        try:
-            record = await self._hold(tenant, name, self._place.limits.hold_s)
-        except StorageError:  # a full disk takes no note, and lets it be read all the same
-            tag = self._place.tenant(tenant)
-            record = await self._place.change(lambda ledger: ledger.owned_snapshot(tag, name))
+        record = await self.lend(tenant, name)
         async for piece in self._sound_pieces(name, record):
             yield piece
 

@@ -16,6 +16,7 @@ from dist_attn.errors import (
 )
 from dist_attn.store import Reached, Usage
 from dist_attn.store.entries import SessionRecord
+from dist_attn.store.ports import new_name
 from dist_attn.store.upkeep import Collected
 from tests.support.stores import kept, read, stream, written
 
@@ -398,3 +399,75 @@ def test_what_is_kept_is_there_after_opening_again(place):
         return [name async for name in store._place.blobs.names()]
 
     assert len(place.run(second)) == 1
+
+
+async def _written_elsewhere(store, data, now):
+    """The name, digest and size of bytes that another process has written."""
+    name = new_name(now)
+    await store._place.blobs.write(name, stream(data))
+    return name, hashlib.sha256(data).hexdigest(), len(data)
+
+
+def test_what_another_process_has_written_is_taken_over(place):
+    """It is as if it had been put: the same id, once for a caller; and it is lent by the name of its bytes."""
+
+    async def work(store):
+        blob = await _written_elsewhere(store, DATA, place.clock())
+        info = await store.snapshots.take_over("ann", *blob)
+        again = await store.snapshots.take_over("ann", *await _written_elsewhere(store, DATA, place.clock()))
+        assert info.id == again.id == await kept(store, "ann", DATA) and await read(store, "ann", info.id) == DATA
+        record = await store.snapshots.lend("ann", info.id)
+        assert (record.blob, record.digest, record.size) == blob
+        with pytest.raises(UnknownStateError):
+            await store.snapshots.lend("bob", info.id)
+        assert await store.snapshots.usage("ann") == Usage(len(DATA), 1)
+        return [name async for name in store._place.blobs.names()] == [blob[0]]
+
+    assert place.run(work)
+
+
+def test_what_cannot_be_taken_over_leaves_nothing(place):
+    """A state that is not here, too old to be kept from the sweep, too large, or over a quota is refused in words."""
+
+    async def work(store):
+        take_over = store.snapshots.take_over
+        elsewhere = (new_name(place.clock()), "00" * 32, 9)
+        with pytest.raises(StorageError, match="the same store"):
+            await take_over("ann", *elsewhere)
+        late = await _written_elsewhere(store, bytes(50), place.clock() - 11)
+        with pytest.raises(StorageError, match="the same time"):
+            await take_over("ann", *late)
+        await store.snapshots.discard(late[0])
+        with pytest.raises(StorageError, match="has 200 bytes, and 100 is the limit"):
+            await take_over("ann", *await _written_elsewhere(store, bytes(200), place.clock()))
+        with pytest.raises(QuotaError):
+            for fill in b"ab":
+                await take_over("ann", *await _written_elsewhere(store, bytes([fill]) * 80, place.clock()))
+        return len([name async for name in store._place.blobs.names()])
+
+    assert place.run(work, orphan_s=20.0, snapshot_bytes=100, tenant_bytes=150) == 1
+
+
+def test_what_nobody_takes_over_is_swept_away(place):
+    """A process that dies between the engine's write and its record leaves bytes, which go after a while."""
+
+    async def work(store):
+        blob = await _written_elsewhere(store, DATA, place.clock())
+        assert (await store.upkeep.repair()).orphans == 0 and await store._place.blobs.has(blob[0])
+        place.clock.now += 21
+        assert (await store.upkeep.repair()).orphans == 1
+        return await store._place.blobs.has(blob[0])
+
+    assert not place.run(work, orphan_s=20.0)
+
+
+def test_a_place_has_one_name(place):
+    """Whoever opens it learns the same name, which no sweep takes for a blob."""
+
+    async def work(store):
+        await store.upkeep.repair()
+        assert not [name async for name in store._place.blobs.names()]
+        return await store._place.blobs.place()
+
+    names = {place.run(work) for _ in range(3)}
+    assert len(names) == 1 and len(names.pop()) == 32
