@@ -102,6 +102,18 @@ def test_addresses_fit_together() -> None:
     assert "DIST_ATTN_STORE__ADDRESS" in SERVICES["api"]["environment"]
 
 
+def test_engine_and_api_have_one_store() -> None:
+    """The states of sessions lie in the API's volume, or in the Redis that it uses too; both networks lead there."""
+    api, engine = SERVICES["api"], SERVICES["engine"]
+    named, folder = engine["environment"]["DIST_ATTN_STORE__ADDRESS"].split(":-")
+    assert api["environment"]["DIST_ATTN_STORE__ADDRESS"].split(":-")[0] == named
+    assert "api-data:/data" in api["volumes"] and "--data-dir=/data" in api["command"]
+    assert folder == "/shared/states}" and "api-data:/shared" in engine["volumes"]
+    assert "state" in engine["networks"] and not SERVICES["encoder"]["environment"]
+    for image in ("engine", "engine-gpu"):
+        assert "/shared" in image_of(image).last("RUN")
+
+
 def test_the_engine_on_gpus_is_the_engine_with_devices() -> None:
     """It starts when it is asked for, has the host's GPUs and room for NCCL, and is else what the one on CPUs is."""
     cpu, gpu = SERVICES["engine"], SERVICES["engine-gpu"]

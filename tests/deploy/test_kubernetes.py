@@ -220,6 +220,7 @@ def test_disks_are_as_large_as_what_may_lie_there() -> None:
 def test_replicas_share_sessions_files_and_jobs() -> None:
     """States and catalogues are in Redis, each in a database of its own, bytes in the folders of the API for them."""
     api = settings_of("api")
+    assert settings_of("engine").store.address == api.store.address  # states go between them by name
     addresses = [api.store.address, api.files.catalogue, api.jobs.address]
     (port,) = find("Service", "redis")["spec"]["ports"]
     assert addresses == [f"redis://redis:{port['port']}/{number}" for number in range(3)]
@@ -229,7 +230,7 @@ def test_replicas_share_sessions_files_and_jobs() -> None:
 
 
 def test_redis_keeps_what_it_is_given() -> None:
-    """It logs to a volume, throws nothing away, has room for the store's bytes, and is reached by the API alone."""
+    """It logs to a volume, throws nothing away, has room for the store's bytes, and API and engine alone reach it."""
     only, (claim,) = container("redis"), ALL_WORKLOADS["redis"]["spec"]["volumeClaimTemplates"]
     words = dict(pairwise(only["args"]))
     assert (words["--appendonly"], words["--maxmemory-policy"], words["--dir"]) == ("yes", "noeviction", "/data")
@@ -242,10 +243,10 @@ def test_redis_keeps_what_it_is_given() -> None:
         selector = find(kind, "redis")["spec"]["selector"]
         assert selector.get("matchLabels", selector) == labels
     policy = find("NetworkPolicy", "redis")["spec"]
-    ((peer,),) = [rule["from"] for rule in policy["ingress"]]
-    assert (
-        peer["podSelector"]["matchLabels"].items() <= WORKLOADS["api"]["spec"]["template"]["metadata"]["labels"].items()
-    )
+    (rule,) = policy["ingress"]
+    for peer, name in zip(rule["from"], ("api", "engine"), strict=True):
+        labels = WORKLOADS[name]["spec"]["template"]["metadata"]["labels"]
+        assert peer["podSelector"]["matchLabels"].items() <= labels.items()
     assert policy["egress"] == []
 
 
@@ -273,7 +274,7 @@ def test_services_autoscaler_and_budgets_point_at_the_workloads() -> None:
 
 @pytest.mark.parametrize("name", ["engine", "encoder"])
 def test_only_the_api_reaches_an_engine(name: str) -> None:
-    """Nothing is open that a policy does not name; an engine hears the API alone, and reaches nobody."""
+    """Nothing is open that a policy does not name; an engine hears the API alone, and reaches no more than states."""
     everybody, engine, api = (find("NetworkPolicy", which)["spec"] for which in ("nobody", name, "api"))
     assert everybody == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     api_pods = WORKLOADS["api"]["spec"]["template"]["metadata"]["labels"]
@@ -281,6 +282,7 @@ def test_only_the_api_reaches_an_engine(name: str) -> None:
     (peer,) = rule["from"]
     assert peer["podSelector"]["matchLabels"].items() <= api_pods.items()
     assert rule["ports"] == [{"protocol": "TCP", "port": container(name)["ports"][0]["containerPort"]}]
-    assert engine["egress"] == []
+    ports = [port["port"] for rule in engine["egress"] for port in rule["ports"]]
+    assert ports == ([] if name == "encoder" else [6379, 53, 53])  # Redis, and the resolver of its name
     assert engine["podSelector"] in [peer.get("podSelector") for rule in api["egress"] for peer in rule["to"]]
     assert api["ingress"][0]["ports"] == [{"protocol": "TCP", "port": container("api")["ports"][0]["containerPort"]}]
