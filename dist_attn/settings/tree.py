@@ -260,7 +260,9 @@ class EngineSettings(RankTerms):
     max_active: Number = Field(default=128, description="requests that have a state in the ranks at once")
     tokens_deadline_s: Seconds = Field(default=600.0, description="for the next tokens of a request")
     ready_deadline_s: Seconds = Field(default=120.0, description="of a new request for ranks that are not ready")
-    reader_deadline_s: Seconds = Field(default=120.0, description="for an API process that does not read")
+    reader_deadline_s: Seconds = Field(
+        default=120.0, description="for an API process that does not read, and for a store that is slow with a state"
+    )
     heartbeat_deadline_s: Seconds = Field(default=4.0, description="a rank without a sign of life for so long is lost")
     stall_limit_s: Seconds = Field(default=20.0, description="a rank that makes no progress in a step is lost then")
     drain_s: float = Field(
@@ -306,7 +308,10 @@ class StoreSettings(Section):
     `states` of data_dir.
     """
 
-    address: str = Field(default="", description="a folder, redis://HOST:PORT/DB, or memory:; empty: a folder of ours")
+    address: str = Field(
+        default="",
+        description="a folder, redis://HOST:PORT/DB, or memory:; empty: a folder of ours. The same for the engine",
+    )
     blobs: str = Field(default="", description="such an address for the states alone; empty: with their catalogue")
     snapshot_bytes: Bytes = Field(default=1 * GIB, description="one state")
     store_bytes: Bytes = Field(default=64 * GIB, description="all states of all callers")
