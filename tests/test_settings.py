@@ -178,7 +178,8 @@ def test_the_encoders_controller_is_on_this_host(tmp_path: Path) -> None:
         "minilm-stream", 2, "float32", str(Path("d/encoder")),
     )  # fmt: skip
     assert (own.agents, own.local_agent, own.rank_address, own.api_address) == (1, True, "", "")
-    others = ("model", "ranks", "weights", "data_dir", "agents", "local_agent", "rank_address", "api_address")
+    assert own.store_address == shared.store_address == str(Path("d/states"))
+    others = ("model", "ranks", "weights", "data_dir", "agents", "local_agent", "rank_address", "api_address", "store")
     assert own.model_dump(exclude=set(others)) == shared.model_dump(exclude=set(others))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from dist_attn.control.agent import run_agent
 from dist_attn.control.server import run_controller
 from dist_attn.control.settings import ControlSettings
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, MissingExtraError, StorageError
 from dist_attn.log_lines import configure_logs
 
 RUNNERS = {"controller": run_controller, "agent": run_agent}
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     configure_logs(name, settings.log_level, settings.log_format, model=Path(settings.model).name)
     try:
         return RUNNERS[name](settings)
-    except ConfigError as error:
+    except (ConfigError, MissingExtraError, StorageError) as error:
         print(f"python -m dist_attn.control {name}: {error}", file=sys.stderr)
         return 2
 

@@ -298,6 +298,7 @@ class Controller:
             lost_groups=self._lost_groups,
             replayed_tokens=self._replayed_tokens,
             manifest=model.manifest if model else None,
+            store=self._keeper.place,
             state_bytes=model.state_bytes if model else None,
             token_bytes=model.token_bytes if model else 0,
         )

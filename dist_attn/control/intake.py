@@ -19,8 +19,6 @@ from dist_attn.wire.messages import (
     Failed,
     FinishDrawing,
     OpenWork,
-    StateCredit,
-    StatePiece,
     Tokens,
 )
 from dist_attn.wire.rank_messages import LoadedModel
@@ -55,10 +53,10 @@ class Intake:
                 self._open(peer, message)
             case Tokens():
                 self._take_tokens(peer, message)
-            case StatePiece() | StateCredit() | FinishDrawing():
+            case FinishDrawing(drawn=drawn):
                 request = self._requests.find(peer, message.request_id)
-                if request is not None and request.has_states:
-                    self._states.receive(request, message)
+                if request is not None:
+                    self._states.finish_drawing(request, drawn)
             case Cancel(request_id=request_id):
                 request = self._requests.find(peer, request_id)
                 if request is not None:
@@ -160,8 +158,6 @@ class Intake:
         elif not reading.final and reading.received < reading.credit and now - reading.heard_at > patience_s:
             text = f"no tokens came for {patience_s:g} s; send the request again"
             self._requests.fail(request, Code.BODY_TIMEOUT, text)
-        else:
-            self._states.tick(request)
 
     # ---- the end -------------------------------------------------------------------------------
 

@@ -1,13 +1,9 @@
-"""The place of one request's state: on the ranks, on its way here, in the controller's files, or on its way out."""
+"""The place of one request's state: on the ranks, on its way from the store, in a file of the controller, or stored."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from dist_attn.wire.messages import StatePiece
 from dist_attn.wire.rank_messages import SavedState
-from dist_attn.wire.snapshot import SnapshotParser
-
-WINDOW_BYTES = 8 << 20
 
 
 @dataclass
@@ -58,74 +54,6 @@ class Saves:
 
 
 @dataclass
-class Arrival:
-    """The state that a request begins with, as far as its bytes have come."""
-
-    num_bytes: int
-    parser: SnapshotParser
-    credit: int = 0
-    received: int = 0
-
-    def due(self, piece: StatePiece) -> bool:
-        """Return whether the piece follows what has come, as far as credit was given."""
-        return piece.start == self.received and piece.start + len(piece.data) <= self.credit
-
-    def feed(self, piece: StatePiece) -> None:
-        """Take the piece.
-
-        Raises: WireError, StateMismatchError for bytes of something else than a snapshot.
-        """
-        self.parser.feed(piece.data)
-        self.received += len(piece.data)
-
-    def grant(self) -> int | None:
-        """Return the byte up to which the state may come now; None while that is not worth a message."""
-        upto = min(self.num_bytes, self.received + WINDOW_BYTES)
-        if upto <= self.credit or (upto < self.num_bytes and upto - self.credit < WINDOW_BYTES // 2):
-            return None
-        self.credit = upto
-        return upto
-
-
-@dataclass
-class Offers:
-    """States that wait to be fetched, in order; the first one has been announced."""
-
-    waiting: deque[SavedState] = field(default_factory=deque)
-    position: int = -1  # of the newest: what is saved again after a loss is not offered again
-    since: float = 0.0  # when the reader last took something, or had nothing to take
-    credit: int = 0  # bytes of the first one
-    sent: int = 0
-
-    def add(self, saved: SavedState) -> bool:
-        """Add a state; true if it is the first, and must be announced."""
-        self.position = saved.position
-        self.waiting.append(saved)
-        return len(self.waiting) == 1
-
-    def announce(self, now: float) -> SavedState:
-        """Note that the first state is announced now, and return it."""
-        self.since, self.credit, self.sent = now, 0, 0
-        return self.waiting[0]
-
-    def grant(self, position: int, upto: int, now: float) -> SavedState | None:
-        """Let the reader take more of the first state; None if that stands at another position."""
-        if not self.waiting or self.waiting[0].position != position:
-            return None
-        self.since = now
-        self.credit = min(max(self.credit, upto), self.waiting[0].num_bytes)
-        return self.waiting[0]
-
-    def advance(self, count: int) -> None:
-        """Count bytes of the first state that were sent."""
-        self.sent += count
-
-    def pop(self) -> None:
-        """Remove the first state, which has been fetched or is given up."""
-        self.waiting.popleft()
-
-
-@dataclass
 class Keeping:
     """The state of one request. Times are monotonic seconds; pairs are tokens read and drawn."""
 
@@ -140,17 +68,27 @@ class Keeping:
     ranks_done: bool = False  # the ranks have no more to do: what is left is to hand states out
     saved: SavedState | None = None  # the state that work is done again from; None: the empty one
     saves: Saves = field(default_factory=Saves)
-    arrival: Arrival | None = None
-    offers: Offers = field(default_factory=Offers)
+    fetching: bool = False  # the state to begin with is on its way from the store
+    storing: deque[SavedState] = field(default_factory=deque)  # states to hand out; the first is being stored
+    handed_out: int = -1  # position of the newest of all of these: one that is saved again after a loss does not count
 
-    def expect(self, num_bytes: int, max_bytes: int) -> Arrival:
-        """Begin to receive the state that the request begins with."""
-        self.arrival = Arrival(num_bytes, SnapshotParser(max_bytes=max_bytes))
-        return self.arrival
+    def fetch(self) -> None:
+        """Note that the state to begin with is on its way."""
+        self.fetching = True
 
     def keep(self, saved: SavedState) -> None:
         """Note the last saved state: it came to begin with, or a rank has saved it."""
-        self.arrival, self.saved = None, saved
+        self.fetching, self.saved = False, saved
+
+    def hand_out(self, saved: SavedState) -> bool:
+        """Note a state that is to be stored; true if no other one is being stored now."""
+        self.handed_out = saved.position
+        self.storing.append(saved)
+        return len(self.storing) == 1
+
+    def stored(self) -> SavedState:
+        """Take the state that has been stored, or could not be."""
+        return self.storing.popleft()
 
     def open(self, tokens: int, now: float) -> None:
         """Note that the ranks, or the one that draws for it, begin with the request."""
@@ -180,9 +118,10 @@ class Keeping:
         self.ranks_done = True
         return self.close()
 
-    def ask_no_more(self) -> None:
-        """Hand out no further states."""
+    def hand_out_no_more(self) -> None:
+        """Hand out no further states, and none of those that wait."""
         self.states_at = ()
+        self.storing.clear()
 
     def rewind(self, here: tuple[int, int]) -> None:
         """Go back to the last saved state, after `here` tokens read and drawn."""

@@ -11,7 +11,7 @@ from typing import Any, Self, final
 
 from dist_attn.control.processes import PrivateFolder
 from dist_attn.control.ranks import child_environment
-from dist_attn.control.settings import ControlSettings
+from dist_attn.control.settings import STORE_VARIABLE, ControlSettings
 from dist_attn.errors import EngineError
 
 LISTEN_DEADLINE_S = 60.0
@@ -102,9 +102,13 @@ def start_engines(controllers: Sequence[ControlSettings]) -> Iterator[list[Engin
 
 def _start_controller(settings: ControlSettings) -> subprocess.Popen[bytes]:
     """Start a controller, and wait until it listens."""
-    command = [sys.executable, "-m", "dist_attn.control", "controller", *settings.to_flags()]
+    flags = settings.replace(store="").to_flags()
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True
+        [sys.executable, "-m", "dist_attn.control", "controller", *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={**child_environment(), STORE_VARIABLE: settings.store},
+        start_new_session=True,
     )
     try:
         _wait_until_listening(process)

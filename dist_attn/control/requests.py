@@ -16,7 +16,7 @@ from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn.wire.rank_messages import SavedState
 from dist_attn.wire.specs import Terms
 
-MOST_OFFERS = 2  # states that wait to be fetched; with more of them a session rests
+MOST_STORING = 2  # states on their way to the store; with more of them a session rests
 ROW_BYTES_PER_BLOCK = 8 << 20  # so that the rows of a step stay below the size of a message
 
 
@@ -273,7 +273,7 @@ def view_of(request: Request, cutting: Cutting, blocked: bool) -> RequestView:
     ready = reading.prefilled and drawing.may_ask
     if request.is_session:
         waits = not request.is_restored or drawing.rewinding or keeping.ranks_done
-        rests = waits or len(keeping.offers.waiting) > MOST_OFFERS
+        rests = waits or len(keeping.storing) > MOST_STORING
         owner = drawing.logits_rank if ready and drawing.owner is None else drawing.owner
         blocked = blocked or rests
         return dataclasses.replace(view, blocked=blocked, home=request.number, ready=ready, owner=owner)

@@ -19,6 +19,7 @@ from dist_attn.control.processes import PrivateFolder, held, remove_left_over
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
+from dist_attn.control.store_workers import StoreWorkers
 from dist_attn.errors import ConfigError, WireError
 from dist_attn.log_lines import say
 from dist_attn.rank_link.tether import parent_is_gone
@@ -84,14 +85,13 @@ def _serve(settings: ControlSettings, rank_address: str) -> int:
             admit_listed(context, listed),
             Router(context, settings.api_address, api_keys) as api,
             Router(context, rank_address, agent_keys) as engine,
+            contextlib.closing(StoreWorkers(settings.store_address, settings.reader_deadline_s)) as store,
         ):
-            states = StateFiles(Path(settings.data_dir) / DataFolder.STATES)
-            try:
-                server = _Server(settings, rank_address, api, engine, states)
+            folder = Path(settings.data_dir) / DataFolder.STATES
+            with contextlib.closing(StateFiles(folder, store)) as states:
+                server = _Server(settings, rank_address, api, engine, states, store)
                 say(f"dist-attn controller (pid {os.getpid()}) listens on {settings.api_address}")
                 return server.run()
-            finally:
-                states.close()
     finally:
         context.term()
         for address in (settings.api_address, rank_address):
@@ -113,12 +113,19 @@ def local_address(address: str) -> str:
 
 class _Server:
     def __init__(
-        self, settings: ControlSettings, rank_address: str, api: Router, engine: Router, states: StateFiles
+        self,
+        settings: ControlSettings,
+        rank_address: str,
+        api: Router,
+        engine: Router,
+        states: StateFiles,
+        store: StoreWorkers,
     ) -> None:
         self._settings = settings
         self._rank_address = rank_address
         self._api = api
         self._engine = engine
+        self._store = store
         self._controller = Controller(settings, api.send, engine.send, states, secrets.token_hex(8))
         self._agent: subprocess.Popen[bytes] | None = None
         self._agent_due = 0.0
@@ -180,7 +187,7 @@ class _Server:
             self._agent_due = now + AGENT_RESTART_S
         if now >= self._agent_due:
             address = local_address(self._rank_address)
-            settings = self._settings.replace(rank_address=address, parent=os.getpid())
+            settings = self._settings.replace(rank_address=address, parent=os.getpid(), store="")
             command = [sys.executable, "-m", "dist_attn.control", "agent", *settings.to_flags()]
             self._agent_started = now
             self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
@@ -191,7 +198,7 @@ class _Server:
 
     def _turn(self, timeout_s: float) -> None:
         """Wait for messages, take them in, and act."""
-        zmq.select([self._api.socket, self._engine.socket], [], [], timeout_s)
+        zmq.select([self._api.socket, self._engine.socket, self._store], [], [], timeout_s)
         for socket, take in ((self._engine, self._controller.on_engine), (self._api, self._controller.on_api)):
             for _ in range(MESSAGES_PER_TURN):
                 received = socket.receive()
@@ -204,6 +211,7 @@ class _Server:
                         self._controller.on_unreadable(peer, message, time.monotonic())
                     continue
                 take(peer, message, time.monotonic())
+        self._store.take_results()
         self._controller.tick(time.monotonic())
 
     def _finish(self) -> None:

@@ -19,6 +19,7 @@ from dist_attn.wire.choices import LogLevel
 from dist_attn.wire.curve import check_exposure
 from dist_attn.wire.sockets import check_address
 
+STORE_VARIABLE = "DIST_ATTN_STORE__BLOBS"  # of a controller that we start: no password stands in a command line
 AGENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
@@ -36,6 +37,11 @@ class ControlSettings(FlagSettings, EngineSettings):
 
     model: str = Field(description="model folder")
     data_dir: str = Field(default="data", description="where states are kept while requests run")
+    store: str = Field(
+        default="",
+        repr=False,
+        description="the address of stored states, as the API's store.blobs or store.address; empty: in data_dir",
+    )
     log_level: LogLevel = Field(default="info", description="the least severe lines that are logged")
     log_format: LogFormat = Field(default="auto", description="auto: words on a terminal, JSON lines elsewhere")
     parent: int = Field(
@@ -76,6 +82,11 @@ class ControlSettings(FlagSettings, EngineSettings):
         return self
 
     @property
+    def store_address(self) -> str:
+        """The address of the blobs of stored states."""
+        return self.store or str(Path(self.data_dir) / DataFolder.STATES)
+
+    @property
     def starts_by(self) -> Literal["direct", "mpiexec"]:
         """The starter of the ranks: each host's agent one by one, or MPI's launcher."""
         return "mpiexec" if self.backend == "mpi" and self.ranks > 1 else "direct"
@@ -97,6 +108,7 @@ class ControlSettings(FlagSettings, EngineSettings):
         Raises: ModelFolderError for a model that is neither a folder nor the name of one that ships; ConfigError.
         """
         shared = {"data_dir": str(tree.data_dir), "log_level": tree.log_level, "log_format": tree.log_format}
+        shared["store"] = tree.store.blobs or tree.store.address
         if tree.model and "model" not in own:
             own["model"] = str(resolve_model_folder(tree.model))
         return cls(**{**dict(tree.engine), **shared, **own})
@@ -110,6 +122,7 @@ class ControlSettings(FlagSettings, EngineSettings):
         own = tree.encoder
         here: dict[str, Any] = {"agents": 1, "local_agent": True, "rank_address": "", "weights_over_ranks": False}
         here["data_dir"] = str(tree.data_dir / DataFolder.ENCODER)
+        here["store"] = tree.store.blobs or tree.store.address or str(tree.data_dir / DataFolder.STATES)
         model = str(resolve_model_folder(own.model))
         ranks = tree.engine.ranks if own.ranks is None else own.ranks
         return cls.of(tree, model=model, ranks=ranks, weights=own.weights, api_address=own.api_address, **here)
@@ -121,7 +134,7 @@ class ControlSettings(FlagSettings, EngineSettings):
         """Read the settings of a start: flags over `environment`, both over the file that --config or it names.
 
         A process that another of ours has started (it is told `parent`) has all it needs in its flags, and nothing
-        else counts. Exits with code 2 and a message on stderr if the values do not fit.
+        else counts but STORE_VARIABLE. Exits with code 2 and a message on stderr if the values do not fit.
         """
         usage = f"{program} --api-address ipc://PATH --model FOLDER [more flags; see --help]"
         parser = cls.parser(program, usage, "`dist-attn config show` lists the settings that flags come over.")
@@ -130,7 +143,7 @@ class ControlSettings(FlagSettings, EngineSettings):
         file = flags.pop("config", None)
         try:
             if "parent" in flags:
-                return cls(**flags)
+                return cls(**{"store": (environment or {}).get(STORE_VARIABLE, ""), **flags})
             return cls.of(read_settings(file, environment=environment or {}).settings, **flags)
         except InputError as error:
             parser.error(str(error))

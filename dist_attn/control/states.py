@@ -1,31 +1,33 @@
-"""The saved states of open requests: asks the ranks for them, decides which count, and hands them to the API.
+"""The saved states of open requests: asks the ranks for them, decides which count, and stores those for the API.
 
 A state is saved after so many tokens or draws, or so much time, in case ranks are lost, and where the API asked for it.
-The state that a request begins with arrives in pieces as far as credit was given; each is checked and written to a
-file, so it is never whole in memory. States that the ranks have saved go out the same way, one after the other.
+The state that a request begins with is copied from the store and checked; a state that the ranks have saved for the API
+is written there, and the API is told once it is durable: the states of a request one after the other.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import final
 
-from dist_attn.control.keeping import Arrival
+import structlog
+
 from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Request
 from dist_attn.control.scheduler import RequestView
 from dist_attn.control.settings import ControlSettings
-from dist_attn.control.state_files import StateFiles
-from dist_attn.errors import StateMismatchError, WireError
+from dist_attn.control.state_files import StateFiles, StoredBlob
+from dist_attn.errors import DistAttnError, StateDamagedError, StateMismatchError, StorageError, WireError
 from dist_attn.wire.manifest import report_restore, require_same_model
-from dist_attn.wire.messages import BeginState, Checkpoint, FinishDrawing, Restored, StateCredit, StatePiece
+from dist_attn.wire.messages import Checkpoint, Restored
 from dist_attn.wire.rank_messages import SavedState
-from dist_attn.wire.snapshot import largest_snapshot
+from dist_attn.wire.snapshot import SnapshotHeader, largest_snapshot
 from dist_attn.wire.specs import tokens_with_room
 from dist_attn_api.errors import Code
 
-PIECE_BYTES = 1 << 20
 FINISH_LAG = 64  # draws that a reader may be behind when it finds that it has had enough
 SAVED_BYTES_PER_S = 16 << 20  # of all requests together, where time alone asks for it
+
+log = structlog.get_logger("dist_attn.control")
 
 
 @final
@@ -36,8 +38,6 @@ class States:
         self._requests = requests
         self._keeper = keeper
         self._lag = min(FINISH_LAG, settings.save_draws)
-        self._patience_s = settings.tokens_deadline_s
-        self._reader_patience_s = settings.reader_deadline_s
         self._save_draws, self._save_s = settings.save_draws, settings.save_s
         self._ranks, self._state_bytes = settings.ranks, settings.state_bytes
         self.save_tokens = settings.save_tokens * settings.ranks
@@ -46,7 +46,7 @@ class States:
     # ---- from the API --------------------------------------------------------------------------
 
     def expect(self, request: Request) -> bool:
-        """Let the state that a request begins with come, once the model is known; true if its tokens may come now."""
+        """Fetch the state that a request begins with, once the model is known; true if its tokens may come then."""
         model, begin, keeping = self._requests.model, request.work.begin, request.keeping
         if model is None or not request.has_states:
             return not request.has_states
@@ -54,7 +54,7 @@ class States:
             text = "sessions are not offered by this model: it has no state of a text that could be stored"
             self._requests.fail(request, Code.INVALID_VALUE, text)
             return False
-        if begin is None or keeping.arrival is not None or keeping.saved is not None:
+        if begin is None or keeping.fetching or keeping.saved is not None:
             return True
         limit = largest_snapshot(model.state_bytes_at(begin.position), model.vocab_size)
         if not 0 < begin.num_bytes <= limit:
@@ -64,27 +64,15 @@ class States:
             )
             self._requests.fail(request, Code.INVALID_STATE, text)
             return False
-        self._grant(request, begin, keeping.expect(begin.num_bytes, limit))
+        keeping.fetch()
+        self._keeper.fetch(request.number, begin, limit, lambda header: self._begin(request.number, header))
         return True
 
-    def receive(self, request: Request, message: StatePiece | StateCredit | FinishDrawing) -> None:
-        """Take a message about the states of a request."""
-        request.reading.hear(self._requests.now)
-        match message:
-            case StatePiece():
-                if self._take_piece(request, message):
-                    self._requests.grant(request)
-                    self.settle(request)
-            case StateCredit():
-                self._take_credit(request, message)
-                self.settle(request)
-            case FinishDrawing(drawn=drawn) if request.is_session:
-                self._finish_drawing(request, drawn)
-
-    def _finish_drawing(self, request: Request, drawn: int) -> None:
+    def finish_drawing(self, request: Request, drawn: int) -> None:
         """End a session's drawing after its first `drawn` tokens, or at its last saved state where that is further."""
         drawing = request.drawing
-        if request.keeping.ranks_done or not drawing.finish_after(drawn):
+        request.reading.hear(self._requests.now)
+        if not request.is_session or request.keeping.ranks_done or not drawing.finish_after(drawn):
             return
         if drawing.rewinding:
             self.rewind_if_due(request)
@@ -100,36 +88,31 @@ class States:
         request.rewind()
         self.settle(request)
 
-    def _take_piece(self, request: Request, piece: StatePiece) -> bool:
-        """Take a piece; true when the state is whole now, and belongs to this model."""
-        arrival, begin = request.keeping.arrival, request.work.begin
-        if arrival is None or begin is None or not arrival.due(piece):
-            text = f"bytes [{piece.start}, {piece.start + len(piece.data)}) of a state came that were not due"
-            self._requests.fail(request, Code.INVALID_VALUE, text)
-            return False
-        try:
-            arrival.feed(piece)
-            if not self._keeper.begin(request.number, piece.start, piece.data):
-                raise OSError
-            if arrival.received < begin.num_bytes:
-                self._grant(request, begin, arrival)
-                return False
-            self._restore(request, begin, arrival)
-        except StateMismatchError as error:
-            self._requests.fail(request, Code.STATE_MISMATCH, str(error))
-        except WireError as error:
-            self._requests.fail(request, Code.INVALID_STATE, str(error))
-        except OSError:
-            self._requests.fail(request, Code.ENGINE_FAILED, "the state could not be written to the controller's disk")
-        return request.is_restored
+    # ---- from and to the store -----------------------------------------------------------------
 
-    def _restore(self, request: Request, begin: BeginState, arrival: Arrival) -> None:
-        """Check the state that has come whole, and begin the request with it.
+    def _begin(self, number: int, fetched: SnapshotHeader | Exception) -> None:
+        """Begin the request with the state that is here now, if it belongs to this model."""
+        request = self._requests.get(number)
+        if request is None:
+            self._keeper.drop(number)
+            return
+        try:
+            if isinstance(fetched, Exception):
+                raise fetched
+            self._restore(request, fetched)
+        except (DistAttnError, OSError) as error:
+            self._requests.fail(request, _code_of(error), f"{error}")
+        else:
+            self._requests.grant(request)
+            self.settle(request)
+
+    def _restore(self, request: Request, header: SnapshotHeader) -> None:
+        """Check the state that was fetched, and begin the request with it.
 
         Raises: WireError, StateMismatchError, OSError.
         """
-        header, model = arrival.parser.finish().header, self._requests.model
-        assert model is not None and model.manifest is not None
+        begin, model = request.work.begin, self._requests.model
+        assert begin is not None and model is not None and model.manifest is not None
         require_same_model(header.manifest.model, model.manifest.model)
         if header.position != begin.position:
             raise WireError(f"the state stands at {header.position}, and {begin.position} was announced")
@@ -139,70 +122,47 @@ class States:
         if not request.is_session and not report.bit_exact:
             raise StateMismatchError(f"a completion goes on only from a state that changes no bit: {report.reason}")
         if not self._keeper.begun(request.number):
-            raise OSError
+            raise OSError("the state could not be kept on the controller's disk")
         request.keeping.keep(SavedState(request.number, header.position, 0, begin.num_bytes, snapshot=True))
         self._requests.post(request.peer, Restored(request.request_id, report))
 
-    def _grant(self, request: Request, begin: BeginState, arrival: Arrival) -> None:
-        upto = arrival.grant()
-        if upto is not None:
-            self._requests.post(request.peer, StateCredit(request.request_id, begin.position, upto))
-
-    # ---- to the API ----------------------------------------------------------------------------
-
-    def _offer(self, request: Request) -> None:
-        """Hand out the request's last saved state, unless that was done before a loss."""
-        saved, offers = request.keeping.saved, request.keeping.offers
+    def _hand_out(self, request: Request) -> None:
+        """Store the request's last saved state for the API, unless that was done before a loss."""
+        saved, keeping = request.keeping.saved, request.keeping
         assert saved is not None
-        if saved.position <= offers.position:
+        if saved.position <= keeping.handed_out:
             return
-        if not self._keeper.offer(request.number, saved.ordinal):
+        if not self._keeper.hold(request.number, saved.ordinal):
             if request.is_session:  # a completion does without it
                 self._requests.fail(
                     request, Code.ENGINE_FAILED, "a state could not be written to the controller's disk"
                 )
+        elif keeping.hand_out(saved):
+            self._store(request.number, saved)
+
+    def _store(self, number: int, saved: SavedState) -> None:
+        self._keeper.put(number, saved.ordinal, lambda stored: self._announce(number, stored))
+
+    def _announce(self, number: int, stored: StoredBlob | Exception) -> None:
+        """Tell the API of a state that is in the store, or that it could not be stored; then store the next one."""
+        request = self._requests.get(number)
+        if request is None:
+            if isinstance(stored, StoredBlob):
+                self._keeper.discard(stored.name)
             return
-        if offers.add(saved):
-            self._announce(request)
-
-    def _announce(self, request: Request) -> None:
-        saved = request.keeping.offers.announce(self._requests.now)
-        checkpoint = Checkpoint(request.request_id, saved.position, saved.draws, saved.num_bytes)
-        self._requests.post(request.peer, checkpoint)
-
-    def _give_up(self, request: Request) -> None:
-        """Hand out no more states of a completion."""
-        while request.keeping.offers.waiting:
-            self._end_offer(request)
-        request.keeping.ask_no_more()
-
-    def _take_credit(self, request: Request, credit: StateCredit) -> None:
-        """Send the reader of the announced state as much more as its credit allows."""
-        offers = request.keeping.offers
-        saved = offers.grant(credit.position, credit.upto, self._requests.now)
-        if saved is None:
-            return
-        while offers.sent < offers.credit:
-            count = min(PIECE_BYTES, offers.credit - offers.sent)
-            data = self._keeper.offered(request.number, saved.ordinal, offers.sent, count)
-            if len(data) != count and not request.is_session:
-                self._give_up(request)
-                return
-            if len(data) != count:
-                self._requests.fail(request, Code.ENGINE_FAILED, "a saved state cannot be read any more")
-                return
-            piece = StatePiece(request.request_id, credit.position, offers.sent, data)
-            offers.advance(count)
-            self._requests.post(request.peer, piece)
-        if offers.sent == saved.num_bytes:
-            self._end_offer(request)
-            if offers.waiting:
-                self._announce(request)
-
-    def _end_offer(self, request: Request) -> None:
-        offers = request.keeping.offers
-        self._keeper.end_offer(request.number, offers.waiting[0].ordinal)
-        offers.pop()
+        keeping, error = request.keeping, ""
+        saved, blob = keeping.stored(), ("", "", 0)
+        if isinstance(stored, StoredBlob):
+            blob = stored
+        else:
+            error = f"the state at {saved.position} was not stored: {stored}"
+            log.warning(error, request=request.request_id)
+            if not request.is_session:
+                keeping.hand_out_no_more()
+        self._requests.post(request.peer, Checkpoint(request.request_id, saved.position, saved.draws, *blob, error))
+        if keeping.storing:
+            self._store(number, keeping.storing[0])
+        self.settle(request)
 
     # ---- to the ranks --------------------------------------------------------------------------
 
@@ -311,7 +271,7 @@ class States:
             if self._keeper.commit(request.number, saved.ordinal):
                 request.commit(saved)
                 if request.hands_out(saved):
-                    self._offer(request)
+                    self._hand_out(request)
         request.end_swap()
         if keeping.swapping_out and not keeping.saves.pending:
             text = "it made room for others, and its state could not be kept: see that the controller's disk has room"
@@ -335,28 +295,28 @@ class States:
         """Note that the last token was drawn and sent."""
         if request.is_session:
             self.commit(request)
-        elif request.keeping.states_at:
+        elif request.work.keep.at:
             self._leave_ranks(request)
             self.settle(request)
         else:
             self._requests.remove(request, "done")
 
     def settle(self, request: Request) -> None:
-        """End a request whose last state is here, once all that it is to hand out has been fetched."""
+        """End a request whose last state is here, once all that it is to hand out has been stored."""
         if self._requests.get(request.number) is None:
             return
         keeping = request.keeping
         if not request.is_session:
-            if keeping.ranks_done and not keeping.saves.pending and not keeping.offers.waiting:
+            if keeping.ranks_done and not keeping.saves.pending and not keeping.storing:
                 self._requests.end(request)
             return
         if not request.is_at_its_end:
             return
         if not keeping.ranks_done:
             self._leave_ranks(request)
-            self._offer(request)
+            self._hand_out(request)
             self._requests.post_rows(request, request.reading.last_rows())
-        if not keeping.offers.waiting and self._requests.get(request.number) is not None:
+        if not keeping.storing and self._requests.get(request.number) is not None:
             self._requests.end(request)
 
     def _leave_ranks(self, request: Request) -> None:
@@ -373,16 +333,16 @@ class States:
             if request.keeping.ranks_done:
                 self.settle(request)
 
-    def tick(self, request: Request) -> None:
-        """Notice a state that stopped coming, and one that is not fetched: a completion does without it."""
-        now, keeping = self._requests.now, request.keeping
-        if keeping.arrival is not None and now - request.reading.heard_at > self._patience_s:
-            text = f"nothing came of the state to begin with for {self._patience_s:g} s"
-            self._requests.fail(request, Code.BODY_TIMEOUT, text)
-        elif keeping.offers.waiting and now - keeping.offers.since > self._reader_patience_s:
-            if not request.is_session:
-                self._give_up(request)
-                self.settle(request)
-                return
-            text = f"a state of the session was not fetched for {self._reader_patience_s:g} s"
-            self._requests.fail(request, Code.BODY_TIMEOUT, text)
+
+def _code_of(error: Exception) -> Code:
+    """The code of a request that cannot begin with its state."""
+    match error:
+        case StateMismatchError():
+            return Code.STATE_MISMATCH
+        case WireError():
+            return Code.INVALID_STATE
+        case StateDamagedError():
+            return Code.STATE_DAMAGED
+        case StorageError() | TimeoutError():
+            return Code.STORAGE_FAILED
+    return Code.ENGINE_FAILED

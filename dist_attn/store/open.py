@@ -4,6 +4,7 @@ An address is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`. Thi
 Records and blobs have an address each, which may be the same.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, final
 
-from dist_attn.errors import CatalogueDamagedError, ConfigError
+from dist_attn.errors import CatalogueDamagedError, ConfigError, StorageError
 from dist_attn.store.disk import CATALOGUE, SNAPSHOTS, DiskBlobs, DiskRecords, has_records
 from dist_attn.store.entries import StoreLimits, Usage
 from dist_attn.store.ledger import unknown_beside
@@ -99,6 +100,8 @@ class StateStore:
     def __init__(self, place: Place) -> None:
         self._place = place
         self.limits = place.limits
+        self.place = ""
+        """The name of the place of the states; "" where a full disk could not take one."""
         self.upkeep = Upkeep(place)
         self.snapshots = Snapshots(place, self.upkeep)
         self.sessions = Sessions(place)
@@ -164,6 +167,8 @@ async def open_store(address: str, limits: StoreLimits | None = None, *, blobs: 
         if number := await unknown_beside(records, count):
             raise _without_catalogue(address, blobs, number)
         store = await StateStore.over(records, states, limits)
+        with contextlib.suppress(StorageError):
+            store.place = await states.place()
         opened.pop_all()
     return store
 

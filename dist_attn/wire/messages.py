@@ -2,16 +2,15 @@
 
 Who speaks to whom:
 
-    API -> controller   : OpenWork, StatePiece of the state to begin with, Tokens, FinishDrawing, Cancel,
-                          StateCredit for the states that come back; GetStatus
-    controller -> API   : Accepted, StateCredit, Restored, Credit, Progress, Rows, Generated, Checkpoint and its
-                          StatePieces, Done or Failed; Status
+    API -> controller   : OpenWork, Tokens, FinishDrawing, Cancel; GetStatus
+    controller -> API   : Accepted, Restored, Credit, Progress, Rows, Generated, Checkpoint, Done or Failed; Status
     controller <-> rank : what rank_messages.py lists
     controller <-> agent: what agent_messages.py lists
 
 Token payloads are raw little-endian int32, vectors raw little-endian float32: a message is decoded
 without copying numbers one by one, and its size is checked against the declared counts. A stored state is a file of the
-format of snapshot.py: its bytes travel in order, in pieces, as far as the receiver has given credit.
+format of snapshot.py, in the store that API and controller share: messages carry the name of its blob, its SHA-256 in
+hex and its size.
 """
 
 import zlib
@@ -31,16 +30,21 @@ from dist_attn.wire.specs import RowSpec as RowSpec
 from dist_attn.wire.specs import SamplingSpec as SamplingSpec
 from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
 
-PROTOCOL_REVISION = 11  # raised where a message comes to mean something else with the same fields
+PROTOCOL_REVISION = 12  # raised where a message comes to mean something else with the same fields
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
 
 
+Hex = Annotated[str, Meta(pattern="^[0-9a-f]*$", max_length=64)]
+
+
 class BeginState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stored state that a request begins with: it stands after `position` tokens and has `num_bytes` bytes."""
+    """The stored state that a request begins with: it stands after `position` tokens, and its bytes are a blob."""
 
     position: Count
+    blob: Hex
+    digest: Hex
     num_bytes: Count
 
 
@@ -57,10 +61,10 @@ class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OpenWork(Message, frozen=True):
     """Open a request: from a stored state or the empty one, read tokens, of which `rows` asks for vectors, then `draw`.
 
-    The tokens follow in `Tokens` messages as far as `Credit` allows; with `begin` the state comes first, and positions
-    count from the beginning of its text. What is kept at the `end` is a session: it stands after all drawn tokens.
-    States of a prompt (`keep.at`) may be fetched after the last drawn token too, and `Done` says that there are no
-    more; one that could not be kept is left out.
+    The tokens follow in `Tokens` messages as far as `Credit` allows; with `begin` the state is read first, and
+    positions count from the beginning of its text. What is kept at the `end` is a session: it stands after all drawn
+    tokens. States of a prompt (`keep.at`) may come after the last drawn token too, and `Done` says that there are no
+    more.
     """
 
     request_id: Name
@@ -94,23 +98,6 @@ class Cancel(Message, frozen=True):
     """Stop the request wherever it is: queued, prefilling or decoding."""
 
     request_id: Name
-
-
-class StatePiece(Message, frozen=True):
-    """Bytes [start, start + n) of the stored state at `position`."""
-
-    request_id: Name
-    position: Count
-    start: Count
-    data: bytes
-
-
-class StateCredit(Message, frozen=True):
-    """The receiver of the stored state at `position` takes its bytes up to (not including) `upto`."""
-
-    request_id: Name
-    position: Count
-    upto: Count
 
 
 class FinishDrawing(Message, frozen=True):
@@ -176,15 +163,18 @@ class Restored(Message, frozen=True):
 
 
 class Checkpoint(Message, frozen=True):
-    """The state after `position` tokens, `drawn` of which this request has drawn, can be fetched by credit.
+    """The state after `position` tokens, `drawn` of which this request has drawn, lies in the store, durably.
 
-    The next one is announced when all bytes of this one have been sent.
+    The API records it as a caller's, or deletes it. Where it could not be written, `error` says why.
     """
 
     request_id: Name
     position: Count
     drawn: Count
-    num_bytes: Count
+    blob: Hex = ""
+    digest: Hex = ""
+    num_bytes: Count = 0
+    error: str = ""
 
 
 class Done(Message, frozen=True):
@@ -245,11 +235,12 @@ class Status(Message, frozen=True):
     lost_groups: int = 0
     replayed_tokens: int = 0  # prefilled or drawn a second time after a loss
     manifest: Manifest | None = None  # of the states of sessions; None where they cannot be stored
+    store: Hex = ""  # the name of the place of their blobs, once it is known
     state_bytes: Count | None = None  # of one text before any token, and what each token adds at most
     token_bytes: Count = 0
 
 
-FromApi = OpenWork | Tokens | Cancel | GetStatus | StatePiece | StateCredit | FinishDrawing
+FromApi = OpenWork | Tokens | Cancel | GetStatus | FinishDrawing
 ToApi = Accepted | Credit | Rows | Generated | Progress | Restored | Checkpoint | Done | Failed | Status
 AnyMessage = FromApi | ToApi | FromRank | ToRank | FromAgent | ToAgent
 

@@ -211,7 +211,7 @@ def _contexts(
         model = ServedModel.read(of_model.model, of_model.served_model_name)
         found = fitted(load_tokeniser(of_model.model), of_model.model, model.vocab_size)
         tokeniser = ThreadTokeniser(found, threads, of_model.piece_bytes, model=model.id, log=log)
-        watch = EngineWatch(engine, model, of_model)
+        watch = EngineWatch(engine, model, of_model, store.place)
         context = ServiceContext(of_model, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
         contexts.append(context)
     twice = set(contexts[0].model.ids).intersection(*(other.model.ids for other in contexts[1:]))

@@ -169,7 +169,7 @@ def test_status_tells_what_the_engine_is(client, engine):
 
 def test_what_cannot_be_read_ends_its_request_alone(client):
     """Whether it opens a request or belongs to an open one: the sender hears of it at once, and others go on."""
-    client.send(open_session("new", BeginState(1 << 60, 100)))
+    client.send(open_session("new", BeginState(1 << 60, "00", "00", 100)))
     client.open_encoding("open")
     client.open_encoding("other")
     client.send(Tokens("open", 1 << 60, b"", False))

@@ -136,7 +136,7 @@ def test_the_same_id_of_two_api_processes_are_two_requests(side):
         (OpenWork("a", rows=RowSpec(), draw=SamplingSpec(1)), "either the rows of an encoding or"),
         (OpenWork("a", draw=SamplingSpec(1), keep=Keep(512)), "kept of sessions only"),
         (OpenWork("a", rows=RowSpec(), keep=Keep(at=(512,))), "begins with no stored state and keeps none"),
-        (OpenWork("a", BeginState(512, 9), RowSpec()), "begins with no stored state and keeps none"),
+        (OpenWork("a", BeginState(512, "", "", 9), RowSpec()), "begins with no stored state and keeps none"),
         (OpenWork("a", keep=Keep(at=(512,), end=True)), "of a prompt are kept of completions only"),
     ],
 )

@@ -18,7 +18,6 @@ from tests.support.simulated_engine import (
     GRID,
     MANIFEST,
     RANKS,
-    SETTINGS,
     Asker,
     Engine,
     disturb,
@@ -32,7 +31,6 @@ class Reader(Asker):
     """The API's side of one completion; what it is given are all tokens of its prompt."""
 
     draws: int = 3
-    piece: int = 1 << 40
     states_at: tuple[int, ...] = ()
     spec: SamplingSpec | None = None
     prompt: np.ndarray = field(init=False)
@@ -102,18 +100,32 @@ def test_a_prompt_that_ends_one_token_behind_the_grid_uses_all_of_the_state():
     nothing_is_left(engine)
 
 
-def test_states_that_nobody_fetches_do_not_hold_the_text_up():
-    """The text comes to its end; the states wait for a while, and then the request ends without them."""
+def test_a_store_that_is_slow_does_not_hold_the_text_up(monkeypatch):
+    """The text comes to its end; the request stays open until all of its states are stored."""
     engine = Engine()
-    reader = Reader(engine, "a", prompt(3 * GRID + 5), states_at=(GRID, 2 * GRID, 3 * GRID), idle=True).open()
-    for _ in range(20):
-        reader.listen()
-        engine.turn()
-        engine.work_off()
-    assert reader.drawn == drawn_after(int(reader.prompt[-1]), 3) and not reader.done
-    engine.now += SETTINGS.reader_deadline_s + 1
+    reader = Reader(engine, "a", prompt(3 * GRID + 5), states_at=(GRID, 2 * GRID, 3 * GRID)).open()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.states, "take_results", lambda: None)
+        for _ in range(20):
+            reader.listen()
+            engine.turn()
+            engine.work_off()
+    assert reader.drawn == drawn_after(int(reader.prompt[-1]), 3) and not reader.done and not reader.states
     run_to_the_end(engine, [reader])
-    assert reader.done and reader.failed is None
+    reader.check()
+    assert sorted(reader.states) == [GRID, 2 * GRID, 3 * GRID]
+    nothing_is_left(engine)
+
+
+def test_a_store_that_is_full_does_not_hold_the_text_up():
+    """The text comes to its end without states; the first that could not be stored is told, no other is tried."""
+    engine = Engine()
+    engine.states.full = True
+    reader = Reader(engine, "a", prompt(3 * GRID + 5), states_at=(GRID, 2 * GRID, 3 * GRID)).open()
+    run_to_the_end(engine, [reader])
+    reader.check()
+    assert not reader.states and [state.position for state in reader.unstored] == [GRID]
+    assert "the store is full" in reader.unstored[0].error
     nothing_is_left(engine)
 
 

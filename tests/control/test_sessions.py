@@ -1,6 +1,5 @@
 """Stored sessions at the controller: states in, tokens, draws, states out; ranks are lost meanwhile, bits stay."""
 
-import itertools
 import random
 from dataclasses import dataclass
 
@@ -10,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_attn.control import keeping
-from dist_attn.wire.messages import FinishDrawing, Generated, Rows, RowSpec, Tokens
-from dist_attn.wire.rank_messages import PrefillOp, SavedState
+from dist_attn.wire.messages import Cancel, FinishDrawing, Generated, Rows, RowSpec, Tokens
+from dist_attn.wire.rank_messages import PrefillOp
 from dist_attn.wire.specs import LONGEST_TEXT
 from tests.control.test_replay import check, open_all
 from tests.support.examples import examples
@@ -21,7 +19,6 @@ from tests.support.opening import open_session
 from tests.support.simulated_engine import (
     GRID,
     MANIFEST,
-    SETTINGS,
     Asker,
     Engine,
     disturb,
@@ -246,77 +243,58 @@ def test_no_text_goes_beyond_the_last_position(left, tokens, draws):
     nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("piece", [10, 64, 1000])
-def test_a_state_larger_than_the_window_comes_as_credit_is_given(piece, monkeypatch):
-    """Only so many bytes may be under way; each half that has come gives credit for as much, to the end."""
-    monkeypatch.setattr(keeping, "WINDOW_BYTES", 64)
-    engine = Engine()
-    client = Client(engine, "s", np.arange(20), 700, draws=3)
-    client.piece = piece
-    client.open()
-    run_to_the_end(engine, [client])
-    client.check()
-    size = len(client.stored)
-    assert client.granted[0] == 64 and client.granted[-1] == size > 2 * 64
-    assert all(32 <= more - upto <= 64 or more == size for upto, more in itertools.pairwise(client.granted))
-    nothing_is_left(engine)
+def test_a_state_that_is_not_there_as_it_was_stored_ends_its_request():
+    """Bytes that are gone, or others than the digest says, are told as damage, and nothing is left behind."""
+    for blobs in ({}, {"0" * 41 + "1": b"other bytes"}):
+        engine = Engine()
+        client = Client(engine, "s", np.arange(20), 700).open()
+        engine.states.blobs = blobs
+        run_to_the_end(engine, [client])
+        assert client.failed.code == "state_damaged" and "the state at 700 is damaged" in client.failed.message
+        nothing_is_left(engine)
 
 
-def test_a_state_that_stops_coming_ends_its_request():
-    """The patience with a state begins anew with each piece; half-way to its end it is over as before the first."""
-    patience = SETTINGS.tokens_deadline_s
-    engine = Engine()
-    engine.turn()
-    client = Client(engine, "s", np.arange(20), 700)
-    client.piece, client.withheld = 100, 50
-    client.open()
-    never = Client(engine, "n", np.arange(20), 700)
-    never.open()
-    client.listen()
-    for _ in range(2):  # another piece, just in time
-        engine.now += patience - 2.0
-        engine.turn()
-        client.listen()
-        assert not client.ended
-        client.withheld -= 10
-        client.give(len(client.stored))
-    never.listen()
-    assert never.failed.code == "body_timeout"
-    engine.now += patience
-    engine.turn()
-    client.listen()
-    assert client.failed.code == "body_timeout" and "of the state to begin with" in client.failed.message
-    nothing_is_left(engine)
-
-
-def test_credit_for_another_state_than_the_one_announced_counts_for_nothing():
-    """Neither before there is one nor for another position does credit move bytes or the reader's deadline."""
-    offers = keeping.Offers()
-    assert offers.grant(700, 64, 9.0) is None
-    saved = SavedState(1, 700, 0, 100, snapshot=True)
-    offers.add(saved)
-    offers.announce(5.0)
-    assert offers.grant(701, 64, 9.0) is None
-    assert (offers.credit, offers.since) == (0, 5.0)
-    assert offers.grant(700, 64, 9.0) == saved
-    assert (offers.credit, offers.since) == (64, 9.0)
-
-
-def test_a_state_that_nobody_fetches_ends_the_session():
-    """A reader that takes nothing has a deadline, rests the session meanwhile, and leaves nothing behind."""
+def test_a_session_whose_store_is_slow_rests(monkeypatch):
+    """Not more states wait to be stored than a few; the session goes on with the store, and they come in order."""
     engine = Engine()
     client = Client(engine, "s", np.arange(60_000) % 900, every=1024).open()
-    client.piece = 0
-    for _ in range(40):
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.states, "take_results", lambda: None)
+        for _ in range(40):
+            client.listen()
+            engine.turn()
+            engine.work_off()
+    assert 2 < len(engine.states.held) <= 12 and not client.states
+    run_to_the_end(engine, [client])
+    client.check()
+    nothing_is_left(engine)
+
+
+def test_a_state_that_cannot_be_stored_is_told_and_the_session_goes_on():
+    """It is for the API to say what a state is worth: the text is read to its end, and later states are tried."""
+    engine = Engine()
+    engine.states.full = True
+    client = Client(engine, "s", np.arange(2500) % 900, every=1024).open()
+    run_to_the_end(engine, [client])
+    assert client.failed is None and not client.states
+    assert [state.position for state in client.unstored] == [1024, 2048, 2500]
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_state_of_a_request_that_has_ended_leaves_nothing_in_the_store(stored):
+    """Who cancels is told of no state, and a blob that was written meanwhile is deleted."""
+    engine = Engine()
+    engine.states.full = not stored
+    client = Client(engine, "s", np.arange(2000) % 900, every=1024).open()
+    while not engine.states.held:
         client.listen()
         engine.turn()
         engine.work_off()
-    assert len(engine.states.offers) <= 12
-    engine.now += SETTINGS.reader_deadline_s
-    engine.turn()
-    client.listen()
-    assert client.failed.code == "body_timeout" and "fetched" in client.failed.message
+    assert len(engine.states.blobs) == stored  # it is written, and that was not heard of yet
+    engine.api(Cancel("s"))
     nothing_is_left(engine)
+    assert not engine.states.blobs
 
 
 def test_a_session_without_anything_is_refused():

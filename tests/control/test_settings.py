@@ -4,10 +4,11 @@ import tempfile
 
 import pytest
 
+from dist_attn.control import launch
 from dist_attn.control.launch import start_engine
 from dist_attn.control.processes import GroupMark
 from dist_attn.control.ranks import launch_command
-from dist_attn.control.settings import ControlSettings
+from dist_attn.control.settings import STORE_VARIABLE, ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.shipped import resolve_model_folder
@@ -146,3 +147,23 @@ def test_the_precision_of_weights_reaches_the_ranks(weights):
     start = StartGroup(1, "", [HostShare("", 1)], 0, "direct", {"backend": "local", "weights": settings.weights})
     command = launch_command(settings, start, GroupMark("", 1, "a"))
     assert RankSettings.from_flags(command[command.index("dist_attn.rank") + 1 :]).weights == weights
+
+
+def test_a_password_of_the_store_stands_in_no_command_line(monkeypatch):
+    """A controller that is started is told the address by its environment, and reads it there; nothing else is read."""
+    started = []
+
+    def popen(command, *, env, **_):
+        started.append((command, env))
+        raise ConfigError("not started")
+
+    monkeypatch.setattr(launch.subprocess, "Popen", popen)
+    store = "redis://:secret@host:6379/0"
+    with pytest.raises(ConfigError, match="not started"):
+        start_engine(**GIVEN, store=store)
+    ((command, environment),) = started
+    assert not any("secret" in word for word in command) and environment[STORE_VARIABLE] == store
+    flags = command[command.index("controller") + 1 :]
+    settings = ControlSettings.from_flags(flags, "x", {**environment, "DIST_ATTN_ENGINE__RANKS": "7"})
+    assert (settings.store_address, settings.ranks) == (store, 1) and "secret" not in repr(settings)
+    assert ControlSettings.from_flags(flags, "x", {}).store_address == "data/states"

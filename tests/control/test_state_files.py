@@ -1,17 +1,38 @@
 """Keepers of states: a state is there whole or not at all, and the last one stays until the next is whole."""
 
+import asyncio
+import hashlib
+import select
+import time
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from dist_attn.control.state_files import PREFIX, StateFiles
+from dist_attn.control.store_workers import StoreWorkers
+from dist_attn.errors import StateDamagedError, StorageError, WireError
+from dist_attn.store.disk import DiskBlobs
+from dist_attn.wire.messages import BeginState
+from tests.support.fake_rank import fake_snapshot
 from tests.support.states import MemoryStates
 
 
 @pytest.fixture(params=["files", "memory"])
 def keeper(request, tmp_path):
     """Each kind of keeper, without states."""
-    return StateFiles(tmp_path) if request.param == "files" else MemoryStates()
+    if request.param == "memory":
+        yield MemoryStates()
+    else:
+        with _files(tmp_path) as files:
+            yield files
+
+
+@contextmanager
+def _files(folder, store="store", deadline_s=60.0):
+    """Files in a folder, and a store beside them."""
+    with closing(StoreWorkers(str(folder / store), deadline_s)) as workers:
+        yield StateFiles(folder, workers)
 
 
 def _commit(keeper, request, ordinal, num_bytes):
@@ -87,7 +108,7 @@ def test_a_dropped_session_leaves_nothing(keeper, tmp_path):
     keeper.drop(1)
     assert not _commit(keeper, 1, 1, 1)
     assert _commit(keeper, 11, 0, 1)
-    assert len(list(tmp_path.glob("*/*"))) == isinstance(keeper, StateFiles)
+    assert len(list(tmp_path.glob(f"{PREFIX}*/*"))) == isinstance(keeper, StateFiles)
 
 
 def test_what_killed_controllers_left_is_removed(tmp_path):
@@ -95,48 +116,125 @@ def test_what_killed_controllers_left_is_removed(tmp_path):
     gone, other = tmp_path / f"{PREFIX}abc", tmp_path / "other"
     for folder in (gone, other):
         folder.mkdir()
-    living = StateFiles(tmp_path)
-    kept = StateFiles(tmp_path)
-    assert not gone.exists() and living.folder.exists() and other.exists()
-    kept.close()
-    assert not kept.folder.exists() and living.folder.exists()
+    with _files(tmp_path) as living, _files(tmp_path) as kept:
+        assert not gone.exists() and living.folder.exists() and other.exists()
+        kept.close()
+        assert not kept.folder.exists() and living.folder.exists()
 
 
 def test_a_folder_that_cannot_be_written_keeps_no_state(tmp_path):
     """Where nothing can be written, no state is kept, and nothing else goes wrong."""
-    kept = StateFiles(tmp_path)
-    kept.close()
-    kept.append(1, 0, 0, b"ab")
-    assert not _commit(kept, 1, 0, 2)
-    assert not Path(kept.folder).exists()
+    with _files(tmp_path) as kept:
+        kept.close()
+        kept.append(1, 0, 0, b"ab")
+        assert not _commit(kept, 1, 0, 2)
+        assert not Path(kept.folder).exists()
 
 
 def test_a_state_that_cannot_be_read_ends_nothing(tmp_path):
     """A file that somebody has removed gives no parts, so its ranks refuse the state; the controller goes on."""
-    kept = StateFiles(tmp_path)
-    kept.append(1, 0, 0, b"ab")
-    assert _commit(kept, 1, 0, 2)
-    kept.close()
-    assert list(kept.parts(1)) == []
+    with _files(tmp_path) as kept:
+        kept.append(1, 0, 0, b"ab")
+        assert _commit(kept, 1, 0, 2)
+        kept.close()
+        assert list(kept.parts(1)) == []
 
 
-def test_a_state_to_begin_with_comes_in_pieces_and_survives_a_loss(keeper):
-    """What an API process sends is no part of what the ranks lose, and becomes the request's state when it is whole."""
-    assert keeper.begin(1, 0, b"ab")
+def _heard(keeper, begin):
+    """What `begin` comes to, which gets a function for its result."""
+    came = []
+    begin(came.append)
+    deadline = time.monotonic() + 60
+    while not came:
+        assert time.monotonic() < deadline
+        if isinstance(keeper, MemoryStates):
+            keeper.take_results()
+        else:
+            select.select([keeper._store], [], [], 1)
+            keeper._store.take_results()
+    return came[0]
+
+
+def _stored(keeper, data, request=1, ordinal=1):
+    """The blob of a state that a rank has saved."""
+    keeper.append(request, ordinal, 0, data)
+    assert _commit(keeper, request, ordinal, len(data)) and keeper.hold(request, ordinal)
+    return _heard(keeper, lambda then: keeper.put(request, ordinal, then))
+
+
+def _fetched(keeper, position, blob, request=2, max_bytes=1 << 20):
+    """The header of a state that a request begins with, or the error."""
+    return _heard(keeper, lambda then: keeper.fetch(request, BeginState(position, *blob), max_bytes, then))
+
+
+def test_a_stored_state_is_begun_with_and_survives_a_loss(keeper):
+    """A state that is written under a name is read by it; what comes from the store is no part of what ranks lose."""
+    data = fake_snapshot(700, 3)
+    blob = _stored(keeper, data)
+    assert (blob.digest, blob.num_bytes) == (hashlib.sha256(data).hexdigest(), len(data))
+    keeper.drop(1)
+    assert _fetched(keeper, 700, blob).position == 700
     keeper.forget_unfinished()
-    assert keeper.begin(1, 2, b"cd") and keeper.begun(1)
-    assert b"".join(keeper.parts(1)) == b"abcd"
+    assert keeper.begun(2) and b"".join(keeper.parts(2)) == data
 
 
 def test_a_state_that_is_handed_out_stays_while_others_follow(keeper, tmp_path):
-    """Its bytes are those that it had when it was offered, until it is not needed any more."""
-    for ordinal, data in ((1, b"abc"), (2, b"xyz")):
+    """Its bytes are those that it had when it was held, whenever they are written to the store."""
+    states = [fake_snapshot(position, 3) for position in (1, 2)]
+    for ordinal, data in enumerate(states):
         keeper.append(1, ordinal, 0, data)
-        assert _commit(keeper, 1, ordinal, 3)
-        assert keeper.offer(1, ordinal)
+        assert _commit(keeper, 1, ordinal, len(data)) and keeper.hold(1, ordinal)
     keeper.forget_unfinished()
-    assert [keeper.offered(1, 1, start, 2) for start in (0, 2)] == [b"ab", b"c"]
-    keeper.end_offer(1, 1)
-    assert keeper.offered(1, 2, 0, 3) == b"xyz"
+    blobs = [_heard(keeper, lambda then, ordinal=ordinal: keeper.put(1, ordinal, then)) for ordinal in (0, 1)]
+    assert [blob.digest for blob in blobs] == [hashlib.sha256(data).hexdigest() for data in states]
     keeper.drop(1)
-    assert not list(tmp_path.glob("*/*"))
+    assert not list(tmp_path.glob(f"{PREFIX}*/*"))
+
+
+@pytest.mark.parametrize("spoilt", ["gone", "longer", "changed", "no snapshot", "too large"])
+def test_a_state_that_is_none_is_refused(tmp_path, spoilt):
+    """Bytes that are not those that were stored are damaged; those that were stored are still checked as a snapshot."""
+    with _files(tmp_path) as keeper:
+        blob = _stored(keeper, b"no snapshot" if spoilt == "no snapshot" else fake_snapshot(700, 3))
+        (file,) = (tmp_path / "store").glob(f"snapshots/*/{blob.name}")
+        match spoilt:
+            case "gone":
+                file.unlink()
+            case "longer":
+                file.write_bytes(file.read_bytes() + bytes(1 << 21))
+            case "changed":
+                file.write_bytes(file.read_bytes()[:-1] + b"?")
+        error = _fetched(keeper, 700, blob, max_bytes=1 if spoilt == "too large" else 1 << 20)
+    assert isinstance(error, WireError if spoilt in ("no snapshot", "too large") else StateDamagedError), error
+
+
+def test_a_store_that_takes_nothing_says_why(tmp_path):
+    """A state that cannot be written there stays with the controller; the reason is told."""
+    (tmp_path / "store").write_bytes(b"")  # no folder can be made there
+    with _files(tmp_path) as keeper:
+        error = _stored(keeper, b"ab")
+        assert isinstance(error, StorageError) and "could not be written" in str(error)
+        assert b"".join(keeper.parts(1)) == b"ab"
+
+
+def test_a_store_that_does_not_answer_has_a_deadline(tmp_path, monkeypatch):
+    """What takes longer is given up, and its place goes to others."""
+
+    async def hang(*_):
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(DiskBlobs, "write", hang)
+    with _files(tmp_path, deadline_s=0.05) as keeper:
+        for ordinal in range(20):
+            error = _stored(keeper, b"ab", ordinal=ordinal)
+            assert isinstance(error, StorageError) and "over 0.05 s" in str(error)
+
+
+def test_a_store_is_known_by_a_name(tmp_path):
+    """All that use a place learn the same name of it, whoever comes first; another place has another one."""
+    with _files(tmp_path) as one, _files(tmp_path) as two, _files(tmp_path, "other") as other:
+        for keeper in (one, two, other):
+            while not keeper.place:
+                select.select([keeper._store], [], [], 1)
+                keeper._store.take_results()
+        assert one.place == two.place != other.place

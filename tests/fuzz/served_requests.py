@@ -39,7 +39,6 @@ caller_files = 1000000
 caller_bytes = 1000000000000
 all_bytes = 1000000000000
 [store]
-address = "memory:"
 tenant_sessions = 1000000
 """
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"

@@ -1,17 +1,18 @@
 """One request's work in the engine: what comes of it is handed on in order, and what does not fit ends it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
-from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.base.errors import Code, EngineFailure
 from dist_attn_service.engine.port import OpenStreams
 from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.messages import (
     AnyMessage,
+    Cancel,
     Checkpoint,
     Credit,
     Done,
@@ -20,8 +21,6 @@ from dist_attn.wire.messages import (
     Rows,
     RowSpec,
     SamplingSpec,
-    StateCredit,
-    StatePiece,
     Tokens,
 )
 from tests.support.begun import begin_completion, begin_encoding, begin_session
@@ -94,29 +93,25 @@ def test_what_nobody_asked_for_is_an_error() -> None:
     run(encoding, answers, use)
 
 
-def test_a_state_is_taken_whole_before_anything_else_comes() -> None:
-    """Who does not want the bytes of a state does not keep the engine waiting, and the end follows the last state."""
-    data, at = bytes(range(200)), []
+def test_a_state_is_recorded_before_anything_else_comes() -> None:
+    """The end follows the last state."""
+    at = []
 
     def answers(name: str, message: AnyMessage) -> list[AnyMessage]:
-        match message:
-            case Tokens(final=True):
-                return [Checkpoint(name, 5, 0, len(data))]
-            case StateCredit(upto=upto):
-                assert upto == len(data)
-                return [StatePiece(name, 5, 0, data), Done(name, 5, 0, 0)]
-        return []
+        ended = isinstance(message, Tokens) and message.final
+        return [Checkpoint(name, 5, 0, "00", "00", 200), Done(name, 5, 0, 0)] if ended else []
 
     async def use(stream: EngineStream) -> None:
-        async def on_state(position: int, _: AsyncIterator[bytes]) -> None:
-            at.append((position, engine.ends_at(position)))
+        async def on_state(state: Checkpoint) -> None:
+            at.append((state.position, state.blob, engine.ends_at(state.position)))
+            assert engine.kept is None
 
         engine = EngineRun(stream, on_state=on_state)
         await engine.work(TOKENS)
         assert engine.kept == 5
 
     run(lambda streams, post: begin_session(streams, post=post), answers, use)
-    assert at == [(5, True)]
+    assert at == [(5, "00", True)]
 
 
 def test_an_end_without_its_state_is_an_error() -> None:
@@ -125,7 +120,7 @@ def test_an_end_without_its_state_is_an_error() -> None:
     def answers(name: str, message: AnyMessage) -> list[AnyMessage]:
         return [Done(name, 5, 0, 0)] if isinstance(message, Tokens) else []
 
-    async def on_state(_: int, data: AsyncIterator[bytes]) -> None:
+    async def on_state(_: Checkpoint) -> None:
         raise AssertionError
 
     async def use(stream: EngineStream) -> None:
@@ -158,20 +153,48 @@ def test_a_text_may_be_left_in_the_middle() -> None:
     assert (drawn, read) == ([1, 2], [5])
 
 
-def test_drawn_tokens_outlive_the_fetching_of_states() -> None:
-    """Who fetches the states of a prompt may be done before the last drawn token is taken, which then still comes."""
+def test_states_of_a_prompt_may_come_after_its_reader_has_left() -> None:
+    """The last drawn token ends the text; the stream stays open until the engine has no more states."""
+    states: list[int] = []
 
-    def answers(name: str, message: AnyMessage) -> list[AnyMessage]:
-        drawn = Generated(name, [1], finish_reason="length")
-        return [drawn, Done(name, 6, 1, 0)] if isinstance(message, Tokens) else []
+    async def scenario() -> None:
+        posted: list[AnyMessage] = []
+        streams = OpenStreams(StreamLimits())
+        with begin_completion(streams, SamplingSpec(1), states_at=(3, 5), post=posted.append) as stream:
+            stream.on_state = lambda state: states.append(state.position)
+            name = stream.request_id
+            streams.route(Credit(name, 1000))
+            await stream.send(TOKENS, final=True)
+            streams.route(Checkpoint(name, 3, 0, "00", "00", 9))
+            streams.route(Generated(name, [1], finish_reason="length"))
+            event = await stream.next()
+            assert isinstance(event, Generated) and event.tokens == [1]
+            assert await stream.next() is None
+        assert len(streams) == 1 and states == [3]
+        streams.route(Checkpoint(name, 5, 0, "01", "00", 9))
+        streams.route(Done(name, 6, 1, 0))
+        assert not len(streams) and not any(isinstance(message, Cancel) for message in posted)
 
-    async def use(stream: EngineStream) -> None:
-        stream.fetch_states()
-        await stream.send(TOKENS, final=True)
-        assert await stream.next_state() is None
-        stream.end_states()
-        event = await stream.next()
-        assert isinstance(event, Generated) and event.tokens == [1]
-        assert await stream.next() is None
+    asyncio.run(scenario())
+    assert states == [3, 5]
 
-    run(lambda streams, post: begin_completion(streams, SamplingSpec(1), states_at=(5,), post=post), answers, use)
+
+@pytest.mark.parametrize("end", ["controller", "service"])
+def test_a_stream_that_only_waits_for_states_ends_with_its_engine(end: str) -> None:
+    """Nobody hears its error, and nothing of it stays."""
+
+    async def scenario() -> None:
+        streams = OpenStreams(StreamLimits())
+        with begin_completion(streams, SamplingSpec(1), states_at=(5,), post=lambda _: None) as stream:
+            stream.on_state = lambda state: None
+            streams.route(Credit(stream.request_id, 1000))
+            await stream.send(TOKENS, final=True)
+            streams.route(Generated(stream.request_id, [1], finish_reason="length"))
+        assert len(streams) == 1
+        if end == "controller":
+            streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
+        else:
+            streams.fail_all("stopping", Code.STOPPING)
+        assert not len(streams)
+
+    asyncio.run(scenario())

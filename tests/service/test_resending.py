@@ -29,7 +29,6 @@ from dist_attn.wire.messages import (
     Rows,
     RowSpec,
     SamplingSpec,
-    StateCredit,
     Tokens,
 )
 from dist_attn.wire.specs import Terms
@@ -192,8 +191,10 @@ def test_a_prompt_behind_a_stored_state_is_read_whole_the_second_time() -> None:
 
     async def scenario() -> None:
         desk = Desk()
-        begin = BeginState(position=512, num_bytes=100)
+        states: list[Checkpoint] = []
+        begin = BeginState(position=512, blob="00", digest="00", num_bytes=100)
         stream = begin_completion(desk.streams, SamplingSpec(9), begin, (768,), post=desk.posted.append)
+        stream.on_state = states.append
         old = stream.request_id
         assert not stream.hold()
         desk.streams.route(Accepted(old))
@@ -211,8 +212,8 @@ def test_a_prompt_behind_a_stored_state_is_read_whole_the_second_time() -> None:
         assert b"".join(message.tokens for message in again) == TOKENS.astype("<i4").tobytes()
         desk.streams.route(Generated(new, [4], "length"))
         assert (await stream.next()).tokens == [4]
-        assert await stream.next_state() is None
         stream.close()
+        assert not len(desk.streams) and not states
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
 
@@ -243,7 +244,7 @@ def test_what_ends_while_it_waits_is_not_done_again() -> None:
         desk = Desk()
         encoding = begin_encoding(desk.streams, post=desk.posted.append)
         completion = begin_completion(desk.streams, SamplingSpec(9), None, (256,), post=desk.posted.append)
-        completion.fetch_states()
+        completion.on_state = lambda state: None
         for stream in (encoding, completion):
             desk.streams.route(Credit(stream.request_id, 2000))
             await stream.send(TOKENS[:400], final=True)
@@ -254,29 +255,9 @@ def test_what_ends_while_it_waits_is_not_done_again() -> None:
         desk.streams.route(Generated(completion.request_id, [3], "length"))
         assert desk.streams.do_again() == 0
         assert isinstance(await encoding.next(), Done)
-        assert (await completion.next()).tokens == [3] and await completion.next_state() is None
-        encoding.close(), completion.end_states()
+        assert (await completion.next()).tokens == [3]
+        encoding.close(), completion.close()
         assert len(desk.posted) == posted and not len(desk.streams)
-
-    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
-
-
-def test_who_fetches_a_state_hears_that_its_request_was_closed() -> None:
-    """A client that leaves while a state of its prompt is fetched does not keep the place of others in the store."""
-
-    async def scenario() -> None:
-        desk = Desk()
-        stream = begin_completion(desk.streams, SamplingSpec(9), None, (512,), post=desk.posted.append)
-        stream.fetch_states()
-        desk.streams.route(Checkpoint(stream.request_id, 512, 0, 100))
-        state = await stream.next_state()
-        assert state is not None
-        fetching = asyncio.create_task(anext(stream.snapshot(state)))
-        await asyncio.sleep(0)
-        assert desk.last(lambda message: isinstance(message, StateCredit)) == StateCredit(stream.request_id, 512, 100)
-        stream.close()
-        with pytest.raises(ServiceError, match="ended before"):
-            await fetching
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
 

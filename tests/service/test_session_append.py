@@ -275,7 +275,7 @@ def test_a_writer_that_was_taken_for_dead_changes_nothing() -> None:
                     with pytest.raises(ServiceError, match="being written to"):
                         async with writing(store, "ann", session, "b", None):
                             pass
-                await writer.advance(Reached(5, await writer.keep(stream(b"five"))))
+                await writer.advance(Reached(5, (await store.snapshots.put("ann", stream(b"five"))).id))
             with pytest.raises(ServiceError, match="given to another writer") as lost:
                 async with writing(store, "ann", session, "a", 0) as writer:
                     assert writer.kept == 5

@@ -222,3 +222,24 @@ def test_a_store_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="cannot be opened"):
         asyncio.run(start())
+
+
+def test_an_engine_with_another_store_has_no_states(tmp_path: Path) -> None:
+    """Sessions are refused with what to do, prompts and jobs do without states, and the log says so at the start."""
+    engine = FakeEngine(place="00" * 16)
+    with running_service(tmp_path, engine, store=StoreSettings(address=str(tmp_path / "states"))) as service:
+        client = SessionClient(service.url)
+        refused = client.post(f"/v1/sessions/{client.make()}/append", content=b"some text")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, Code.STORAGE_FAILED)
+        assert "give both the same store.address and store.blobs" in refused.json()["error"]["message"]
+        for _ in range(2):
+            answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "a" * 2000, "max_tokens": 2}).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        job = httpx.post(f"{service.url}/v1/jobs?window=512", content=b"b" * 2000).json()["id"]
+        eventually(lambda: httpx.get(f"{service.url}/v1/jobs/{job}").json()["status"] == "succeeded", "the job")
+        assert any("another store" in line["event"] for line in service.log_lines())
+        assert not engine.store.blobs
+    engine.place = (tmp_path / "states" / "place").read_text()
+    with running_service(tmp_path, engine, store=StoreSettings(address=str(tmp_path / "states"))) as service:
+        client = SessionClient(service.url)
+        assert client.append(client.make(), "some text").position == 9

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +31,6 @@ from dist_attn.wire.messages import (
     RankStatus,
     Rows,
     SamplingSpec,
-    StateCredit,
-    StatePiece,
     Status,
     TokenLogprobs,
     Tokens,
@@ -42,6 +41,7 @@ from dist_attn.wire.rank_messages import GuardCounts
 from tests.support.fake_prompts import FakePrompts
 from tests.support.fake_rows import HIDDEN, RowMaker, row_vector
 from tests.support.fake_sessions import MANIFEST, SESSION_CREDIT, FakeSessions
+from tests.support.fake_store import FakeStore
 
 __all__ = [
     "HIDDEN",
@@ -140,14 +140,19 @@ class FakeEngine:
     received: list[AnyMessage] = field(default_factory=list)
     keep: bool = True
     manifest: Manifest | None = MANIFEST
+    place: str = ""
     sessions: FakeSessions = field(default_factory=FakeSessions)
     prompts: FakePrompts = field(default_factory=FakePrompts)
+    store: FakeStore = field(default_factory=FakeStore)
     _work: dict[str, _Work] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sessions.store = self.prompts.store = self.store
 
     @property
     def open_count(self) -> int:
         """Requests that are neither done nor cancelled."""
-        return len(self._work) + len(self.sessions) + len(self.prompts)
+        return len(self._work) + len(self.sessions)
 
     @property
     def open_ids(self) -> list[str]:
@@ -167,7 +172,7 @@ class FakeEngine:
                 work = _Work(sampling=sampling, progress=terms.progress, states_at=message.keep.at)
                 answers = self._open(name, work)
                 if message.begin is not None and name in self._work:
-                    return [answers[0], *self.prompts.open(message)]
+                    return [answers[0], *self._begin(message)]
                 return answers
             case OpenWork(kind="session") if not self.mute:
                 if self.refuse is not None:
@@ -176,18 +181,13 @@ class FakeEngine:
             case Cancel(request_id=name):
                 self.sessions.cancel(name)
                 self._work.pop(name, None)
-                self.prompts.cancel(name)
                 self.cancelled.append(name)
                 return []
-            case StatePiece(request_id=name) if name in self._work:
-                return self._begin(message)
-            case StateCredit(request_id=name) if name in self.prompts.offers:
-                return self.prompts.fetch(message)
             case Tokens() if message.request_id not in self.sessions:
                 return self._tokens(message)
         if getattr(message, "request_id", None) in self.sessions:
             return self.sessions.handle(message, stingy=self.stingy, fail_at=self.fail_at)
-        if isinstance(message, OpenWork | StatePiece | StateCredit | FinishDrawing):
+        if isinstance(message, OpenWork | FinishDrawing):
             return []  # of a session that has ended, or that a mute engine does not know
         raise TypeError(f"the API never sends {message!r}")
 
@@ -210,6 +210,7 @@ class FakeEngine:
             lost_groups=2,
             replayed_tokens=700,
             manifest=self.manifest,
+            store=self.place,
         )
 
     def _open(self, name: str, work: _Work) -> list[AnyMessage]:
@@ -221,12 +222,10 @@ class FakeEngine:
         work.granted = self.credit
         return [Accepted(request_id=name), Credit(request_id=name, upto=self.credit)]
 
-    def _begin(self, piece: StatePiece) -> list[AnyMessage]:
+    def _begin(self, message: OpenWork) -> list[AnyMessage]:
         """A completion goes on from a stored state, or fails."""
-        name = piece.request_id
-        if name not in self.prompts.coming:
-            return []
-        tokens, answers = self.prompts.take(piece)
+        name = message.request_id
+        tokens, answers = self.prompts.begin(message)
         if tokens is not None:
             work = self._work[name]
             work.tokens, work.seen = tokens, len(tokens)
@@ -261,9 +260,10 @@ class FakeEngine:
                 del self._work[message.request_id]
                 answers.append(Done(message.request_id, work.seen, 0, work.rows.rows))
         elif message.final and work.sampling is not None and not self.hold_replies:
-            if work.states_at:
-                answers += self.prompts.offer(message.request_id, work.tokens, work.states_at)
+            answers += self.prompts.kept(message.request_id, work.tokens, work.states_at)
             answers += self._generate(message.request_id, work, work.sampling)
+            if work.states_at:
+                answers.append(Done(message.request_id, 0, 0, 0))
         return answers
 
     def _generate(self, name: str, work: _Work, sampling: SamplingSpec) -> list[AnyMessage]:
@@ -366,7 +366,12 @@ class FakeEnginePort:
 
 @contextmanager
 def fake_controller(engine: FakeEngine, address: str) -> Iterator[str]:
-    """The engine behind a ROUTER socket in a thread; yields the address it is bound to."""
+    """The engine behind a ROUTER socket in a thread; yields the address it is bound to.
+
+    Beside a socket's file its states are in the store of a service whose data folder is `data`.
+    """
+    if address.startswith("ipc://") and engine.store == FakeStore():
+        engine.store.address = str(Path(address.removeprefix("ipc://")).parent / "data" / "states")
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dist_attn.errors import StateMismatchError, WireError
+from dist_attn.errors import StateDamagedError, StateMismatchError, WireError
 from dist_attn.wire.manifest import RestoreReport, require_same_model, why_other_bits
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
-    BeginState,
     Checkpoint,
     Credit,
     Done,
@@ -19,22 +18,31 @@ from dist_attn.wire.messages import (
     Generated,
     OpenWork,
     Restored,
-    StateCredit,
-    StatePiece,
     TokenLogprobs,
     Tokens,
 )
 from dist_attn.wire.snapshot import SnapshotParser, pack_snapshot
 from tests.support.fake_rows import RowMaker
+from tests.support.fake_store import FakeStore
 from tests.support.snapshots import manifest
 
-__all__ = ["END", "GRID", "MANIFEST", "SESSION_CREDIT", "VOCAB", "FakeSessions", "after", "drawn_from", "stored"]
+__all__ = [
+    "END",
+    "GRID",
+    "MANIFEST",
+    "SESSION_CREDIT",
+    "VOCAB",
+    "FakeSessions",
+    "after",
+    "drawn_from",
+    "refusal_of",
+    "stored",
+]
 
 VOCAB = 257
 END = VOCAB - 1
 GRID = 512
 MANIFEST = manifest(vocab_size=VOCAB, mixers=["rfa_gate"], hidden_size=8, chunk_tokens=GRID)
-PIECE = 700
 SESSION_CREDIT = 4096
 
 
@@ -60,21 +68,23 @@ def stored(number: int, position: int) -> bytes:
     return b"".join(pack_snapshot(MANIFEST, position, arrays).pieces())
 
 
+def refusal_of(error: Exception) -> str:
+    """The code of a request that cannot begin with its state."""
+    if isinstance(error, StateDamagedError):
+        return "state_damaged"
+    return "invalid_state" if isinstance(error, WireError) else "state_mismatch"
+
+
 @dataclass
 class _Session:
     opened: OpenWork
-    parser: SnapshotParser
-    read: int = 0  # bytes of the state to begin with
     number: int = 0
     position: int = 0
     drawn: int = 0
-    waiting: deque[AnyMessage] = field(default_factory=deque)  # messages behind checkpoints that are not fetched
+    waiting: deque[AnyMessage] = field(default_factory=deque)  # to be said
     rows: RowMaker | None = None
     credit: int = SESSION_CREDIT
     granted: int = 0
-    offered: bytes = b""  # the state that is being fetched
-    offered_at: int = 0
-    sent: int = 0
 
 
 class FakeSessions:
@@ -83,6 +93,7 @@ class FakeSessions:
     def __init__(self) -> None:
         self.end_after: int | None = None
         self.read = 0
+        self.store = FakeStore()
         self._open: dict[str, _Session] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -94,59 +105,50 @@ class FakeSessions:
     def open(self, message: OpenWork, credit: int = SESSION_CREDIT) -> list[AnyMessage]:
         """A session begins, with so much credit beyond what has come."""
         name, begin = message.request_id, message.begin
-        self._open[name] = session = _Session(message, SnapshotParser(keep=True), credit=credit)
+        self._open[name] = session = _Session(message, credit=credit)
         if message.rows is not None:
             session.rows = RowMaker(name, message.rows, 0 if begin is None else begin.position)
         answers: list[AnyMessage] = [Accepted(name)]
         if begin is not None:
             session.position = begin.position
-            return [*answers, StateCredit(name, begin.position, begin.num_bytes)]
+            return answers + self._begin(session)
         session.granted = credit
         return [*answers, Credit(name, credit)]
 
     def handle(self, message: AnyMessage, *, stingy: bool = False, fail_at: int | None = None) -> list[AnyMessage]:
         """The answers to any further message of a session."""
         session = self._open[message.request_id]
-        try:
-            match message:
-                case StatePiece():
-                    return self._piece(session, message)
-                case Tokens():
-                    if fail_at is not None and session.position + len(message.tokens) // 4 >= fail_at:
-                        del self._open[message.request_id]
-                        return [Failed(message.request_id, "engine_failed", "rank 1 died")]
-                    return self._tokens(session, message, stingy)
-                case StateCredit():
-                    return self._fetch(session, message.upto)
-                case FinishDrawing():
-                    return []  # everything is drawn at once here
-        except (WireError, StateMismatchError) as error:
-            del self._open[message.request_id]
-            code = "invalid_state" if isinstance(error, WireError) else "state_mismatch"
-            return [Failed(message.request_id, code, str(error))]
+        match message:
+            case Tokens():
+                if fail_at is not None and session.position + len(message.tokens) // 4 >= fail_at:
+                    del self._open[message.request_id]
+                    return [Failed(message.request_id, "engine_failed", "rank 1 died")]
+                return self._tokens(session, message, stingy)
+            case FinishDrawing():
+                return []  # everything is drawn at once here
         raise TypeError(f"the API never sends {message!r}")
 
     def cancel(self, name: str) -> None:
         """Forget it."""
         self._open.pop(name, None)
 
-    def _piece(self, session: _Session, piece: StatePiece) -> list[AnyMessage]:
-        begin = session.opened.begin
-        assert isinstance(begin, BeginState) and piece.start == session.read
-        session.parser.feed(piece.data)
-        session.read += len(piece.data)
-        if session.read < begin.num_bytes:
-            return []
-        snapshot = session.parser.finish()
-        require_same_model(snapshot.header.manifest.model, MANIFEST.model)
-        if snapshot.header.position != begin.position:
-            raise WireError(f"the state stands at {snapshot.header.position}, not at {begin.position}")
+    def _begin(self, session: _Session) -> list[AnyMessage]:
+        """The session goes on from its stored state, or fails."""
+        name, begin, parser = session.opened.request_id, session.opened.begin, SnapshotParser(keep=True)
+        assert begin is not None
+        try:
+            parser.feed(self.store.get(begin))
+            snapshot = parser.finish()
+            require_same_model(snapshot.header.manifest.model, MANIFEST.model)
+            if snapshot.header.position != begin.position:
+                raise WireError(f"the state stands at {snapshot.header.position}, not at {begin.position}")
+        except (WireError, StateMismatchError, StateDamagedError) as error:
+            del self._open[name]
+            return [Failed(name, refusal_of(error), str(error))]
         session.number = int(snapshot.arrays["layers.0.0"][0])
         reason = why_other_bits(snapshot.header.manifest.computed, MANIFEST.computed)
-        report = RestoreReport(begin.position, 0, not reason, reason)
-        name = piece.request_id
         session.granted = begin.position + session.credit
-        return [Restored(name, report), Credit(name, session.granted)]
+        return [Restored(name, RestoreReport(begin.position, 0, not reason, reason)), Credit(name, session.granted)]
 
     def _tokens(self, session: _Session, message: Tokens, stingy: bool) -> list[AnyMessage]:
         name, every = message.request_id, -(-session.opened.keep.every // GRID) * GRID
@@ -191,33 +193,13 @@ class FakeSessions:
             self._checkpoint(session)
 
     def _checkpoint(self, session: _Session) -> None:
-        data = stored(session.number, session.position)
-        name = session.opened.request_id
-        session.waiting.append(Checkpoint(name, session.position, session.drawn, len(data)))
-        session.waiting.append(StatePiece(name, session.position, 0, data))
+        blob = self.store.put(stored(session.number, session.position))
+        session.waiting.append(Checkpoint(session.opened.request_id, session.position, session.drawn, *blob))
 
     def _answers(self, session: _Session) -> list[AnyMessage]:
-        """What may be said before the next checkpoint has been fetched."""
-        answers: list[AnyMessage] = []
-        while session.waiting and not session.offered:
-            message = session.waiting.popleft()
-            if isinstance(message, StatePiece):
-                session.offered, session.sent = message.data, 0
-                continue
-            if isinstance(message, Checkpoint):
-                session.offered_at = message.position
-            if isinstance(message, Done):
-                del self._open[message.request_id]
-            answers.append(message)
-        return answers
-
-    def _fetch(self, session: _Session, upto: int) -> list[AnyMessage]:
-        name, answers = session.opened.request_id, []
-        while session.sent < min(upto, len(session.offered)):
-            data = session.offered[session.sent : min(upto, session.sent + PIECE)]
-            answers.append(StatePiece(name, session.offered_at, session.sent, data))
-            session.sent += len(data)
-        if session.sent == len(session.offered):
-            session.offered = b""
-            answers += self._answers(session)
+        """What is to be said."""
+        answers = list(session.waiting)
+        session.waiting.clear()
+        if answers and isinstance(answers[-1], Done):
+            del self._open[session.opened.request_id]
         return answers

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,8 +87,13 @@ def running_service(
     if "model" not in values:
         values["model"] = model_folder(folder)
     values.setdefault("shutdown_seconds", 2)
-    values.setdefault("store", StoreSettings(address="memory:"))
-    settings = Settings(api_address="ipc:///nowhere", data_dir=folder / "data", **values)
+    store = values.pop("store", StoreSettings(address="memory:"))
+    if store.address == "memory:":
+        folder.mkdir(parents=True, exist_ok=True)
+        store = store.model_copy(update={"blobs": tempfile.mkdtemp(prefix="blobs-", dir=folder)})
+    settings = Settings(api_address="ipc:///nowhere", data_dir=folder / "data", store=store, **values)
+    for one in filter(None, (engine, encoder_engine)):
+        one.store.address = settings.store.blobs or settings.store_address
     engine.vocab_size = ServedModel.read(settings.model).vocab_size
     log = StringIO()
     port = FakeEnginePort(engine, stream_limits(settings))

@@ -111,7 +111,7 @@ def api_process(address: str, model: Path, folder: Path, log: Path, checkpoint_t
 
 
 @contextmanager
-def engine(model: Path, ranks: int, folder: Path) -> Iterator[str]:
-    """A controller with its ranks, and where it listens."""
-    with start_engine(model=str(model), ranks=ranks, data_dir=str(folder)) as handle:
+def engine(model: Path, ranks: int, folder: Path, data: Path) -> Iterator[str]:
+    """A controller with its ranks, and where it listens; its store is that of API processes with this data folder."""
+    with start_engine(model=str(model), ranks=ranks, data_dir=str(folder), store=str(data / "states")) as handle:
         yield handle.api_address

@@ -1,5 +1,6 @@
 """An engine in one thread: the real controller over fake ranks, and the API's side of what is asked of it."""
 
+import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -27,8 +28,6 @@ from dist_attn.wire.messages import (
     Restored,
     Rows,
     SamplingSpec,
-    StateCredit,
-    StatePiece,
     TokenLogprobs,
     Tokens,
 )
@@ -133,6 +132,7 @@ class Engine:
         for epoch in self.epochs:
             self.engine(b"agent", GroupExited(epoch, -9, ""))
         self.epochs.clear()
+        self.states.take_results()
         self.controller.tick(self.now)
         if self.ranks and self.hello:
             self.hello = False
@@ -232,12 +232,7 @@ class Asker(ABC):
     draws: int = 0
     stored: bytes | None = None
     last: int = 11  # the last token in the state to begin with
-    piece: int = 777  # bytes of a state in one message
-    idle: bool = False  # fetches no states
     finish: int | None = None  # how many drawn tokens it wants after all
-    given: int = 0  # bytes of the state to begin with
-    withheld: int = 0
-    granted: list[int] = field(default_factory=list)
     position: int = 0
     heard: int = 0
     drawn: list[int] = field(default_factory=list)
@@ -245,7 +240,7 @@ class Asker(ABC):
     reason: str | None = None
     restored: list[Restored] = field(default_factory=list)
     states: dict[int, bytes] = field(default_factory=dict)
-    announced: list[Checkpoint] = field(default_factory=list)
+    unstored: list[Checkpoint] = field(default_factory=list)
     done: Done | None = None
     failed: Failed | None = None
 
@@ -263,7 +258,7 @@ class Asker(ABC):
         if self.stored is None:
             self.stored = fake_snapshot(self.begin, self.last, MANIFEST) if self.begin else b""
         self.position = self.begin
-        begin = BeginState(self.begin, len(self.stored)) if self.begin else None
+        begin = BeginState(self.begin, *self.engine.states.stored(self.stored)) if self.begin else None
         self.engine.api(self.opening(begin, SamplingSpec(self.draws, temperature=0.0) if self.draws else None))
         if not len(self.tokens):
             self.engine.api(Tokens(self.name, self.begin, b"", True))
@@ -281,9 +276,6 @@ class Asker(ABC):
     def _answer(self, message):
         assert not self.ended, "nothing follows the end"
         match message:
-            case StateCredit(upto=upto):
-                self.granted.append(upto)
-                self.give(upto)
             case Restored():
                 self.restored.append(message)
             case Credit(upto=upto):
@@ -295,38 +287,22 @@ class Asker(ABC):
                 self.reason = reason
                 if self.finish is not None and len(self.drawn) == self.finish + 2:
                     self.engine.api(FinishDrawing(self.name, self.finish))
-            case Checkpoint(position=position):
+            case Checkpoint() if message.error:
+                self.unstored.append(message)
+            case Checkpoint(position=position, blob=blob):
                 assert position not in self.states, "handed out twice"
-                self.announced.append(message)
-                self.states[position] = b""
-                self._fetch(position)
-            case StatePiece(position=position, start=start, data=data):
-                assert position == self.announced[-1].position and start == len(self.states[position])
-                self.states[position] += data
-                if len(self.states[position]) < self.announced[-1].num_bytes:
-                    self._fetch(position)
+                data = self.states[position] = self.engine.states.blobs[blob]
+                assert (message.digest, message.num_bytes) == (hashlib.sha256(data).hexdigest(), len(data))
             case Done():
                 self.done = message
             case Failed():
                 self.failed = message
-
-    def give(self, upto):
-        """Send the state to begin with up to there, in pieces; `withheld` bytes at its end stay here."""
-        while self.given < min(upto, len(self.stored) - self.withheld):
-            data = self.stored[self.given : min(upto, self.given + self.piece, len(self.stored) - self.withheld)]
-            self.given += len(data)
-            self.engine.api(StatePiece(self.name, self.begin, self.given - len(data), data))
 
     def _send(self, stop):
         if stop > self.position:
             data = self.tokens[self.position - self.begin : stop - self.begin].astype("<i4").tobytes()
             start, self.position = self.position, stop
             self.engine.api(Tokens(self.name, start, data, stop == self.begin + len(self.tokens)))
-
-    def _fetch(self, position):
-        if not self.idle:
-            upto = min(self.announced[-1].num_bytes, len(self.states[position]) + self.piece)
-            self.engine.api(StateCredit(self.name, position, upto))
 
 
 def disturb(engine, chance, moments, askers=()):
@@ -381,5 +357,5 @@ def nothing_is_left(engine):
         engine.turn()
         engine.work_off()
     states = engine.states
-    assert not (states.kept or states.unfinished or states.finished or states.offers or states.beginnings)
+    assert not (states.kept or states.unfinished or states.finished or states.held or states.beginnings)
     assert engine.controller.idle and not any(executor.position for executor in engine.ranks.values())

@@ -26,12 +26,11 @@ SECONDS = 120.0
 DATA = np.random.default_rng(3).integers(97, 123, 24_000).astype(np.uint8).tobytes()
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A model folder, and the address of a controller with one rank that runs it."""
-    folder = tmp_path_factory.mktemp("engine")
-    model = write_small_folder(folder / "tiny")
-    with start_engine(model=str(model), ranks=1, data_dir=str(folder / "data")) as handle:
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A model folder, and the address of a controller with one rank that runs it, over the store of the service."""
+    model = write_small_folder(tmp_path / "model" / "tiny")
+    with start_engine(model=str(model), ranks=1, data_dir=str(tmp_path / "data")) as handle:
         yield model, handle.api_address
 
 

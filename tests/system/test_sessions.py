@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_append_survives_the_process_that_does_it(model: Path, tmp_path: Path) -> None:
     """`kill -9` in the middle of a text: another process over the store goes on from the last state, bit by bit."""
     where = (model, tmp_path / "data", tmp_path / "api.log", GRID)
-    with engine(model, 2, tmp_path) as address, ExitStack() as stack:
+    with engine(model, 2, tmp_path, tmp_path / "data") as address, ExitStack() as stack:
         first, second = (stack.enter_context(api_process(address, *where)) for _ in range(2))
         straight = second.make("in peace")
         second.append(straight, TEXT, "k")
@@ -66,7 +66,7 @@ def test_an_append_survives_the_process_that_does_it(model: Path, tmp_path: Path
 
 def test_a_session_says_what_a_completion_says(model: Path, tmp_path: Path) -> None:
     """Greedily, a text that was appended in parts goes on as a completion of the whole does."""
-    with engine(model, 1, tmp_path) as address, ExitStack() as stack:
+    with engine(model, 1, tmp_path, tmp_path / "data") as address, ExitStack() as stack:
         api = stack.enter_context(api_process(address, model, tmp_path / "data", tmp_path / "api.log", GRID))
         session = api.make("parts")
         for part in (TEXT[:700], TEXT[700:701], TEXT[701:2000]):

@@ -1,7 +1,6 @@
 """A session over a real controller and a real rank: stored, and gone on from by an engine that was started afresh."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from dist_attn_service.engine.stream import StreamLimits
 from dist_attn.control.launch import start_engine
 from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, Restored, SamplingSpec
 from tests.support.begun import begin_session
+from tests.support.fake_store import FakeStore
 from tests.support.models import write_small_folder
 
 SECONDS = 240
@@ -20,14 +20,9 @@ TOKENS = np.random.default_rng(2).integers(0, 200, 2600).astype(np.int32)
 SPEC = SamplingSpec(12, temperature=0.8, seed=5, logit_bias={256: -100.0})
 
 
-async def pieces(data: bytes) -> AsyncIterator[bytes]:
-    """Bytes as a store gives them."""
-    for at in range(0, len(data), 5000):
-        yield data[at : at + 5000]
-
-
 async def go_on(
     port: ZmqEnginePort,
+    store: FakeStore,
     tokens: np.ndarray,
     begin: bytes = b"",
     sampling: SamplingSpec | None = None,
@@ -36,20 +31,14 @@ async def go_on(
     """One piece of work: its events, and the states that came of it by position."""
     events: list[EngineEvent] = []
     states: dict[int, bytes] = {}
-    state = BeginState(2048, len(begin)) if begin else None
+    state = BeginState(2048, *store.put(begin)) if begin else None
     with begin_session(port, state, sampling, checkpoint_tokens) as stream:
-
-        async def send() -> None:
-            if begin:
-                await stream.restore(pieces(begin))
-            await stream.send(tokens, final=True)
-
         async with asyncio.TaskGroup() as group:
-            group.create_task(send())
+            group.create_task(stream.send(tokens, final=True))
             while not events or not isinstance(events[-1], Done):
                 events.append(await stream.next())
                 if isinstance(event := events[-1], Checkpoint):
-                    states[event.position] = b"".join([piece async for piece in stream.snapshot(event)])
+                    states[event.position] = store.read(event.blob)
     return events, states
 
 
@@ -67,7 +56,7 @@ async def with_engine(model: Path, folder: Path, use) -> object:
             async with asyncio.timeout(SECONDS):
                 while not port.health().ready:  # noqa: ASYNC110 - what is waited for has no event
                     await asyncio.sleep(0.05)
-                return await use(port)
+                return await use(port, FakeStore(str(folder / "states")))
         finally:
             await port.close()
 
@@ -76,18 +65,18 @@ def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """No token is read again, and states, logits and drawn tokens are those of an engine that was never stopped."""
     model = write_small_folder(tmp_path / "tiny")
 
-    async def first(port: ZmqEnginePort) -> tuple[dict[int, bytes], list[int], dict[int, bytes]]:
-        _, states = await go_on(port, TOKENS[:2048], checkpoint_tokens=1024)
-        events, wanted = await go_on(port, TOKENS, sampling=SPEC, checkpoint_tokens=1024)
+    async def first(port: ZmqEnginePort, store: FakeStore) -> tuple[dict[int, bytes], list[int], dict[int, bytes]]:
+        _, states = await go_on(port, store, TOKENS[:2048], checkpoint_tokens=1024)
+        events, wanted = await go_on(port, store, TOKENS, sampling=SPEC, checkpoint_tokens=1024)
         return states, drawn(events), wanted
 
-    async def second(port: ZmqEnginePort, begin: bytes) -> tuple[list[EngineEvent], dict[int, bytes]]:
-        return await go_on(port, TOKENS[2048:], begin, SPEC)
+    async def second(port: ZmqEnginePort, store: FakeStore) -> tuple[list[EngineEvent], dict[int, bytes]]:
+        return await go_on(port, store, TOKENS[2048:], states[2048], SPEC)
 
     states, tokens, wanted = asyncio.run(with_engine(model, tmp_path / "a", first))
     assert list(states) == [1024, 2048] and list(wanted) == [1024, 2048, 2612]
     assert states == {at: wanted[at] for at in states}
-    events, again = asyncio.run(with_engine(model, tmp_path / "b", lambda port: second(port, states[2048])))
+    events, again = asyncio.run(with_engine(model, tmp_path / "b", second))
     assert isinstance(events[0], Restored)
     report = events[0].report
     assert (report.restored_position, report.recomputed_tokens, report.bit_exact) == (2048, 0, True), report

@@ -21,8 +21,6 @@ from dist_attn.wire.messages import (
     FinishDrawing,
     Keep,
     Restored,
-    StateCredit,
-    StatePiece,
     decode,
     encode,
 )
@@ -35,14 +33,15 @@ EXAMPLES = [
     wire.OpenWork("a", rows=wire.RowSpec("token", 7, "last")),
     wire.OpenWork("a", draw=wire.SamplingSpec(9, 0.5, 3, 0.9, -4)),
     wire.OpenWork("b", draw=wire.SamplingSpec(9, presence_penalty=0.5, logit_bias={3: -1.5})),
-    wire.OpenWork("c", BeginState(700, 5000), wire.RowSpec(), wire.SamplingSpec(3), Keep(1024, end=True)),
-    StatePiece("c", 700, 9, b"abc"),
-    StateCredit("c", 700, 12),
+    wire.OpenWork(
+        "c", BeginState(700, "0f", "0f" * 32, 5000), wire.RowSpec(), wire.SamplingSpec(3), Keep(1024, end=True)
+    ),
     FinishDrawing("c", 2),
     Restored("c", RestoreReport(700, 0, False, "ranks was 1 and is 2")),
-    Checkpoint("c", 1024, 0, 5000),
+    Checkpoint("c", 1024, 0, "0f" * 21, "0f" * 32, 5000),
+    Checkpoint("c", 1024, 0, error="the store is full"),
     Done("c", 1030, 3, 4),
-    wire.OpenWork("d", BeginState(512, 5000), None, wire.SamplingSpec(9), Keep(at=(1024, 1536))),
+    wire.OpenWork("d", BeginState(512, "", "", 5000), None, wire.SamplingSpec(9), Keep(at=(1024, 1536))),
     wire.Tokens("a", 3, b"\1\0\0\0", True),
     wire.Cancel("a"),
     wire.GetStatus(),
@@ -199,3 +198,11 @@ def test_a_message_over_the_limit_is_refused_on_both_sides():
         encode(wire.Tokens("a", 0, bytes(wire.MAX_MESSAGE_BYTES), False))
     with pytest.raises(WireError, match=str(wire.MAX_MESSAGE_BYTES)):
         decode(bytes(wire.MAX_MESSAGE_BYTES + 1))
+
+
+@pytest.mark.parametrize("blob", ["../secret", "/etc/passwd", "00/../../x", "0" * 65, "0F"])
+def test_names_of_blobs_lead_nowhere_else(blob):
+    """A name that the store does not give is unreadable, so no message names any other file."""
+    for message in (wire.OpenWork("a", BeginState(1, blob, "", 1)), Checkpoint("a", 1, 0, blob)):
+        with pytest.raises(WireError, match="unreadable"):
+            decode(encode(message))

@@ -16,11 +16,10 @@ from dist_attn.wire.messages import (
     Generated,
     OpenWork,
     Restored,
-    StateCredit,
-    StatePiece,
     Tokens,
 )
 from dist_attn.wire.snapshot import pack_snapshot
+from tests.support.fake_store import FakeStore
 
 __all__ = ["InstantSessions"]
 
@@ -31,10 +30,6 @@ CREDIT = 1 << 16
 class _Open:
     work: OpenWork
     position: int = 0
-    read: int = 0  # bytes of the state that it begins with
-    drawn: int = 0
-    offered: bytes = b""
-    sent: int = 0
 
 
 @dataclass
@@ -44,6 +39,7 @@ class InstantSessions:
     hidden_size: int
     vocab_size: int
     text: Sequence[int]
+    store: FakeStore = field(default_factory=FakeStore)
     drawn: int = 0
     _open: dict[str, _Open] = field(default_factory=dict)
 
@@ -79,21 +75,13 @@ class InstantSessions:
             case OpenWork(kind="session", request_id=name, begin=begin):
                 self._open[name] = _Open(message, begin.position if begin else 0)
                 yield Accepted(name)
-                yield StateCredit(name, begin.position, begin.num_bytes) if begin else Credit(name, CREDIT)
+                if begin is not None:
+                    yield Restored(name, RestoreReport(begin.position, 0, True, ""))
+                yield Credit(name, CREDIT if begin is None else begin.position + CREDIT)
             case Cancel(request_id=name):
                 self._open.pop(name, None)
-            case StatePiece(request_id=name) if name in self._open:
-                yield from self._restore(name, self._open[name], len(message.data))
             case Tokens(request_id=name) if name in self._open:
                 yield from self._read(name, self._open[name], len(message.tokens) // 4, message.final)
-            case StateCredit(request_id=name) if name in self._open:
-                yield from self._hand_out(name, self._open[name], message.upto)
-
-    def _restore(self, name: str, session: _Open, size: int) -> Iterator[AnyMessage]:
-        session.read += size
-        if session.work.begin is not None and session.read >= session.work.begin.num_bytes:
-            yield Restored(name, RestoreReport(session.position, 0, True, ""))
-            yield Credit(name, session.position + CREDIT)
 
     def _read(self, name: str, session: _Open, count: int, final: bool) -> Iterator[AnyMessage]:
         session.position += count
@@ -105,17 +93,9 @@ class InstantSessions:
             token = self.text[self.drawn % len(self.text)]
             self.drawn += 1
             yield Generated(name, [token], "length" if number == asked else None)
-        session.drawn = asked
         session.position += asked
         logits = [("logits", np.zeros(self.vocab_size, np.float32))]
-        session.offered = b"".join(pack_snapshot(self.manifest, session.position, logits).pieces())
-        yield Checkpoint(name, session.position, session.drawn, len(session.offered))
-
-    def _hand_out(self, name: str, session: _Open, upto: int) -> Iterator[AnyMessage]:
-        piece = session.offered[session.sent : upto]
-        if piece:
-            yield StatePiece(name, session.position, session.sent, piece)
-            session.sent += len(piece)
-        if session.offered and session.sent == len(session.offered):
-            del self._open[name]
-            yield Done(name, session.position, session.drawn, 0)
+        blob = self.store.put(b"".join(pack_snapshot(self.manifest, session.position, logits).pieces()))
+        yield Checkpoint(name, session.position, asked, *blob)
+        del self._open[name]
+        yield Done(name, session.position, asked, 0)

@@ -48,6 +48,8 @@ def instant_service(model: Path, engine: InstantEngine) -> Iterator[ServiceProce
     """The API alone, ready, before an engine that answers at once; the model's folder is that of its tokeniser."""
     with tempfile.TemporaryDirectory() as folder:
         behind = f"ipc://{folder}/api"
+        if engine.sessions is not None:
+            engine.sessions.store.address = str(Path(folder) / "data" / "states")
         with (
             engine.behind(behind),
             ServiceProcess(Path(folder), ranks=0, model=str(model), api_address=behind) as service,

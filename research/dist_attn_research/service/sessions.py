@@ -143,7 +143,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     text = given.text.read_bytes() if given.text else _words(chance, given.tokens * given.bytes_per_token)
     text = text[: given.tokens * given.bytes_per_token]
     result: dict[str, Any] = {}
-    with engine(model, given.ranks, folder / "engine") as address, ExitStack() as stack:
+    with engine(model, given.ranks, folder / "engine", data) as address, ExitStack() as stack:
         api = stack.enter_context(api_process(address, model, data, log, given.checkpoint_tokens))
         session = api.make("long")
         began = time.perf_counter()
@@ -154,7 +154,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         undisturbed = api.generate(straight, given.draws)
         tag = api.tag(straight)
         api.end()
-    with engine(model, given.ranks, folder / "engine") as address, ExitStack() as stack:
+    with engine(model, given.ranks, folder / "engine", data) as address, ExitStack() as stack:
         apis = Replicas(stack, address, model, data, log, given.checkpoint_tokens)
         result["restore"] = asdict(restored(apis.current, kept, undisturbed, tag, given.draws))
         retries, part = Retries(), text[: given.retry_bytes]

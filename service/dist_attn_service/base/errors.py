@@ -193,7 +193,7 @@ def engine_error(code: str, message: str, retry_after_seconds: int | None = None
             return EngineUnavailable(message, code=known)
         case Code.OVERLOADED:
             return ServiceError(message, code=Code.OVERLOADED, headers=retry_after(retry_after_seconds or 1))
-        case Code.DEADLINE_EXCEEDED | Code.STATE_MISMATCH:
+        case Code.DEADLINE_EXCEEDED | Code.STATE_MISMATCH | Code.STATE_DAMAGED | Code.STORAGE_FAILED:
             return ServiceError(message, code=known, headers=NO_RETRY)
         case Code.ENGINE_FAILED | None:
             return EngineFailure(message)

@@ -20,12 +20,13 @@ from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import BeginState, Checkpoint
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.tasks import stop_tasks
-from dist_attn_service.engine.run import ServiceContext
+from dist_attn_service.engine.run import ServiceContext, begin_from, record_state
 from dist_attn_service.engine.stream import EngineStream
 
-__all__ = ["NO_PREFIX", "PrefixCache", "PromptPrefix", "kept_positions"]
+__all__ = ["NO_PREFIX", "SPOILT", "PrefixCache", "PromptPrefix", "kept_positions"]
 
-SPOILT = (Code.INVALID_STATE, Code.STATE_MISMATCH)
+SPOILT = (Code.INVALID_STATE, Code.STATE_MISMATCH, Code.STATE_DAMAGED, Code.STORAGE_FAILED)
+"""The errors for a state that a completion cannot begin with."""
 REST_SECONDS = 5.0  # no request waits for a store that has just failed
 
 
@@ -36,7 +37,6 @@ class PromptPrefix:
     caller: str = ""
     keys: Mapping[int, str] = field(default_factory=dict)
     begin: BeginState | None = None
-    snapshot: str = ""
     states_at: tuple[int, ...] = ()
 
 
@@ -67,7 +67,7 @@ class PrefixCache:
         self._context = context
         self._settings = context.settings.prefixes
         self._writers = asyncio.Semaphore(self._settings.at_once)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[bool]] = set()
         self._rest_until = 0.0
 
     # ---- before the engine ---------------------------------------------------------------------
@@ -77,30 +77,28 @@ class PrefixCache:
 
         Never fails, and never takes longer than `wait_s`.
         """
-        status = self._context.watch.health().status
-        manifest = None if status is None else status.manifest
+        manifest = self._context.watch.states()
         if caller is None or manifest is None or not self._settings.reuse or time.monotonic() < self._rest_until:
             return NO_PREFIX
-        grid = manifest.computed.chunk_tokens
+        store, grid = self._context.store, manifest.computed.chunk_tokens
         positions = kept_positions(len(tokens), grid, self._settings.min_tokens)
         if not positions:
             return NO_PREFIX
         try:
             async with asyncio.timeout(self._settings.wait_s):
                 keys = await self._keys(caller, manifest, tokens, grid)
-                stored = await self._context.store.prefixes.longest(caller, keys)
-                info = None if stored is None else await self._context.store.snapshots.stat(caller, stored.snapshot)
+                stored = await store.prefixes.longest(caller, keys)
+                begin = None if stored is None else await begin_from(store, caller, stored.position, stored.snapshot)
         except (DistAttnError, TimeoutError) as error:
             self._failed("a prefix could not be looked up", error)
             if not isinstance(error, UnknownStateError):  # one removed just now says nothing of the store
                 self._rest_until = time.monotonic() + REST_SECONDS
             return NO_PREFIX
-        if stored is None or info is None:
-            self._context.metrics.prefix_lookup("miss")
-            return PromptPrefix(caller, dict(keys), states_at=positions)
-        self._context.metrics.prefix_lookup("hit")
-        later = tuple(position for position in positions if position > stored.position)
-        return PromptPrefix(caller, dict(keys), BeginState(stored.position, info.size), stored.snapshot, later)
+        self._context.metrics.prefix_lookup("miss" if begin is None else "hit")
+        busy = len(self._tasks) >= self._context.settings.open_requests
+        read = 0 if begin is None else begin.position
+        later = () if busy else tuple(position for position in positions if position > read)
+        return PromptPrefix(caller, dict(keys), begin, later)
 
     async def _keys(self, caller: str, manifest: Manifest, tokens: TokenArray, grid: int) -> list[tuple[int, str]]:
         """The keys of the prompt's prefixes, computed beside the event loop: a prompt may be long."""
@@ -117,12 +115,10 @@ class PrefixCache:
         assert begin is not None
         try:
             async with asyncio.timeout(self._settings.wait_s):
-                await stream.restore(self._context.store.snapshots.get(prefix.caller, prefix.snapshot))
                 await stream.restored()
-        except (DistAttnError, ServiceError, TimeoutError) as error:
+        except (ServiceError, TimeoutError) as error:
             self._failed("a prefix could not be gone on from", error)
-            spoilt = error.code in SPOILT if isinstance(error, ServiceError) else isinstance(error, DistAttnError)
-            if spoilt:
+            if isinstance(error, ServiceError) and error.code in SPOILT:
                 await self._forget(prefix.caller, prefix.keys[begin.position])
             return False
         self._context.metrics.prefix_tokens(begin.position)
@@ -143,34 +139,37 @@ class PrefixCache:
     # ---- beside the engine ---------------------------------------------------------------------
 
     def keep(self, prefix: PromptPrefix, stream: EngineStream) -> None:
-        """Put the states of a completion's prompt into the store as they come; the completion does not wait for it."""
-        if len(self._tasks) >= self._context.settings.open_requests:
-            return
-        stream.fetch_states()
-        task = asyncio.create_task(self._keep(prefix, stream), name="prefix-keep")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Record the states of a completion's prompt as the engine stores them; the completion does not wait for it."""
+        before: asyncio.Task[bool] | None = None
 
-    async def _keep(self, prefix: PromptPrefix, stream: EngineStream) -> None:
+        def on_state(state: Checkpoint) -> None:
+            nonlocal before
+            before = asyncio.create_task(self._keep(prefix, state, before), name="prefix-keep")
+            self._tasks.add(before)
+            before.add_done_callback(self._tasks.discard)
+
+        stream.on_state = on_state
+
+    async def _keep(self, prefix: PromptPrefix, state: Checkpoint, before: asyncio.Task[bool] | None) -> bool:
+        """Record a state after the one `before`, unless that one could not be; return whether this one is."""
+        caller, position, store = prefix.caller, state.position, self._context.store
+        if before is not None and not await before:
+            await store.snapshots.discard(state.blob)
+            return False
         try:
-            while (state := await stream.next_state()) is not None:
-                async with self._writers, asyncio.timeout(self._settings.keep_s):
-                    await self._put(prefix, stream, state)
-                self._context.metrics.prefix_state("kept")
+            async with self._writers, asyncio.timeout(self._settings.keep_s):
+                name = await record_state(store, caller, state, spare=True)
+                await store.prefixes.remember(caller, prefix.keys[position], position, name)
         except QuotaError:
             self._context.metrics.prefix_state("no_room")
+            return False
         except (DistAttnError, TimeoutError) as error:
             self._context.metrics.prefix_state("failed")
             self._context.log.warning("a prefix was not kept", error=str(error) or "it took too long")
-        except ServiceError:
-            pass  # the completion itself has failed, and says so
-        finally:
-            stream.end_states()
-
-    async def _put(self, prefix: PromptPrefix, stream: EngineStream, state: Checkpoint) -> None:
-        info = await self._context.store.snapshots.put(prefix.caller, stream.snapshot(state), spare=True)
-        await self._context.store.prefixes.remember(prefix.caller, prefix.keys[state.position], state.position, info.id)
+            return False
+        self._context.metrics.prefix_state("kept")
+        return True
 
     async def close(self) -> None:
-        """Cancel the tasks that still put states into the store."""
+        """Cancel the tasks that still record states."""
         await stop_tasks(*self._tasks)

@@ -12,9 +12,9 @@ import msgspec
 
 from dist_attn.wire.messages import BeginState, Generated, Keep, OpenWork, Progress, Rows
 from dist_attn_api.types import Choice, Completion, CompletionUsage, PromptProgress, PromptTokensDetails
-from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.base.errors import EngineFailure, ServiceError
 from dist_attn_service.base.tasks import task_group
-from dist_attn_service.completions.prefixes import NO_PREFIX, PrefixCache, PromptPrefix
+from dist_attn_service.completions.prefixes import NO_PREFIX, SPOILT, PrefixCache, PromptPrefix
 from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
@@ -82,7 +82,11 @@ class ChoiceRun:
         Raises: ServiceError when the engine does not take it.
         """
         admission_seconds = self._context.settings.admission_seconds
-        await self.stream.admitted(admission_seconds)
+        try:
+            await self.stream.admitted(admission_seconds)
+        except ServiceError as error:
+            if self._prefix.begin is None or error.code not in SPOILT:
+                raise
         if self._prefix.begin is None or await prefixes.restore(self._prefix, self.stream):
             return
         self.stream.close()

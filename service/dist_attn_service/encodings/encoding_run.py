@@ -13,7 +13,7 @@ from dist_attn.errors import WireError
 from dist_attn.text.base import TokenArray
 from dist_attn.text.byte_offsets import ByteOffsets
 from dist_attn.text.cuts import CutFinder
-from dist_attn.wire.messages import Rows, RowSpec
+from dist_attn.wire.messages import Checkpoint, Rows, RowSpec
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.engine.stream import EngineStream
@@ -112,7 +112,7 @@ class RunPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Sink = Callable[[RowBlock], Awaitable[None]]
-Keep = Callable[[RunPoint, AsyncIterator[bytes]], Awaitable[None]]
+Keep = Callable[[RunPoint | None, Checkpoint], Awaitable[None]]
 
 
 @dataclass
@@ -132,6 +132,8 @@ class EncodingRun:
         begin, mark = self.begin, self.begin.mark
         self._offsets = ByteOffsets(self.spec, mark.tokens, mark.byte - mark.gap, (begin.tokens, begin.byte))
         self._marks: TextMarks | None = None  # of runs that may begin again: they grow with the text
+        self._every = 0
+        self._edges: dict[int, tuple[int, int]] = {}  # by token: the byte and the row that begin where a state may be
         self.rows = begin.row
 
     @property
@@ -149,24 +151,29 @@ class EncodingRun:
         stream: EngineStream,
         pieces: AsyncIterator[Piece],
         *,
-        state: AsyncIterator[bytes] | None = None,
         keep: Keep | None = None,
+        every: int = 0,
     ) -> None:
-        """Go through the whole document; `keep` gets the states on the way that work can begin again from.
+        """Go through the whole document; `keep` gets the states at multiples of `every` tokens and at the end.
+
+        With each comes the point at which work can begin again from it, None where that is within a row or the end.
 
         Raises: ServiceError of the engine, of the pieces, of the sink or of `keep`.
         """
         run = EngineRun(stream, on_rows=self._take, waiting=self.load.waiting)
         if keep is not None:
-            self._marks = marks = TextMarks(self.begin.mark)
+            self._every, self._marks = every, TextMarks(self.begin.mark)
+            marks = self._marks
 
-            async def on_state(position: int, data: AsyncIterator[bytes]) -> None:
-                token, byte = self._offsets.edge
-                if token == position and not run.ends_at(position):  # not within a row
-                    await keep(RunPoint(position, byte, self.rows, marks.before(position)), data)
+            async def on_state(state: Checkpoint) -> None:
+                position, point = state.position, None
+                edge = self._edges.pop(position, None)
+                if edge is not None and not run.ends_at(position):
+                    point = RunPoint(position, *edge, marks.before(position))
+                await keep(point, state)
 
             run.on_state = on_state
-        await run.work(self._tokens(pieces), state)
+        await run.work(self._tokens(pieces))
         self.load.done(self.tokens)
 
     async def _tokens(self, pieces: AsyncIterator[Piece]) -> AsyncGenerator[TokenArray]:
@@ -198,6 +205,9 @@ class EncodingRun:
                 spans = self._offsets.ranges(event.starts[some], event.stops[some])
             except WireError as error:
                 raise EngineFailure(str(error)) from None
+            if self._every:
+                for at in np.flatnonzero(np.array(event.stops[some]) % self._every == 0).tolist():
+                    self._edges[event.stops[first + at]] = spans[at][1], rows.first_row + first + at + 1
             block = row_block(rows, first, count, spans, dim).after(self.first_row)
             if len(block):
                 await self.sink(block)

@@ -12,6 +12,7 @@ from dist_attn_service.base.errors import Code, EngineFailure, ServiceError
 
 EngineEvent = Restored | Rows | Generated | Progress | Checkpoint | Done
 TOKEN_BYTES = 4
+MOST_STATES = 2  # that wait to be recorded; with more of them no further tokens are sent
 
 
 class GivenMemory:
@@ -176,6 +177,7 @@ class Inbox:
         self._events: deque[EngineEvent] = deque()
         self.bytes = 0
         """The bytes of the rows that wait."""
+        self._states = 0
         self._rows = 0  # handed on
         self._rows_come = 0  # from the engine that works on the request now
         self._drawn = array("i")
@@ -184,9 +186,14 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._events)
 
+    def has_room(self, soft_bytes: int) -> bool:
+        """Return whether more work may be asked for: few bytes of rows, and few stored states, have not been taken."""
+        return self.bytes < soft_bytes and self._states <= MOST_STATES
+
     def take(self) -> EngineEvent:
         """The oldest event."""
         event = self._events.popleft()
+        self._states -= isinstance(event, Checkpoint)
         if isinstance(event, Rows):
             self.bytes -= len(event.vectors)
         return event
@@ -194,7 +201,7 @@ class Inbox:
     def clear(self) -> None:
         """Drop all events that were not taken."""
         self._events.clear()
-        self.bytes = 0
+        self.bytes = self._states = 0
 
     def begin_again(self) -> None:
         """Expect the results from the first one on: another engine does the work from its beginning."""
@@ -216,6 +223,7 @@ class Inbox:
         if isinstance(new, Rows):
             self._hold(len(new.vectors))
         if new is not None:
+            self._states += isinstance(new, Checkpoint)
             self._events.append(new)
 
     def _hold(self, count: int) -> None:

@@ -1,6 +1,6 @@
 """Work in the engine: the parts that all kinds of it share, and one request, from its tokens to its results."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from typing import ParamSpec, TypeVar, final
 
 import numpy as np
 
+from dist_attn.errors import StorageError
 from dist_attn.store import StateStore
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import Checkpoint, Done, Generated, OpenWork, Progress, Restored, Rows
+from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, OpenWork, Progress, Restored, Rows
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
@@ -59,6 +60,25 @@ class ServiceContext:
             yield stream
 
 
+async def begin_from(store: StateStore, caller: str, position: int, snapshot: str) -> BeginState:
+    """The state to begin with, which a stored snapshot holds.
+
+    Raises: UnknownStateError, StorageError.
+    """
+    record = await store.snapshots.lend(caller, snapshot)
+    return BeginState(position, record.blob, record.digest, record.size)
+
+
+async def record_state(store: StateStore, caller: str, state: Checkpoint, *, spare: bool = False) -> str:
+    """Record a state that the engine has stored as a snapshot of a caller; return its id. `spare` as for `put`.
+
+    Raises: QuotaError; StorageError, also where the engine could not store it.
+    """
+    if state.error:
+        raise StorageError(state.error)
+    return (await store.snapshots.take_over(caller, state.blob, state.digest, state.num_bytes, spare=spare)).id
+
+
 FRESH = RestoreReport(0, 0, True, "")
 
 
@@ -67,15 +87,15 @@ FRESH = RestoreReport(0, 0, True, "")
 class EngineRun:
     """One request: it is fed, and its results are handed on in order; one that was not asked for is an engine's error.
 
-    `on_state` gets a position and the bytes of the state there, all of which are taken before anything else comes.
-    Closing the stream leaves a text before its end. `waiting` is entered while the engine is waited for.
+    `on_state` gets a state that the engine has stored, or could not store, and records or discards it. Closing the
+    stream leaves a text before its end. `waiting` is entered while the engine is waited for.
     """
 
     stream: EngineStream
     on_rows: Callable[[Rows], Awaitable[None]] | None = None
     on_tokens: Callable[[Generated], Awaitable[None]] | None = None
     on_progress: Callable[[Progress], Awaitable[None]] | None = None
-    on_state: Callable[[int, AsyncIterator[bytes]], Awaitable[None]] | None = None
+    on_state: Callable[[Checkpoint], Awaitable[None]] | None = None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     rows: int = 0
     """The number of rows that have come."""
@@ -84,16 +104,14 @@ class EngineRun:
     report: RestoreReport = FRESH
     """The report on restoring the state that the request began with."""
 
-    async def work(
-        self, tokens: TokenArray | AsyncGenerator[TokenArray], state: AsyncIterable[bytes] | None = None
-    ) -> None:
+    async def work(self, tokens: TokenArray | AsyncGenerator[TokenArray]) -> None:
         """Feed the whole request; return when the engine has said that this was all, or the stream was closed.
 
-        Raises: ServiceError of the engine, of the tokens, of the state to begin with, or of the callbacks.
+        Raises: ServiceError of the engine, of the tokens, or of the callbacks.
         """
         with ExitStack() as until_done:
             async with task_group() as group:
-                group.create_task(self._feed(tokens, state, until_done))
+                group.create_task(self._feed(tokens, until_done))
                 while (event := await self.stream.next()) is not None:
                     await self._take(event)
 
@@ -101,14 +119,7 @@ class EngineRun:
         """Return whether the text ends at this position, as far as is known by now."""
         return self.stream.final_sent and position == self.stream.sent
 
-    async def _feed(
-        self,
-        tokens: TokenArray | AsyncGenerator[TokenArray],
-        state: AsyncIterable[bytes] | None,
-        until_done: ExitStack,
-    ) -> None:
-        if state is not None:
-            await self.stream.restore(state)
+    async def _feed(self, tokens: TokenArray | AsyncGenerator[TokenArray], until_done: ExitStack) -> None:
         last: TokenArray = np.empty(0, dtype=np.int32)
         if isinstance(tokens, np.ndarray):
             last = tokens
@@ -134,10 +145,7 @@ class EngineRun:
             case Checkpoint(position=position, drawn=drawn) if (
                 self.on_state is not None and position - drawn <= self.stream.sent
             ):
-                pieces = self.stream.snapshot(event)
-                await self.on_state(position, pieces)
-                async for _ in pieces:  # the engine waits until all of it has been taken
-                    pass
+                await self.on_state(event)
                 self.kept = position
             case Done(position=position, drawn=drawn, rows=rows) if self.on_state is None or position == self.kept:
                 self._require(position - drawn, rows)

@@ -1,8 +1,7 @@
 """One request as the API sees it: tokens out as far as credit allows, results in through a bounded inbox."""
 
 import time
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import final
@@ -25,18 +24,12 @@ from dist_attn.wire.messages import (
     Progress,
     Restored,
     Rows,
-    StateCredit,
-    StatePiece,
     Tokens,
 )
 from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable, ServiceError, engine_error
 from dist_attn_service.base.tasks import Changes
 from dist_attn_service.base.tracing import EngineTrace, engine_trace
 from dist_attn_service.engine.resending import EngineEvent, GivenMemory, Inbox, SentTokens
-
-PIECE_BYTES = 1 << 20
-STATE_WINDOW_BYTES = 4 << 20
-"""The most bytes of a state that may be under way to this process, and in its memory."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +51,11 @@ class StreamLimits:
 class EngineStream(AbstractContextManager["EngineStream"]):
     """The API's end of one request. Use it as a context manager: leaving it early cancels the work.
 
-    1. `restore` sends the state to begin with, if there is one; 2. `send` the tokens, at the end with `final=True` (if
-    there are none, too); meanwhile 3. `next` gives events, None after the last. `snapshot` takes the bytes of a
-    `Checkpoint`, the next of which comes only then.
+    1. `send` the tokens, at the end with `final=True` (if there are none, too); meanwhile 2. `next` gives events, None
+    after the last. A `Checkpoint` names a state that the engine has stored.
 
-    States of a completion's prompt (`keep.at`) are fetched by a second task, beside the one that reads its text: after
-    `fetch_states` that task takes one state after the other from `next_state`, reads each whole by `snapshot`, and
-    calls `end_states`. If the last token has come before, `close` leaves the stream open until then.
+    States of a completion's prompt (`keep.at`) go to `on_state`, beside its text. After the last token `close` leaves
+    the stream open until the engine has said that there are no more.
 
     `post` hands a message to the controller and never waits; `forget` ends the delivery of messages. Work that ends
     with no state outlives its controller: the port has it `hold`, and `do_again` with the next one.
@@ -93,14 +84,10 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._drawn = False  # the last token of a completion has come
         self._ended = False
         self._error: ServiceError | None = None
-        self._state_credit = self._state_due = 0  # bytes of the state that goes to the engine
-        self._pieces: deque[bytes] = deque()
-        self._coming: tuple[int, int] | None = None  # position and next byte of the state that comes
-        self._with_states = bool(work.keep.at)
-        self._states: deque[Checkpoint] = deque()  # to be fetched by another task
-        self._fetched = False  # a task fetches them
-        self._closed = False
+        self._closed = False  # by its reader; it may stay open for states
         self._changed = Changes()
+        self.on_state: Callable[[Checkpoint], None] | None = None
+        """Takes the states of a completion's prompt; None: they are not waited for."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -118,12 +105,11 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     def close(self) -> None:
         """Stop listening, and cancel the request unless it has ended; the class says when it stays open."""
         self._inbox.clear()
-        if self._drawn and self._fetched and self._error is None:
-            return
-        self._leave()
+        self._closed = True
+        if not self._drawn or self._ended or self._error is not None:
+            self._leave()
 
     def _leave(self) -> None:
-        self._closed = True
         self._forget(self.request_id)
         trace, self.trace = self.trace, EngineTrace()
         trace.ended(self.sent, str(self._error.code) if self._error else "" if self._ended else "cancelled")
@@ -167,30 +153,29 @@ class EngineStream(AbstractContextManager["EngineStream"]):
                 self._inbox.put(message)
                 self._drawn = reason is not None and not self._work.keep.end
                 # While the stream is held its controller is gone, and so are the states.
-                self._ended = self._drawn and (not self._with_states or self._tokens.held)
-            case StateCredit(upto=upto):
-                self._state_credit = max(self._state_credit, upto)
-            case StatePiece(position=position, start=start, data=data):
-                if self._coming != (position, start):
-                    raise EngineFailure(f"bytes from {start} of the state at {position} came out of turn")
-                self._pieces.append(data)
-                self._coming = (position, start + len(data))
+                self._ended = self._drawn and (self.on_state is None or self._tokens.held)
             case Restored():
                 self._restored = True
                 if self._work.keep.end:
                     self._inbox.put(message)
-            case Checkpoint():
-                self._inbox.put(message) if self._work.keep.end else self._states.append(message)
+            case Checkpoint() if self._work.keep.end:
+                self._inbox.put(message)
+            case Checkpoint() if self.on_state is not None:
+                self.on_state(message)
             case Done():
                 self._ended = True
                 if not self._drawn:  # else its tokens were the last that its reader waits for
                     self._inbox.put(message)
+        if self._closed and self._ended:
+            self._leave()
 
     def fail(self, error: ServiceError) -> None:
         """End the stream with an error that did not come from the controller."""
         if self._error is None and not self._ended:
             self._error = error
             self._changed.notify()
+            if self._closed:
+                self._leave()
 
     # ---- when the controller dies --------------------------------------------------------------
 
@@ -203,7 +188,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         """Wait for another controller, as this one is gone. Return False where another could not do the work again."""
         if self._ended or self._error is not None or self._tokens.held:
             return True
-        if self._drawn or self._coming is not None or not self._tokens.whole:
+        if self._drawn or not self._tokens.whole:
             return False
         self._tokens.hold()
         self.trace.told("controller lost")
@@ -213,12 +198,11 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         """Have another controller do the work from its beginning, under a new id; results are not delivered twice.
 
         Messages that were on their way to the old controller may reach this one, so the old id is cancelled first.
-        There are no stored states any more: those that were not fetched are not handed out.
+        No further states are stored.
         """
         self._post(Cancel(self.request_id))
         self.request_id = request_id
-        self._with_states = False
-        self._states.clear()
+        self.on_state = None
         terms = self._work.terms
         if terms.deadline_s is not None:  # it counts from the request's first opening
             left = max(0.001, terms.deadline_s - (time.monotonic() - self._opened_at))
@@ -267,8 +251,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         little_endian = np.ascontiguousarray(tokens, dtype="<i4")
         done = 0
         while done < len(little_endian):
-            # until there is credit and the rows that have arrived are being written
-            await self._until(lambda: self._tokens.room > 0 and self._inbox.bytes < self._limits.inbox_soft_bytes)
+            # until there is credit, and what has arrived is being taken
+            await self._until(lambda: self._tokens.room > 0 and self._inbox.has_room(self._limits.inbox_soft_bytes))
             count = min(len(little_endian) - done, self._tokens.room, self._limits.message_tokens)
             last = final and done + count == len(little_endian)
             self._send_now(little_endian[done : done + count].tobytes(), final=last)
@@ -307,72 +291,12 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._changed.notify()  # there may be room for more tokens
         return event
 
-    # ---- stored states -------------------------------------------------------------------------
-
-    async def restore(self, pieces: AsyncIterable[bytes]) -> None:
-        """Send the bytes of the state to begin with, waiting for credit. Memory: a piece.
-
-        Raises: ServiceError when the request failed or the engine is silent for too long; EngineFailure when the bytes
-            are not as many as were announced; whatever `pieces` raises.
-        """
-        begin = self._work.begin
-        assert begin is not None
-        done = 0
-        async for data in pieces:
-            for at in range(0, len(data), PIECE_BYTES):
-                piece = data[at : at + PIECE_BYTES]
-                self._state_due = min(done + len(piece), begin.num_bytes)
-                await self._until(lambda: self._state_credit >= self._state_due)
-                self._check()
-                self._post(StatePiece(self.request_id, begin.position, done, bytes(piece)))
-                done += len(piece)
-        if done != begin.num_bytes:
-            raise EngineFailure(f"a stored state of {begin.num_bytes} bytes was announced, and {done} came")
-
     async def restored(self) -> None:
         """Wait until the engine has restored the state that it was sent.
 
         Raises: ServiceError when it does not take it, or the request failed otherwise.
         """
         await self._until(lambda: self._restored)
-
-    async def snapshot(self, checkpoint: Checkpoint) -> AsyncIterator[bytes]:
-        """The bytes of the stored state that was announced last, once. Memory: 4 MB at most.
-
-        Raises: ServiceError when the request failed or the engine is silent for too long.
-        """
-        self._coming, taken, granted = (checkpoint.position, 0), 0, 0
-        while taken < checkpoint.num_bytes:
-            if granted < checkpoint.num_bytes and granted - taken <= STATE_WINDOW_BYTES // 2:
-                granted = min(checkpoint.num_bytes, taken + STATE_WINDOW_BYTES)
-                self._post(StateCredit(self.request_id, checkpoint.position, granted))
-            await self._until(lambda: bool(self._pieces))
-            piece = self._pieces.popleft()
-            taken += len(piece)
-            yield piece
-        self._coming = None
-
-    def fetch_states(self) -> None:
-        """Announce a task that fetches the states from now on, and calls `end_states` when it is done."""
-        self._fetched = True
-
-    async def next_state(self) -> Checkpoint | None:
-        """The next state that can be fetched; None when there are no more.
-
-        Raises: ServiceError when the request failed.
-        """
-        while not self._states and self._error is None and not (self._ended or self._closed):
-            # While the prompt is read there may be silence for long; the task that reads the text judges it.
-            if not await self._changed.wait(time.monotonic() + self._limits.silence_seconds) and self._drawn:
-                return None
-        self._check()
-        return None if self._closed or not self._states else self._states.popleft()
-
-    def end_states(self) -> None:
-        """End the fetching of states; the stream ends here if the last token has come."""
-        self._fetched = False
-        if self._drawn:  # events that its reader has not taken stay
-            self._leave()
 
     # ---- waiting -------------------------------------------------------------------------------
 

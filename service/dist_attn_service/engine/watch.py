@@ -5,7 +5,7 @@ import time
 
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import Status
-from dist_attn_service.base.errors import BadRequest, Code, EngineUnavailable
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, EngineUnavailable, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.port import EngineHealth, EnginePort
 from dist_attn_service.engine.served_model import ServedModel
@@ -13,16 +13,24 @@ from dist_attn_service.engine.served_model import ServedModel
 __all__ = ["EngineWatch"]
 
 POLL_SECONDS = 0.05
+ELSEWHERE = (
+    "keeps states in another store than this API, so there are no sessions, no reuse of prompts and no states of jobs; "
+    "give both the same store.address and store.blobs: a folder that both hosts share, or Redis"
+)
 
 
 class EngineWatch:
-    """A watch over the engine's health, for which at most `waiting_requests` requests wait at a time."""
+    """A watch over the engine's health, for which at most `waiting_requests` requests wait at a time.
 
-    def __init__(self, engine: EnginePort, model: ServedModel, settings: Settings) -> None:
+    `place` names the store that this process has; "" where that is not known.
+    """
+
+    def __init__(self, engine: EnginePort, model: ServedModel, settings: Settings, place: str = "") -> None:
         self._engine = engine
         self._model = model
         self._settings = settings
         self._name = f"the engine of {model.id!r}" if settings.encoder.model else "the engine"
+        self._place = place
         self._missed_since: float | None = None
         self.waiting = 0
 
@@ -52,12 +60,25 @@ class EngineWatch:
             raise self._unavailable(f"{self._name} is not ready: {health.reason}")
         return health.status
 
+    def states(self) -> Manifest | None:
+        """The manifest of the states that engine and API can hand to each other; None where there are none."""
+        status = self.health().status
+        return None if status is None or self.keeps_states_elsewhere(status) else status.manifest
+
+    def keeps_states_elsewhere(self, status: Status) -> bool:
+        """Return whether the engine has another store than this process."""
+        return bool(status.store and self._place) and status.store != self._place
+
     def manifest(self) -> Manifest:
         """The manifest of the states of sessions; the engine must be ready.
 
-        Raises: EngineUnavailable while it is not; BadRequest for a model whose states cannot be stored.
+        Raises: EngineUnavailable while it is not; BadRequest for a model whose states cannot be stored; ServiceError
+            where the engine keeps them elsewhere.
         """
-        manifest = self.ready_status().manifest
+        status = self.ready_status()
+        if status.manifest is not None and self.keeps_states_elsewhere(status):
+            raise ServiceError(f"{self._name} {ELSEWHERE}", code=Code.STORAGE_FAILED, headers=NO_RETRY)
+        manifest = status.manifest
         if manifest is None:
             raise BadRequest(
                 f"{self._model.id!r} has no states of a text that could be stored, so it has no sessions; send the "

@@ -8,7 +8,6 @@ with every folder on the way to them.
 """
 
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -19,10 +18,12 @@ from dist_attn.errors import DistAttnError, QuotaError, StorageError, UnknownSta
 from dist_attn.store import StateStore
 from dist_attn.store.files import MAKE, BlobFile, BlobFolder
 from dist_attn.store.private import sync_folder
-from dist_attn_service.base.errors import Code, NotFound, ServiceError
+from dist_attn.wire.messages import BeginState, Checkpoint
+from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.tasks import beside
 from dist_attn_service.encodings.encoding_run import RowBlock
+from dist_attn_service.engine.run import begin_from, record_state
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobPoint
 
 RANGE_BYTES = 32
@@ -112,40 +113,29 @@ class JobStates:
         self._store = store
         self._log = log
 
-    async def keep(self, caller: str, pieces: AsyncIterator[bytes], seconds: float) -> str | None:
-        """Keep a state for so many seconds; return its id, None where there is no room. Memory: a piece.
-
-        Raises: what `pieces` raises.
-        """
-        snapshots = self._store.snapshots
+    async def keep(self, caller: str, state: Checkpoint, seconds: float) -> str | None:
+        """Keep a state that the engine has stored for so many seconds; return its id, None where there is no room."""
         try:
-            name = (await snapshots.put(caller, pieces)).id
-            await snapshots.pin(caller, name, seconds)
+            name = await record_state(self._store, caller, state)
+            await self._store.snapshots.pin(caller, name, seconds)
         except (QuotaError, StorageError, UnknownStateError) as error:
             self._log.warning("a state of a job was not kept", error=str(error))
             return None
         return name
 
-    async def size(self, caller: str, point: JobPoint) -> int | None:
-        """The size in bytes of a state that was kept; None where it is gone or the store cannot be read."""
+    async def discard(self, state: Checkpoint) -> None:
+        """Delete a state that the engine has stored and no job goes on from."""
+        await self._store.snapshots.discard(state.blob)
+
+    async def begin(self, caller: str, point: JobPoint) -> BeginState | None:
+        """The state to go on from; None where it is gone or the store cannot be read."""
         try:
-            return (await self._store.snapshots.stat(caller, point.snapshot)).size
+            return await begin_from(self._store, caller, point.run.tokens, point.snapshot)
         except StorageError as error:
             self._log.warning("a state of a job cannot be read", error=str(error))
         except UnknownStateError:
             pass
         return None
-
-    async def pieces(self, caller: str, point: JobPoint) -> AsyncIterator[bytes]:
-        """The bytes of a state.
-
-        Raises: NotFound when it cannot be read to its end.
-        """
-        try:
-            async for piece in self._store.snapshots.get(caller, point.snapshot):
-                yield piece
-        except (UnknownStateError, StorageError) as error:
-            raise NotFound(f"the state of this job cannot be read: {error}") from None
 
     async def forget(self, caller: str, point: JobPoint | None) -> None:
         """Release a state that is no longer needed; it stays where others keep it."""

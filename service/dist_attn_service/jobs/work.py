@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 
 from dist_attn.store.files import BlobFolder
-from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
+from dist_attn.wire.messages import BeginState, Checkpoint, Keep, OpenWork, RowSpec
 from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.base.parsing import RequestTerms, terms_of
 from dist_attn_service.base.tasks import beside, unbroken
+from dist_attn_service.completions.prefixes import SPOILT
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.completions.run import CompletionService, whole_completion
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint, pieces_of
@@ -26,7 +27,7 @@ from dist_attn_service.schemas.completions import CompletionRequest
 
 BOUNDARY_BYTES = 8
 CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
-UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
+UNUSABLE = (*SPOILT, Code.NOT_FOUND)
 """The errors for a state that work cannot go on from."""
 
 
@@ -56,8 +57,8 @@ class EncodingWork:
         assert spec is not None
         if point is not None and point.run.row <= record.rows and self._step(spec):
             try:
-                if (size := await self._states.size(record.caller, point)) is not None:
-                    return await self._encode(name, record, report, rows, point=point, state_bytes=size)
+                if (begin := await self._states.begin(record.caller, point)) is not None:
+                    return await self._encode(name, record, report, rows, point=point, begin=begin)
             except ServiceError as error:
                 if error.code not in UNUSABLE:
                     raise
@@ -96,48 +97,49 @@ class EncodingWork:
         boundaries: Sequence[int] = (),
         *,
         point: JobPoint | None = None,
-        state_bytes: int = 0,
+        begin: BeginState | None = None,
     ) -> dict[str, object]:
-        """Encode from the beginning, or from `point`, whose state has so many bytes."""
-        spec, begin = record.spec, RunPoint() if point is None else point.run
+        """Encode from the beginning, or from the state at `point`."""
+        spec, at = record.spec, RunPoint() if point is None else point.run
         assert spec is not None
         step, dim = self._step(spec), self._context.model.hidden_size
-        at = None if point is None else BeginState(begin.tokens, state_bytes)
         terms = RequestTerms(holder=record.caller).for_engine()
-        work = OpenWork(name, at, spec, keep=Keep(step, end=True) if step else Keep(), terms=terms)
+        work = OpenWork(name, begin, spec, keep=Keep(step, end=True) if step else Keep(), terms=terms)
 
         async def put(block: RowBlock) -> None:
             await unbroken(beside(None, rows.append, block))
 
-        async def keep(at: RunPoint, pieces: AsyncIterator[bytes]) -> None:
-            await self._keep(record, report, at, pieces)
+        async def keep(at: RunPoint | None, state: Checkpoint) -> None:
+            if at is None:
+                await self._states.discard(state)
+            else:
+                await self._keep(record, report, at, state)
 
         try:
             first = await unbroken(beside(None, rows.begin, record.rows))
-            if first < begin.row:
-                raise NotFound(f"of the {begin.row} rows of this job that were kept {first} are there")
+            if first < at.row:
+                raise NotFound(f"of the {at.row} rows of this job that were kept {first} are there")
             with self._context.workload.document(size=record.input_bytes, tokens=record.expected_tokens) as load:
-                load.done_tokens = begin.tokens
-                run = EncodingRun(spec, dim, put, load, first, begin)
+                load.done_tokens = at.tokens
+                run = EncodingRun(spec, dim, put, load, first, at)
                 async with self._context.open(work) as stream:
                     _tell(report, run, rows, record.input_bytes)
                     try:
-                        blocks = self._blocks(name, begin.mark.byte, self._context.settings.piece_bytes)
-                        pieces = pieces_of(self._context.tokeniser, spec, blocks, begin.mark, boundaries)
-                        state = None if point is None else self._states.pieces(record.caller, point)
-                        await run.work(stream, pieces, state=state, keep=keep if step else None)
+                        blocks = self._blocks(name, at.mark.byte, self._context.settings.piece_bytes)
+                        pieces = pieces_of(self._context.tokeniser, spec, blocks, at.mark, boundaries)
+                        await run.work(stream, pieces, keep=keep if step else None, every=step)
                     finally:
-                        self._context.metrics.tokens("encoding", max(0, run.tokens - begin.tokens))
+                        self._context.metrics.tokens("encoding", max(0, run.tokens - at.tokens))
             safe = await unbroken(beside(None, rows.settle))
         finally:
             await unbroken(beside(None, rows.close))
         size = record.input_bytes + BOUNDARY_BYTES * len(boundaries) + safe * rows.bytes_per_row()
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
 
-    async def _keep(self, record: JobRecord, report: Report, at: RunPoint, pieces: AsyncIterator[bytes]) -> None:
+    async def _keep(self, record: JobRecord, report: Report, at: RunPoint, state: Checkpoint) -> None:
         """Keep a state for the rest of the job's life, and release the one before it."""
         seconds = max(0.0, record.expires_at - record.created_at)
-        snapshot = await self._states.keep(record.caller, pieces, seconds)
+        snapshot = await self._states.keep(record.caller, state, seconds)
         if snapshot is None:
             return
         before, report.point = report.point, JobPoint(at, snapshot)
@@ -147,7 +149,7 @@ class EncodingWork:
 
     def _step(self, spec: RowSpec) -> int:
         """The tokens between two states, which lie on ends of blocks and of rows; 0: there are no states."""
-        manifest = self._context.watch.ready_status().manifest
+        manifest = self._context.watch.states()
         if not self._context.model.writes or manifest is None:
             return 0  # an engine whose model writes nothing neither takes nor gives states
         if spec.granularity == "document" or spec.marked:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -13,7 +13,7 @@ import numpy as np
 from dist_attn.store import Reached
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import Generated, Keep, OpenWork, SamplingSpec
+from dist_attn.wire.messages import Checkpoint, Generated, Keep, OpenWork, SamplingSpec
 from dist_attn_api.types import Choice, CompletionUsage, Generation, GenerationSummary
 from dist_attn_service.base.errors import BadRequest, Code, Conflict
 from dist_attn_service.base.logs import RequestRecord
@@ -92,9 +92,9 @@ class _Run:
         if not self.finishing:
             self.reason = finish_reason(event)
 
-    async def on_state(self, _: int, data: AsyncIterator[bytes]) -> None:
+    async def on_state(self, state: Checkpoint) -> None:
         """Keep the state after the drawn tokens."""
-        self.snapshot = await self.writer.keep(data)
+        self.snapshot = await self.writer.keep(state)
 
 
 @final
@@ -138,7 +138,7 @@ class GenerateService:
         try:
             async with task_group() as group:
                 waiting = group.create_task(self._leave(run, gone))
-                await engine.work(_begun(run), run.writer.begin_bytes())
+                await engine.work(_begun(run))
                 assert engine.kept is not None  # the end says so
                 answer = await self._end(run, engine.kept, engine.report)
                 waiting.cancel()
@@ -198,6 +198,7 @@ class GenerateService:
 
 
 async def _begun(run: _Run) -> AsyncGenerator[TokenArray]:
-    """Yield no tokens, and begin the answer once the state to go on from has been sent."""
+    """Yield no tokens, and begin the answer once the engine has the state to go on from."""
+    await run.stream.restored()
     run.on_text(TextPiece())
     yield np.empty(0, dtype=np.int32)

@@ -11,7 +11,7 @@ from typing import final
 from dist_attn.errors import StateMismatchError, StorageError, WireError
 from dist_attn.settings import DataFolder
 from dist_attn.store import StateStore, Usage, open_store
-from dist_attn.store.disk import CATALOGUE, SNAPSHOTS
+from dist_attn.store.disk import CATALOGUE, PLACE, SNAPSHOTS
 from dist_attn.store.open import folder_of
 from dist_attn.store.private import tighten
 from dist_attn.wire.manifest import ModelIdentity, require_same_model
@@ -19,13 +19,13 @@ from dist_attn.wire.snapshot import header_of
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, stop_tasks
-from dist_attn_service.engine.watch import EngineWatch
+from dist_attn_service.engine.watch import ELSEWHERE, EngineWatch
 
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is ended, and begun again at its next time
 FRESH_SECONDS = 1.0
 LOOK_SECONDS = 20.0  # at a start, through sessions that may be many
 MOST_REVISIONS = 8  # that a line of log names
-STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, "aside-2*T*", "dist-attn-states-*")
+STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, f"{PLACE}*", "aside-2*T*", "dist-attn-states-*")
 JOBS = (f"{CATALOGUE}*", "files")
 FILES = ("files.sqlite*", "bytes")
 OURS = (*DataFolder, *STATES, *JOBS, *FILES)
@@ -67,6 +67,8 @@ class StoreService:
             await asyncio.sleep(FRESH_SECONDS)
         if status.manifest is None:
             return
+        if watch.keeps_states_elsewhere(status):
+            self._log.error(f"the engine {ELSEWHERE}")
         served, looked_at, theirs = status.manifest.model, 0, Counter[str]()
         with contextlib.suppress(StorageError, TimeoutError):
             async with asyncio.timeout(LOOK_SECONDS), contextlib.aclosing(self.store.snapshots.of_sessions()) as newest:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import final
@@ -11,11 +11,11 @@ from dist_attn.errors import DistAttnError, StorageError
 from dist_attn.store import Append, Reached, Session, StateStore
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import BeginState
+from dist_attn.wire.messages import BeginState, Checkpoint
 from dist_attn.wire.snapshot import check_position
 from dist_attn_service.base.errors import ClientGone, ServiceError
 from dist_attn_service.base.tasks import task_group
-from dist_attn_service.engine.run import EngineRun, ServiceContext
+from dist_attn_service.engine.run import EngineRun, ServiceContext, begin_from, record_state
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.sessions.answers import store_refusals
 from dist_attn_service.text.tokenising import Piece
@@ -49,25 +49,15 @@ class SessionWriter:
             return None
         with store_refusals():
             check_position(point.position)
-            return BeginState(point.position, (await self.store.snapshots.stat(self.caller, point.snapshot)).size)
+            return await begin_from(self.store, self.caller, point.position, point.snapshot)
 
-    def begin_bytes(self) -> AsyncIterator[bytes] | None:
-        """The snapshot file of that state. Reading raises ServiceError when it cannot be read."""
-        point = self.session.checkpoint()
-        return None if point is None else self._read(point.snapshot)
-
-    async def _read(self, snapshot: str) -> AsyncIterator[bytes]:
-        with store_refusals():
-            async for piece in self.store.snapshots.get(self.caller, snapshot):
-                yield piece
-
-    async def keep(self, pieces: AsyncIterable[bytes]) -> str:
-        """Put a state into the store; it is not the session's yet.
+    async def keep(self, state: Checkpoint) -> str:
+        """Record a state that the engine has stored; it is not the session's yet.
 
         Raises: ServiceError when there is no room, or the store fails.
         """
         with store_refusals():
-            return (await self.store.snapshots.put(self.caller, pieces)).id
+            return await record_state(self.store, self.caller, state)
 
     async def advance(self, to: Reached) -> Session:
         """Move the session to this position and state.
@@ -153,14 +143,14 @@ class TextRun:
         """
         run = EngineRun(stream)
 
-        async def on_state(position: int, data: AsyncIterator[bytes]) -> None:
-            self.snapshot = await self._writer.keep(data)
-            if not run.ends_at(position):
-                await self._advance(position, self.snapshot)
+        async def on_state(state: Checkpoint) -> None:
+            self.snapshot = await self._writer.keep(state)
+            if not run.ends_at(state.position):
+                await self._advance(state.position, self.snapshot)
                 self.moved.set()
 
         run.on_state = on_state
-        await run.work(self._tokens(pieces), self._writer.begin_bytes())
+        await run.work(self._tokens(pieces))
         return run.report
 
     async def _tokens(self, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[TokenArray]:
