@@ -19,7 +19,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-all soak coverage check format docs docs-blocks docs-refresh bench bench-quick \
-    research-check research-test package clean gpu
+    papers-check papers-test package clean gpu
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,9 +38,9 @@ $(SERVING): pyproject.toml constraints.txt
 	$(PIP) $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
-$(STAMP): $(SERVING)
+$(STAMP): $(SERVING) papers/pyproject.toml
 	@echo "$(VENV): what tests, checks and documentation need"
-	$(PIP) $(PIP_ARGS) -c constraints.txt -e ".[dev,docs]"
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e ".[dev,docs]" -e papers
 	@# Apart, for its tests alone: transformers takes its kernels wherever it can be imported, also without a GPU.
 	$(PIP) $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target $(VENV)/.fla fla-core einops
 	@touch $@
@@ -86,7 +86,7 @@ docs-refresh: setup  ## write the pages and figures of docs/ that come from the 
 	$(BIN)/python -m tests.adapters.supported
 
 bench: setup  ## run the benchmarks once their tests are green, and file the results
-	PYTHONPATH=research $(BIN)/python -m dist_attn_research $(ARGS)
+	PYTHONPATH=papers $(BIN)/python -m dist_attn_papers $(ARGS)
 
 # Without setup: a machine that is lent for minutes may have torch and no network. Its own Python then does.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -97,12 +97,12 @@ gpu:  ## check and measure a GPU; ARGS="--part 1" is six minutes, "--part 2" fiv
 bench-quick: setup  ## compare a few ratios with the filed ones; fails where more than 15 % were lost
 	$(BIN)/python -m benchmarks.guard $(ARGS)
 
-research-check: setup  ## types of research/, and that nothing of the product imports it
-	MYPYPATH=research $(BIN)/mypy -p dist_attn_research
-	$(BIN)/python -m pytest -q tests/test_architecture.py -k research
+papers-check: setup  ## types of papers/, and that nothing of the product imports it
+	MYPYPATH=papers $(BIN)/mypy -p dist_attn_papers
+	$(BIN)/python -m pytest -q tests/test_architecture.py -k papers
 
-research-test: setup  ## the tests of research/; ARGS="-m 'not slow'" leaves out what starts whole systems
-	PYTHONPATH=$(CURDIR)/research $(PYTEST) research/tests $(ARGS)
+papers-test: setup  ## the tests of papers/; ARGS="-m 'not slow'" leaves out what starts whole systems
+	PYTHONPATH=$(CURDIR)/papers $(PYTEST) papers/tests $(ARGS)
 
 package: setup  ## build the wheels and sdists into dist/, and try each wheel in an environment of its own
 	rm -rf dist

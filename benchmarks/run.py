@@ -34,7 +34,7 @@ def main(
     unknown = [name for name in names if name not in known]
     if unknown:
         names = ", ".join([*known, *(others or {})])
-        hint = "" if more else "; papers and other studies are in research/: `dist-attn bench` finds them where it is"
+        hint = "" if more else "; papers and other studies are in papers/: `dist-attn bench` finds them where it is"
         print(f"benchmarks: there is no case {unknown[0]!r}; there are {names}{hint}", file=sys.stderr)
         return 2
     if given.json is not None and not given.json.parent.is_dir():

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("transformers", "performer-pytorch", "flash-linear-attention", "xllamacpp", "sentence-transformers")
 # What a run writes by itself must not make the next one's commit look changed.
 WRITTEN = ("benchmarks/results", "docs/measurements/performance.md", "dist_attn/ops/gpu_record.json")
-# Where Python finds what tests import: of this folder, and of research/ where that is there.
-SOURCES = (str(ROOT), str(ROOT / "research"))
+# Where Python finds what tests import: of this folder, and of papers/ where that is there.
+SOURCES = (str(ROOT), str(ROOT / "papers"))
 DEADLINE_S = 600.0
 LINES_SHOWN = 15
 

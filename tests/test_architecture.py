@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE_FOLDERS = ("dist_attn", "client", "service", "benchmarks", "research", "examples", "deploy")
+SOURCE_FOLDERS = ("dist_attn", "client", "service", "benchmarks", "papers", "examples", "deploy")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -101,13 +101,13 @@ def test_service_reaches_only_what_it_may() -> None:
     assert not found, found
 
 
-def test_nothing_but_itself_imports_research() -> None:
-    """Research stands on the product and on what measures, and neither of them on research."""
+def test_nothing_but_itself_imports_papers() -> None:
+    """The papers stand on the product and on what measures, and neither of them on the papers."""
     found = [
         f"{place(path, line)} imports {name}"
         for path in python_files(*SOURCE_FOLDERS, "tests", "docs")
         for line, name in imports_of(path)
-        if name.split(".")[0] == "dist_attn_research" and not path.is_relative_to(ROOT / "research")
+        if name.split(".")[0] == "dist_attn_papers" and not path.is_relative_to(ROOT / "papers")
     ]
     assert not found, found
 

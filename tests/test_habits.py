@@ -28,7 +28,7 @@ def test_no_page_or_message_installs_from_an_index() -> None:
     places = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
     places += [
         path
-        for tree in ("dist_attn", "client", "service", "benchmarks", "research")
+        for tree in ("dist_attn", "client", "service", "benchmarks", "papers")
         for path in (ROOT / tree).rglob("*.py")
     ]
     told = [path for path in places if re.search(r"pip install '?dist-attn\b", path.read_text(encoding="utf-8"))]
@@ -48,7 +48,7 @@ def test_serving_installs_less_than_the_tests_need(tmp_path: Path) -> None:
     serving = installs("serve")
     assert len(serving) == 2 and " torch==" in serving[0].replace('"', " ") and serving[1].endswith(" -e .")
     *together, apart = installs("test")
-    assert together == [*serving, serving[1].removesuffix(" .") + ' ".[dev,docs]"']
+    assert together == [*serving, serving[1].removesuffix(" .") + ' ".[dev,docs]" -e papers']
     assert apart.endswith(f"--no-deps --upgrade --target {tmp_path}/venv/.fla fla-core einops")
 
 

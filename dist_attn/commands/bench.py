@@ -1,4 +1,4 @@
-"""`dist-attn bench`: benchmarks and research of a source tree, which an installed package does not carry."""
+"""`dist-attn bench`: benchmarks and papers of a source tree, which an installed package does not carry."""
 
 import importlib.util
 import os
@@ -49,11 +49,11 @@ def bench(
         raise MissingExtraError(
             f"benchmarks need {', '.join(missing)}: `make setup` in the checkout installs what they need"
         )
-    research = root / "research"  # papers and studies, which know the benchmarks too
-    module = "dist_attn_research" if (research / "dist_attn_research").is_dir() else "benchmarks.run"
+    papers = root / "papers"  # tables and studies, which know the benchmarks too
+    module = "dist_attn_papers" if (papers / "dist_attn_papers").is_dir() else "benchmarks.run"
     command = [sys.executable, "-m", module, name or "--list", *options]
     environment = child_environment()
-    environment["PYTHONPATH"] = os.pathsep.join([str(research), environment["PYTHONPATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([str(papers), environment["PYTHONPATH"]])
     if json_file is not None:
         command.append(f"--json={json_file.absolute()}")
     process = subprocess.Popen(command, cwd=root, env=environment)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RESULTS = "benchmarks/results"
 RENDERED = ROOT / "build/results"
-SOURCES = ("", "service", "client", "research")
+SOURCES = ("", "service", "client", "papers")
 PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=[\s)])")
@@ -42,7 +42,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
     Raises: PluginError where a result cannot be shown.
     """
-    command = [sys.executable, "-m", "dist_attn_research.filed", "--into", str(RENDERED)]
+    command = [sys.executable, "-m", "dist_attn_papers.filed", "--into", str(RENDERED)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in SOURCES)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

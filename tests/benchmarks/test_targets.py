@@ -11,7 +11,7 @@ from benchmarks.setting import ROOT, look_around
 from benchmarks.targets import TARGETS, Target, as_json, as_markdown, judge
 
 ELSEWHERE = {"gpu", "longest-softmax"}
-"""Measured by `make gpu`, and by a study of `research/`."""
+"""Measured by `make gpu`, and by a study of `papers/`."""
 
 
 def test_targets_are_met_at_their_bound() -> None:

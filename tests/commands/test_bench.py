@@ -36,13 +36,13 @@ def test_runs_the_benchmarks_of_the_tree(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "seen").read_text() == f"forward --json={tmp_path / 'out.json'}"
 
 
-def test_research_is_started_where_it_is(tmp_path: Path) -> None:
-    """A tree with research/ has its names too: they are its own module's to find."""
-    for folder in ("benchmarks", "research/dist_attn_research"):
+def test_papers_are_started_where_they_are(tmp_path: Path) -> None:
+    """A tree with papers/ has its names too: they are its own module's to find."""
+    for folder in ("benchmarks", "papers/dist_attn_papers"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "benchmarks" / "run.py").touch()
-    (tmp_path / "research" / "dist_attn_research" / "__init__.py").touch()
-    (tmp_path / "research" / "dist_attn_research" / "__main__.py").write_text(
+    (tmp_path / "papers" / "dist_attn_papers" / "__init__.py").touch()
+    (tmp_path / "papers" / "dist_attn_papers" / "__main__.py").write_text(
         "import sys\nopen('seen', 'w').write(' '.join(sys.argv[1:]))\n"
     )
     assert bench("mixers", None, options=["--seeds", "0"], root=tmp_path) == 0
