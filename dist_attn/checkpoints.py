@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 import dist_attn
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError, InputError, ModelFolderError
-from dist_attn.model_config.folder import OTHER_KINDS, kind_of_model, read_any_config, read_config
+from dist_attn.model_config.folder import kind_of_model, read_any_config, read_config
 from dist_attn.model_config.language_model import CODE_FOR_OTHERS, CODE_NAME, NAMES_FOR_OTHERS
+from dist_attn.model_config.model import MODELS
+from dist_attn.model_config.registry import load_build
 from dist_attn.models import (
     CausalModel,
     LanguageModel,
-    MillionModel,
     Model,
+    SequenceModel,
     StreamEncoder,
     StreamingModel,
     TextEncoder,
@@ -49,8 +51,6 @@ __all__ = [
     "resolve_model_folder",
     "save_model",
 ]
-
-READERS = ("text_encoder", "stream_encoder", "million")  # what encodes texts beside language models
 
 
 def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32") -> LanguageModel:
@@ -155,23 +155,23 @@ def load_model_and_tokeniser(
 
 def load_reader_and_tokeniser(
     path_or_name: str | Path | None = None,
-) -> tuple[StreamingModel | TextEncoder | MillionModel, Tokeniser]:
-    """Load whatever makes vectors of texts, with its tokeniser: a language, encoder or million-scale model.
+) -> tuple[StreamingModel | TextEncoder | SequenceModel, Tokeniser]:
+    """Load whatever makes vectors of texts, with its tokeniser: a language, encoder or sequence model.
 
     Raises: ModelFolderError as `load_model_and_tokeniser`.
     """
     folder = resolve_model_folder(path_or_name)
     kind = kind_of_model(folder)
-    if kind not in READERS:
-        if kind in OTHER_KINDS:
-            raise ModelFolderError(
-                f"{folder} holds a {kind}; needed to encode is a language model, a text_encoder, a stream_encoder or a "
-                "million"
-            )
+    if kind == "language_model" or kind not in MODELS.names():
         return load_model_and_tokeniser(folder)
+    made = load_build(MODELS.find(kind).build)
+    if not (isinstance(made, type) and issubclass(made, TextEncoder | StreamEncoder | SequenceModel)):
+        raise ModelFolderError(
+            f"{folder} holds a {kind}; needed to encode is a language model, an encoder or a model of sequences"
+        )
     tokeniser, model = load_tokeniser(folder), load_any_model(folder)
-    assert isinstance(model, TextEncoder | StreamEncoder | MillionModel)
-    return model, fitted(tokeniser, folder, model.config.vocab_size)
+    assert isinstance(model, TextEncoder | StreamEncoder | SequenceModel)
+    return model, fitted(tokeniser, folder, model.vocab_size)
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:

@@ -147,9 +147,7 @@ def test_missing_folders_are_named():
 def test_a_model_that_makes_no_vectors_of_texts_is_refused_for_them(folder):
     """To encode, a classifier is refused by what encoding needs, and to generate by what generating needs."""
     (folder / "config.json").write_text(json.dumps({"kind": "text_classifier"}))
-    words = (
-        "holds a text_classifier; needed to encode is a language model, a text_encoder, a stream_encoder or a million"
-    )
+    words = "holds a text_classifier; needed to encode is a language model, an encoder or a model of sequences"
     with pytest.raises(ModelFolderError, match=words):
         load_reader_and_tokeniser(folder)
     with pytest.raises(ModelFolderError, match="holds a text_classifier; needed here is a language model, which can"):

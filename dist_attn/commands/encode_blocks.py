@@ -14,7 +14,7 @@ from dist_attn.comm import Communicator
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import GRAIN
-from dist_attn.models import MillionModel, StreamingModel, TextEncoder
+from dist_attn.models import SequenceModel, StreamingModel, TextEncoder
 from dist_attn.ops.device import send
 from dist_attn.rank.row_pieces import reduce_to_pieces
 from dist_attn.rank.sequence_executor import read_sequences
@@ -109,20 +109,21 @@ class SequenceReader(BlockReader):
 
 @final
 class WholeReader(BlockReader):
-    """Sequences of up to `max_tokens` through a million-scale model: each lies over all ranks, and stands alone.
+    """Sequences of up to `max_tokens` through a model of sequences: each lies over all ranks, and stands alone.
 
     Raises: InputError where the same bytes are asked for on any number of ranks: rows come from sums in another order.
     """
 
-    def __init__(self, comm: Communicator, model: MillionModel, spec: RowSpec, *, deterministic: bool = False) -> None:
+    def __init__(self, comm: Communicator, model: SequenceModel, spec: RowSpec, *, deterministic: bool = False) -> None:
         if deterministic:
-            raise InputError("the rows of a million model cannot be deterministic over ranks; leave the option out")
-        self.dim, self.grain = model.config.hidden_size, model.config.max_tokens
-        self.device = model.embedding.weight.device
+            raise InputError(
+                f"the rows of a {model.config.kind} cannot be deterministic over ranks; leave the option out"
+            )
+        self.dim, self.grain, self.device = model.hidden_size, model.max_tokens, model.device
         self._comm, self._model, self._spec = comm, model, spec
 
     def read(self, tokens_T: torch.Tensor, position: int, ends: Sequence[int] = ()) -> RowPieces:
-        """Rows of the vectors of all positions, kept tokens' own and those interpolated between them."""
+        """Rows of the vectors of all positions."""
         layout = SequenceLayout.even(len(tokens_T), self._comm.size, GRAIN)
         start, stop = layout.range(self._comm.rank)
         ops = ShardedSequenceOps(self._comm, layout)

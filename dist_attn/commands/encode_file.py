@@ -32,7 +32,7 @@ from dist_attn.commands.row_files import About, FileRows, RowsWriter, open_rows
 from dist_attn.devices import ON_CPU, Compute, choose_compute
 from dist_attn.errors import InputError
 from dist_attn.model_config.figures import BLOCK_TOKENS, tokens_at_once
-from dist_attn.models import MillionModel, StreamEncoder, StreamingModel, TextEncoder
+from dist_attn.models import SequenceModel, StreamEncoder, StreamingModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.rank_link.heartbeat import peak_rss_bytes
@@ -149,7 +149,7 @@ def _compute(options: EncodeOptions) -> Compute:
 @torch.inference_mode()
 def encode_file(
     comm: Communicator,
-    model: StreamingModel | TextEncoder | MillionModel,
+    model: StreamingModel | TextEncoder | SequenceModel,
     tokeniser: Tokeniser,
     encoding: Encoding,
     on_progress: Callable[[int], None] = lambda _: None,
@@ -158,7 +158,7 @@ def encode_file(
     """Write the rows of a file; the report on rank 0, None elsewhere.
 
     Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block. A text
-    encoder reads sequences that stand alone, a row's window each or as much as it can, and a million-scale model all of
+    encoder reads sequences that stand alone, a row's window each or as much as it can, and a model of sequences all of
     the text, up to its `max_tokens` at once. `on_progress` gets the bytes read so far; `begun` is called once the files
     are open. The target appears only when it is complete.
 
@@ -170,7 +170,7 @@ def encode_file(
     reader: BlockReader
     if isinstance(model, TextEncoder):
         reader = SequenceReader(comm, model, spec, deterministic=deterministic)
-    elif isinstance(model, MillionModel):
+    elif isinstance(model, SequenceModel):
         reader = WholeReader(comm, model, spec, deterministic=deterministic)
     else:
         reader = StreamReader(comm, model, spec, exchange=encoding.exchange, deterministic=deterministic)

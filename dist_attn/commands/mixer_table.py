@@ -12,7 +12,7 @@ from dist_attn.costs import LayerCosts
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, Paradigm, build_mixer
-from dist_attn.model_config.mixer import load_offered_mixers, registered_mixers
+from dist_attn.model_config.mixer import MIXERS, registered_mixers
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _configs(hidden_size: int, num_heads: int, tokens: int) -> list[tuple[str, M
 
     Kinds that need more than sizes have no row.
     """
-    load_offered_mixers()
+    MIXERS.load_offered()
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "length": tokens, "token_mlp_size": hidden_size}
     configs: list[tuple[str, MixerConfig]] = []
     for kind, config in sorted(registered_mixers().items()):

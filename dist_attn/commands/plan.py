@@ -26,6 +26,8 @@ from dist_attn.costs.estimate import PROCESS_BYTES
 from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
 from dist_attn.model_config.figures import BLOCK_TOKENS, FLOAT_BYTES, tokens_at_once
+from dist_attn.model_config.model import MODELS
+from dist_attn.model_config.registry import load_build
 from dist_attn.shipped import origin, resolve_model_folder
 from dist_attn.wire.specs import tokens_with_room
 
@@ -49,13 +51,15 @@ def plan(options: PlanOptions) -> None:
         if not 0 < gflops < float("inf"):
             raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
         rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
-    if model_kind(folder) == "million":
+    kind = MODELS.find(name) if (name := model_kind(folder)) in MODELS.names() else None
+    if kind is not None and kind.plan is not None:
         if options.measure or options.exchange != "auto" or options.weights != "float32":
             raise InputError(
-                "--measure, --exchange or --weights was given; a million-scale model has no states to exchange, holds "
-                "its weights in float32, and its costs are those expected by formula: leave them out"
+                f"--measure, --exchange or --weights was given; a {name} has no states to exchange, holds its weights "
+                "in float32, and its costs are those expected by formula: leave them out"
             )
-        return _plan_million(folder, count, ranks=ranks, rates=rates, as_json=options.as_json)
+        load_build(kind.plan)(folder, count, ranks=ranks, rates=rates, as_json=options.as_json)
+        return
     if options.weights_over_ranks and origin(folder) != "downloaded":
         raise InputError(f"--weights-over-ranks is for models as they were downloaded, and {folder} is none")
     if origin(folder) == "downloaded":
@@ -254,7 +258,7 @@ def _plan_downloaded(folder: Path, tokens: int, *, options: PlanOptions, rates: 
     )
 
 
-def _plan_million(folder: Path, tokens: int, *, ranks: int, rates: Rates, as_json: bool) -> None:
+def plan_million(folder: Path, tokens: int, *, ranks: int, rates: Rates, as_json: bool) -> None:
     """Print what a million-scale model is expected to cost; it reads sequences of `max_tokens`, each by itself.
 
     Raises: ConfigError for the folder; InputError for counts below 1.

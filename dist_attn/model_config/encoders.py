@@ -13,8 +13,9 @@ from dist_attn.model_config.language_model import (
     check_streams,
     check_uses_all,
 )
-from dist_attn.model_config.mixer import FrozenConfig
 from dist_attn.model_config.mixers.attention import CrossConfig
+from dist_attn.model_config.model import ModelConfig, register_model
+from dist_attn.model_config.registry import FrozenConfig
 
 
 class EncoderConfig(FrozenConfig):
@@ -46,7 +47,7 @@ class EncoderConfig(FrozenConfig):
         return self.mixer.causal
 
 
-class TextEncoderConfig(FrozenConfig):
+class TextEncoderConfig(ModelConfig):
     """A model that makes one vector of a text of bounded length."""
 
     kind: Literal["text_encoder"] = "text_encoder"
@@ -104,7 +105,7 @@ class ContextConfig(FrozenConfig):
         return self
 
 
-class StreamEncoderConfig(FrozenConfig):
+class StreamEncoderConfig(ModelConfig):
     """A model of vectors along a text of any length: a sentence encoder reads blocks, and context goes on behind it."""
 
     kind: Literal["stream_encoder"] = "stream_encoder"
@@ -140,7 +141,7 @@ class StreamEncoderConfig(FrozenConfig):
         return self.sentence.vocab_size
 
 
-class TextClassifierConfig(FrozenConfig):
+class TextClassifierConfig(ModelConfig):
     """A model that chooses one of `num_classes` for a text, or for a pair of texts."""
 
     kind: Literal["text_classifier"] = "text_classifier"
@@ -177,7 +178,7 @@ class ImageConfig(FrozenConfig):
         return self.channels * self.patch**2
 
 
-class VisionClassifierConfig(FrozenConfig):
+class VisionClassifierConfig(ModelConfig):
     """A model that chooses one of `num_classes` for an image."""
 
     kind: Literal["vision_classifier"] = "vision_classifier"
@@ -187,7 +188,7 @@ class VisionClassifierConfig(FrozenConfig):
     pooling: Literal["mean", "class_token"] = "class_token"
 
 
-class MaskedAutoencoderConfig(FrozenConfig):
+class MaskedAutoencoderConfig(ModelConfig):
     """A model that restores hidden patches from those that are not hidden."""
 
     kind: Literal["masked_autoencoder"] = "masked_autoencoder"
@@ -216,7 +217,7 @@ class DecoderConfig(FrozenConfig):
         return self
 
 
-class EncoderDecoderConfig(FrozenConfig):
+class EncoderDecoderConfig(ModelConfig):
     """A model from one sequence to another; the target's embedding is the read-out's, and also an absent source's."""
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"
@@ -232,3 +233,11 @@ class EncoderDecoderConfig(FrozenConfig):
         if len(sizes) > 1:
             raise ValueError(f"encoder, decoder and cross attention have the widths {sorted(sizes)}; they must be one")
         return self
+
+
+register_model(TextEncoderConfig, "dist_attn.models.text_encoder:TextEncoder")
+register_model(StreamEncoderConfig, "dist_attn.models.stream_encoder:StreamEncoder")
+register_model(TextClassifierConfig, "dist_attn.models.classifier:TextClassifier")
+register_model(VisionClassifierConfig, "dist_attn.models.vision:VisionClassifier")
+register_model(MaskedAutoencoderConfig, "dist_attn.models.vision:MaskedAutoencoder")
+register_model(EncoderDecoderConfig, "dist_attn.models.encoder_decoder:EncoderDecoder")

@@ -2,46 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.model_config.encoders import (
-    EncoderDecoderConfig,
-    MaskedAutoencoderConfig,
-    StreamEncoderConfig,
-    TextClassifierConfig,
-    TextEncoderConfig,
-    VisionClassifierConfig,
-)
+
+# What is built in is registered before a folder is read.
+from dist_attn.model_config import encoders, million  # noqa: F401
 from dist_attn.model_config.language_model import LanguageModelConfig
-from dist_attn.model_config.million import MillionConfig
+from dist_attn.model_config.model import MODELS, ModelConfig
 from dist_attn.model_config.refusal import refusal
 from dist_attn.shipped import refuse_downloaded
 from dist_attn.shipped.folder_files import read_file
-
-ModelConfig = Annotated[
-    LanguageModelConfig
-    | TextEncoderConfig
-    | StreamEncoderConfig
-    | TextClassifierConfig
-    | VisionClassifierConfig
-    | MaskedAutoencoderConfig
-    | EncoderDecoderConfig
-    | MillionConfig,
-    Field(discriminator="kind"),
-]
-
-OTHER_KINDS = (
-    "text_encoder",
-    "stream_encoder",
-    "text_classifier",
-    "vision_classifier",
-    "masked_autoencoder",
-    "encoder_decoder",
-    "million",
-)
 
 Config = TypeVar("Config")
 
@@ -61,7 +34,7 @@ def read_config(folder: Path) -> LanguageModelConfig:
     Raises: ModelFolderError when config.json is not a configuration of a language model of ours.
     """
     kind = kind_of_model(folder)
-    if kind in OTHER_KINDS:
+    if kind != "language_model" and kind in MODELS.names():
         raise ModelFolderError(f"{folder} holds a {kind}; needed here is a language model, which can write")
     return _read(folder, TypeAdapter(LanguageModelConfig))
 

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
 from dist_attn.errors import ConfigError
-from dist_attn.model_config.mixer import AnyMixer, FrozenConfig, MixerConfig, mixer_config_class
+from dist_attn.model_config.mixer import AnyMixer, MixerConfig, mixer_config_class
+from dist_attn.model_config.model import ModelConfig, register_model
+from dist_attn.model_config.registry import FrozenConfig
 from dist_attn.shipped import OUR_MODEL_TYPE
 
 Config = TypeVar("Config", bound=FrozenConfig)
@@ -158,7 +160,7 @@ TokenPositions = Literal["none", "sinusoidal", "concatenated"] | LearnedPosition
 """The positions of tokens that a state goes on from: none, sinusoids added or behind the token, learned vectors."""
 
 
-class LanguageModelConfig(FrozenConfig):
+class LanguageModelConfig(ModelConfig):
     """A causal language model over any mixer that goes on from a state, or several kinds of them."""
 
     kind: Literal["language_model"] = "language_model"
@@ -253,3 +255,6 @@ def _expand_mixer(mixer: Any, hidden_size: int, num_heads: int) -> Any:
     own: dict[str, Any] = {"kind": "rfa_gate", "hidden_size": hidden_size, **mixer}
     heads = mixer_config_class(own["kind"]).model_fields.get("num_heads")
     return {**({"num_heads": num_heads} if heads is not None and heads.is_required() else {}), **own}
+
+
+register_model(LanguageModelConfig, "dist_attn.models.language_model:LanguageModel")

@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dist_attn.model_config.language_model import MAX_LAYERS
-from dist_attn.model_config.mixer import FrozenConfig
+from dist_attn.model_config.model import ModelConfig, register_model
+from dist_attn.model_config.registry import FrozenConfig
 
 
 class SelectorConfig(FrozenConfig):
@@ -72,7 +73,7 @@ class UpsamplingConfig(FrozenConfig):
     neighbours: int = Field(default=3, ge=1)
 
 
-class MillionConfig(FrozenConfig):
+class MillionConfig(ModelConfig):
     """A model of a Selector, layers of experts over what it keeps, Fourier mixing, up-sampling, and a head."""
 
     kind: Literal["million"] = "million"
@@ -103,3 +104,6 @@ class MillionConfig(FrozenConfig):
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
         return self
+
+
+register_model(MillionConfig, "dist_attn.models.million:MillionModel", plan="dist_attn.commands.plan:plan_million")

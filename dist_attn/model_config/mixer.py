@@ -7,41 +7,35 @@ A kind is built in (`dist_attn.model_config.mixers`), or comes from an installed
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Self, cast, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    SerializeAsAny,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, InitErrorDetails
+from pydantic import Field, SerializeAsAny
 
 from dist_attn.errors import ConfigError
 from dist_attn.model_config.figures import FLOAT_BYTES, TokenFlops, Traffic, Weights
-
-GROUP = "dist_attn.mixers"
-"""The group of entry points by which packages offer mixers."""
+from dist_attn.model_config.registry import Build, KindConfig, Registry, kinds_of, load_build, place_of
 
 
-class FrozenConfig(BaseModel):
-    """A frozen value; unknown keys are refused."""
+@dataclass(frozen=True)
+class MixerKind:
+    """A configuration class, and what makes the mixer of one of its values."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    config: "type[MixerConfig]"
+    build: Build
 
 
-class MixerConfig(FrozenConfig):
+MIXERS: Registry[MixerKind] = Registry("dist_attn.mixers", "mixer")
+
+
+class MixerConfig(KindConfig):
     """The configuration of one layer's mixer, which knows its costs; `kind` is a Literal in every kind.
 
     Bytes are those of float32 values unless a method says otherwise. `batch` is the number of sequences.
     """
 
-    kind: str
+    registry = MIXERS
+
     hidden_size: int = Field(ge=1)
 
     # Options that make rows of their own in `dist-attn mixers`, by their names; "" is the kind as it is by default.
@@ -94,36 +88,9 @@ class MixerConfig(FrozenConfig):
         """The bytes of a rank's memory that the exchange of queries, keys and outputs takes."""
         return 0
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _by_kind(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate a field of this type, which holds a mixer of any kind."""
-        if cls is not MixerConfig:
-            return handler(values)
-        if isinstance(values, MixerConfig):
-            return cast(Self, values)
-        if not isinstance(values, Mapping):
-            raise ValueError("a mixer is a table of options, of which kind names what it is")
-        if "kind" not in values:
-            raise ValueError(f"the mixer's kind is missing; there are {', '.join(_REGISTERED)}")
-        kind = values["kind"]
-        try:
-            return cast(Self, mixer_config_class(kind).model_validate(values))
-        except ValidationError as error:
-            # The kind is added to an error's place, as for a union, so that a key can be looked for among the kind's
-            # own.
-            raise ValidationError.from_exception_data(
-                error.title, [_below(kind, one) for one in error.errors()]
-            ) from None
-
 
 AnyMixer = SerializeAsAny[MixerConfig]
 """The type of a field that holds a mixer of any kind, saved with all its options."""
-
-Build = str | Callable[[Any], Any]
-"""A way from a configuration to its `TokenMixer`: a callable, or its place, "package.module:Name"."""
-
-_REGISTERED: dict[str, tuple[type[MixerConfig], Build]] = {}
 
 
 def register_mixer(config: type[MixerConfig], build: Build) -> None:
@@ -134,50 +101,24 @@ def register_mixer(config: type[MixerConfig], build: Build) -> None:
 
     Raises: ConfigError for a kind that is registered already, and for a class that names no kind or lacks costs.
     """
-    where = f"{config.__module__}.{config.__qualname__}"
-    kinds = _kinds(config)
-    if not kinds:
-        raise ConfigError(f'{where} names no kind; give it the field kind: Literal["…"]')
+    kinds = kinds_of(config)
     if inspect.isabstract(config):
         missing = ", ".join(sorted(config.__abstractmethods__))
-        raise ConfigError(f"{where} lacks {missing}; a mixer says what it costs")
-    for kind in kinds:
-        if kind in _REGISTERED:
-            other, _ = _REGISTERED[kind]
-            raise ConfigError(
-                f"{where} is a mixer of kind {kind!r}, which {other.__module__}.{other.__qualname__} is already; "
-                "kinds have different names"
-            )
-    _REGISTERED.update(dict.fromkeys(kinds, (config, build)))
+        raise ConfigError(f"{place_of(config)} lacks {missing}; a mixer says what it costs")
+    MIXERS.register(kinds, MixerKind(config, build), place_of(config))
 
 
 def mixer_config_class(kind: Any) -> type[MixerConfig]:
-    """Find the configuration class of a kind; a package that offers the kind is loaded.
+    """Find the configuration class of a kind.
 
-    Raises: ConfigError for a kind that is not registered, or whose package cannot be loaded.
+    Raises: ConfigError as `Registry.find`.
     """
-    if not isinstance(kind, str) or kind not in _REGISTERED:
-        offers = [offer for offer in entry_points(group=GROUP) if offer.name == kind]
-        if not offers:
-            known = sorted({*_REGISTERED, *entry_points(group=GROUP).names})
-            raise ConfigError(f"there is no mixer of kind {kind!r}; there are {', '.join(known)}")
-        for offer in offers:
-            _load(offer)
-    return _REGISTERED[kind][0]
+    return MIXERS.find(kind).config
 
 
 def registered_mixers() -> dict[str, type[MixerConfig]]:
     """The configuration classes of all kinds that are loaded, by the names of the kinds."""
-    return {kind: config for kind, (config, _) in _REGISTERED.items()}
-
-
-def load_offered_mixers() -> None:
-    """Load every package that offers a mixer.
-
-    Raises: ConfigError for a package that cannot be loaded, or registers a kind that there is.
-    """
-    for offer in entry_points(group=GROUP):
-        _load(offer)
+    return {kind: entry.config for kind, entry in MIXERS.loaded().items()}
 
 
 def mixer_builder(config: MixerConfig) -> Callable[[Any], Any]:
@@ -185,36 +126,7 @@ def mixer_builder(config: MixerConfig) -> Callable[[Any], Any]:
 
     Raises: ConfigError for a configuration whose class is not registered.
     """
-    known, build = _REGISTERED.get(config.kind, (None, ""))
-    if known is not type(config):
+    known = MIXERS.loaded().get(config.kind)
+    if known is None or known.config is not type(config):
         raise ConfigError(f"{type(config).__qualname__} of kind {config.kind!r} is not registered; call register_mixer")
-    if isinstance(build, str):
-        module, _, name = build.partition(":")
-        return cast(Callable[[Any], Any], getattr(import_module(module), name))
-    return build
-
-
-def _below(kind: str, error: ErrorDetails) -> InitErrorDetails:
-    return InitErrorDetails(
-        type=error["type"], loc=(kind, *error["loc"]), input=error["input"], ctx=error.get("ctx", {})
-    )
-
-
-def _kinds(config: type[MixerConfig]) -> tuple[str, ...]:
-    field = config.model_fields.get("kind")
-    return () if field is None else tuple(kind for kind in get_args(field.annotation) if isinstance(kind, str))
-
-
-def _load(offer: EntryPoint) -> None:
-    package = "a package" if offer.dist is None else f"the package {offer.dist.name}"
-    try:
-        offer.load()
-    except ConfigError:
-        raise
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"the mixer {offer.name!r} of {package} cannot be loaded from {offer.value}: {why}"
-        ) from error
-    if offer.name not in _REGISTERED:
-        raise ConfigError(f"{package} offers the mixer {offer.name!r}, but {offer.value} does not register that kind")
+    return load_build(known.build)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from dist_attn.model_config.mixer import MixerConfig, registered_mixers
+from dist_attn.model_config.registry import KindConfig
 
 GIVEN_CHARACTERS = 80
 PLAIN = {"missing": "it is missing", "extra_forbidden": "there is no such key; leave it out"}
@@ -82,9 +82,9 @@ def _walk(config: type[BaseModel], place: Place) -> Iterator[tuple[int | str, li
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
     """List every configuration class in a type, however it is wrapped."""
-    if annotation is MixerConfig:
-        return [*dict.fromkeys(registered_mixers().values())]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if issubclass(annotation, KindConfig) and "registry" in annotation.__dict__:
+            return [*dict.fromkeys(entry.config for entry in annotation.registry.loaded().values())]
         return [annotation]
     return [model for part in get_args(annotation) for model in _models(part)]
 

@@ -1,6 +1,6 @@
 """Models over any token mixer, local or sharded."""
 
-from typing import Any, overload
+from typing import overload
 
 from dist_attn.model_config.encoders import (
     ContextConfig,
@@ -14,7 +14,6 @@ from dist_attn.model_config.encoders import (
     TextEncoderConfig,
     VisionClassifierConfig,
 )
-from dist_attn.model_config.folder import ModelConfig
 from dist_attn.model_config.language_model import (
     BlockConfig,
     HybridConfig,
@@ -24,12 +23,15 @@ from dist_attn.model_config.language_model import (
     NormConfig,
 )
 from dist_attn.model_config.million import MillionConfig
+from dist_attn.model_config.model import MODELS, ModelConfig
+from dist_attn.model_config.registry import load_build
 from dist_attn.models.causal_model import CausalModel, ModelState, StreamingModel
 from dist_attn.models.classifier import TextClassifier
 from dist_attn.models.encoder import Encoder
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel
 from dist_attn.models.million import MillionModel
+from dist_attn.models.model import Model, SequenceModel
 from dist_attn.models.stream_encoder import StreamEncoder
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
@@ -65,6 +67,7 @@ __all__ = [
     "ModelConfig",
     "ModelState",
     "NormConfig",
+    "SequenceModel",
     "StreamEncoder",
     "StreamEncoderConfig",
     "StreamingModel",
@@ -81,28 +84,6 @@ __all__ = [
     "weight_bytes",
     "weight_precision_of",
 ]
-
-Model = (
-    LanguageModel
-    | TextEncoder
-    | StreamEncoder
-    | TextClassifier
-    | VisionClassifier
-    | MaskedAutoencoder
-    | EncoderDecoder
-    | MillionModel
-)
-
-_MODELS: dict[type, Any] = {
-    LanguageModelConfig: LanguageModel,
-    TextEncoderConfig: TextEncoder,
-    StreamEncoderConfig: StreamEncoder,
-    TextClassifierConfig: TextClassifier,
-    VisionClassifierConfig: VisionClassifier,
-    MaskedAutoencoderConfig: MaskedAutoencoder,
-    EncoderDecoderConfig: EncoderDecoder,
-    MillionConfig: MillionModel,
-}
 
 
 @overload
@@ -123,5 +104,5 @@ def build_model(config: ModelConfig) -> Model: ...
 
 def build_model(config: ModelConfig) -> Model:
     """The model that `config.kind` names, with fresh parameters."""
-    model: Model = _MODELS[type(config)](config)
+    model: Model = load_build(MODELS.find(config.kind).build)(config)
     return model

@@ -10,6 +10,7 @@ from torch import nn
 from dist_attn.errors import ShapeError
 from dist_attn.model_config.encoders import TextClassifierConfig
 from dist_attn.models.encoder import Encoder, Pooling, check_tokens, initialise
+from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
@@ -35,7 +36,7 @@ class PairHead(nn.Module):
         return logits_NC
 
 
-class TextClassifier(nn.Module):
+class TextClassifier(Model):
     """Logits of the classes of a text, or of a pair of texts, which may be cut across ranks.
 
     Where `config.texts` is 2, texts 2i and 2i + 1 are a pair: rows of `forward`, documents of `classify_packed`.
@@ -45,6 +46,8 @@ class TextClassifier(nn.Module):
 
     Reference: Random Feature Attention, Sec. 4.4 (Long Range Arena); Introduction to Transformers, Sec. 4.
     """
+
+    config: TextClassifierConfig
 
     def __init__(self, config: TextClassifierConfig) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from dist_attn.model_config.language_model import mixers_of_layers, with_layer_s
 from dist_attn.models.blocks import Block, Recomputable, build_norm
 from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import Encoder, check_tokens, initialise, position_layers, with_positions
+from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
@@ -65,7 +66,7 @@ class DecoderBlock(Recomputable):
         return self.block.feed_forward(x_BD + seen_B1D[:, 0]), after
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(Model):
     """Encoder over the source, causal decoder over the target; one embedding for the target and for the read-out.
 
     The source has the same one, or its own where it has a vocabulary of its own.
@@ -75,6 +76,8 @@ class EncoderDecoder(nn.Module):
 
     Reference: Random Feature Attention, Sec. 4.2 (softmax encoder, RFA in the decoder); Scaleformer, Sec. 2.
     """
+
+    config: EncoderDecoderConfig
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()

@@ -14,11 +14,14 @@ from dist_attn.models.blocks import Block, build_norm, contiguous_state, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
+from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
-class LanguageModel(CausalModel):
+class LanguageModel(CausalModel, Model):
     """Embedding, blocks, a final norm, and a read-out that shares the embedding's weights or has its own."""
+
+    config: LanguageModelConfig
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()

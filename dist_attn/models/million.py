@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.errors import InputError
+from dist_attn.errors import ConfigError, InputError
 from dist_attn.model_config.million import MillionConfig
 from dist_attn.models.blocks import Recomputable
 from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import check_tokens, initialise, sinusoidal
 from dist_attn.models.experts import ExpertLayer, Selector
+from dist_attn.models.model import Model, SequenceModel
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.token_selection import Interpolation, SelectedTokens
 
@@ -73,7 +75,7 @@ class GlobalMixing(Recomputable):
         return mixed_ND
 
 
-class MillionModel(nn.Module):
+class MillionModel(SequenceModel):
     """Encoder and classifier of sequences of which few tokens matter, cut over any ranks.
 
     Tokens are scored one by one and the kept ones spread evenly over ranks; layers of experts, Fourier mixing and a
@@ -85,10 +87,13 @@ class MillionModel(nn.Module):
     Reference: A Unified View of Long-Sequence Models, Sec. 10 and Fig. 4.
     """
 
+    config: MillionConfig
+
     def __init__(self, config: MillionConfig) -> None:
         super().__init__()
         self.config = config
-        size = config.hidden_size
+        self.hidden_size = size = config.hidden_size
+        self.vocab_size, self.max_tokens = config.vocab_size, config.max_tokens
         self.embedding = nn.Embedding(config.vocab_size, size)
         self.context_KD = nn.Parameter(_identity(config.context, size)) if config.context > 1 else None
         self.position_scale_D = None if config.positions == "none" else nn.Parameter(torch.empty(size))
@@ -103,6 +108,24 @@ class MillionModel(nn.Module):
         initialise(self, config.num_layers + 1)
         if self.position_scale_D is not None:
             nn.init.constant_(self.position_scale_D, POSITION_SCALE)
+
+    def begin_from(self, trained: Model, folder: Path) -> None:
+        """Take the weights of a model whose Selector learns in another way, or whose objective is another.
+
+        Raises: ConfigError where its sizes are others.
+        """
+        if not isinstance(trained, MillionModel):
+            super().begin_from(trained, folder)
+            return
+        config, free = trained.config, {"selector", "objective"}
+        if self.config.model_dump(exclude=free) != config.model_dump(exclude=free) or (
+            self.config.selector.hidden_size != config.selector.hidden_size
+        ):
+            raise ConfigError(
+                f"the model in {folder} differs from [model] in more than how its Selector learns (model.selector but "
+                "its hidden_size, model.objective); give the same sizes"
+            )
+        self.load_state_dict(trained.state_dict())
 
     def prepare(self, step: int) -> None:
         """Make gates as soft as they are at this step of training."""

@@ -17,12 +17,13 @@ from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models.blocks import Block, stream_through
 from dist_attn.models.causal_model import ModelState, StreamingModel
 from dist_attn.models.encoder import initialise
+from dist_attn.models.model import Model
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
 from dist_attn.ops.finite import checked
 
 
-class StreamEncoder(StreamingModel):
+class StreamEncoder(StreamingModel, Model):
     """Hidden states of texts of any length, for vectors along them.
 
     A text is cut into pairs of blocks of `block` tokens, and what is left at its end into halves where it is more than
@@ -32,6 +33,8 @@ class StreamEncoder(StreamingModel):
 
     What ends inside a pair ends the text: read on from there, its tokens would have seen other neighbours.
     """
+
+    config: StreamEncoderConfig
 
     def __init__(self, config: StreamEncoderConfig) -> None:
         super().__init__()

@@ -13,10 +13,11 @@ from dist_attn.model_config.encoders import TextEncoderConfig
 from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.model_config.mixers.attention import BidirectionalConfig
 from dist_attn.models.encoder import Encoder, check_tokens, initialise
+from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(Model):
     """Vectors of texts; with blocks that have their norms behind them this is BERT as sentence-transformers uses it.
 
     A sequence is the text between `prefix` and `suffix`, which `frame` puts there before it is cut over ranks. All
@@ -25,9 +26,11 @@ class TextEncoder(nn.Module):
     Reference: Devlin et al. 2019 (the encoder); Reimers and Gurevych 2019 (pooling).
     """
 
+    config: TextEncoderConfig
+
     def __init__(self, config: TextEncoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.vocab_size = config, config.vocab_size
         size = config.encoder.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, size)
         # Sentences of a pair have a type each; a text alone is of the first.

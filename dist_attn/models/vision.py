@@ -1,11 +1,14 @@
 """Images as sequences of patches: the vision classifier, and the masked auto-encoder."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
-from dist_attn.errors import InputError, ShapeError
+from dist_attn.errors import ConfigError, InputError, ShapeError
 from dist_attn.model_config.encoders import ImageConfig, MaskedAutoencoderConfig, VisionClassifierConfig
 from dist_attn.models.encoder import Encoder, Pooling, initialise
+from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
@@ -37,11 +40,13 @@ def draw_mask(batch: int, config: ImageConfig, share: float, generator: torch.Ge
     return order_BT < hidden
 
 
-class VisionClassifier(nn.Module):
+class VisionClassifier(Model):
     """Logits of the classes of an image, whose patches may be cut across ranks.
 
     Reference: Introduction to Transformers, Sec. 4 (patch embedding W p_n, class token or pooling).
     """
+
+    config: VisionClassifierConfig
 
     def __init__(self, config: VisionClassifierConfig) -> None:
         super().__init__()
@@ -52,6 +57,23 @@ class VisionClassifier(nn.Module):
         self.pooling = Pooling(config.pooling, size, causal=config.encoder.causal)
         self.head = nn.Linear(size, config.num_classes)
         initialise(self, config.encoder.num_layers)
+
+    def begin_from(self, trained: Model, folder: Path) -> None:
+        """Take projection and encoder of a masked auto-encoder, and keep a fresh head; or a classifier's weights.
+
+        Raises: ConfigError for other images or another encoder.
+        """
+        if not isinstance(trained, MaskedAutoencoder):
+            super().begin_from(trained, folder)
+            return
+        for part in ("image", "encoder"):
+            if getattr(self.config, part) != getattr(trained.config, part):
+                raise ConfigError(
+                    f"the masked auto-encoder in {folder} has another model.{part}; a classifier that begins from it "
+                    "needs the same image and encoder"
+                )
+        self.projection.load_state_dict(trained.projection.state_dict())
+        self.encoder.load_state_dict(trained.encoder.state_dict())
 
     def prepare(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Whole images as `forward` takes them: patches, with room for a class token; what is then cut over ranks."""
@@ -73,13 +95,15 @@ class VisionClassifier(nn.Module):
         return self.forward(self.prepare(images_BCHW))
 
 
-class MaskedAutoencoder(nn.Module):
+class MaskedAutoencoder(Model):
     """Hidden patches from those that can be seen: a learned vector stands in for each, and a linear head fills it in.
 
     The projection and the encoder have the names of the vision classifier's, so that one can start from the other.
 
     Reference: Introduction to Transformers, Sec. 4 (masked auto-encoding); the encoder sees all places, as in BERT.
     """
+
+    config: MaskedAutoencoderConfig
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__()

@@ -22,7 +22,6 @@ from dist_attn.generation.captured_step import SLOT_BYTES
 from dist_attn.host_limits import given_threads
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import SLOTS, tokens_of_block
-from dist_attn.model_config.folder import OTHER_KINDS
 from dist_attn.models import CausalModel, ModelState, StreamEncoder, StreamingModel, hold_weights_as
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.device import send
@@ -100,7 +99,7 @@ def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecu
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
     kind = kind_of_model(folder)
-    of_device = tokens_of_block(compute.device.type, writes=kind not in OTHER_KINDS)
+    of_device = tokens_of_block(compute.device.type, writes=kind not in ("text_encoder", "stream_encoder"))
     chunk_tokens = settings.chunk_tokens or of_device
     if kind == "text_encoder":
         encoder = load_text_encoder(folder).to(compute.device)

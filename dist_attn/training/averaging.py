@@ -16,7 +16,6 @@ from dist_attn.shipped.folder_files import read_json_object
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.checkpointing import load_checkpoint_weights
 from dist_attn.training.config import TrainingConfig
-from dist_attn.training.datasets.config import LabelledTextConfig, ParallelTextConfig, TextDataConfig
 
 __all__ = ["average_folders", "average_models"]
 
@@ -106,12 +105,8 @@ def _read(folder: Path) -> _Origin:
         ) from None
     if (run / "model" / "config.json").is_file():
         return _read_model_folder(run / "model")
-    match config.data:
-        case ParallelTextConfig(tokeniser=source, target_tokeniser=target) if target is not None:
-            return _Origin(config.model, load_tokeniser(target), load_tokeniser(source))
-        case TextDataConfig() | LabelledTextConfig() | ParallelTextConfig():
-            return _Origin(config.model, load_tokeniser(config.data.tokeniser))
-    return _Origin(config.model)
+    tokeniser, source = (None if place is None else load_tokeniser(place) for place in config.data.tokenisers())
+    return _Origin(config.model, tokeniser, source)
 
 
 def _read_model_folder(folder: Path) -> _Origin:

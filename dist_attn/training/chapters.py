@@ -29,9 +29,9 @@ from dist_attn.training.config import ContrastConfig, TrainingConfig
 from dist_attn.training.datasets.config import TextDataConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.evaluation import score_tokens, token_loss
-from dist_attn.training.language_task import digests_of, read_validation_text, tokenise_files
+from dist_attn.training.language_task import LanguageTask, digests_of, read_validation_text, tokenise_files
 from dist_attn.training.mesh import Share
-from dist_attn.training.task import Criterion, ModelTask
+from dist_attn.training.task import Criterion, ModelTask, Task
 
 _HEADING = re.compile(CHAPTER_HEADING + rb"[^\n]*(?:\n|\Z)", re.MULTILINE)
 
@@ -255,3 +255,8 @@ def _read_pairs(
         tokens = tokenise_files((path,), tokeniser, config.run.folder / "cache", progress=progress)
         books.append((tokens, find_chapters(path.read_bytes(), tokens, tokeniser, 2 * data.segment)))
     return ChapterPairs(books, contrast, data.segment, config.run.seed)
+
+
+def language_task(config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> Task:
+    """The task of a language model: encodings of chapters with a [contrast] section, else its texts."""
+    return (LanguageTask if config.contrast is None else ContrastiveTask)(config, share, progress)

@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dist_attn.errors import ConfigError
-from dist_attn.model_config.folder import ModelConfig, read_any_config
+from dist_attn.model_config.folder import read_any_config
 from dist_attn.model_config.language_model import expand_preset
+from dist_attn.model_config.model import AnyModel
 from dist_attn.model_config.refusal import key_of, nearest_key, refusal
 from dist_attn.shipped import SHIPPED
-from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
+from dist_attn.training.datasets.config import AnyData, ParallelTextConfig
+from dist_attn.training.kinds import TASKS, TaskKind, register_task
 from dist_attn.wire.choices import Precision, check_device
 
 __all__ = [
-    "DATA_OF",
     "EXECUTION",
     "ContrastConfig",
     "ObjectiveConfig",
@@ -25,16 +26,6 @@ __all__ = [
     "TrainingConfig",
     "read_config",
 ]
-
-DATA_OF: dict[str, tuple[str, ...]] = {
-    "language_model": ("text",),
-    "text_classifier": ("labelled_text", "listops", "needles"),
-    "million": ("labelled_text", "listops", "needles"),
-    "vision_classifier": ("images",),
-    "masked_autoencoder": ("images",),
-    "encoder_decoder": ("parallel_text",),
-}
-"""The kinds of data on which each kind of model trains."""
 
 EXAMPLES = {
     "model": '[model] with the line preset = "tiny"',
@@ -176,8 +167,8 @@ EXECUTION = frozenset(
 class TrainingConfig(_Config):
     """Everything a run depends on; it is written into the run folder and compared on resume."""
 
-    model: ModelConfig
-    data: DataConfig
+    model: AnyModel
+    data: AnyData
     objective: ObjectiveConfig = ObjectiveConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
     # With this section the run trains encodings of chapters.
@@ -199,24 +190,17 @@ class TrainingConfig(_Config):
     @model_validator(mode="after")
     def _fits(self) -> "TrainingConfig":
         model, data, objective = self.model.kind, self.data.kind, self.objective
-        if model not in DATA_OF:
-            raise ValueError(f"a {model} is not trained here; model.kind is one of {', '.join(DATA_OF)}")
-        if data not in DATA_OF[model]:
-            raise ValueError(f"model.kind {model} trains on data.kind {' or '.join(DATA_OF[model])}; given is {data}")
-        if self.run.shard_parameters and isinstance(self.data, ParallelTextConfig) and self.data.translations:
-            raise ValueError(
-                "data.translations goes token by token, but under run.shard_parameters layers have their values only "
-                "while whole sequences pass; leave one of them out"
-            )
-        if objective.label_smoothing and model in ("language_model", "masked_autoencoder"):
+        if model not in TASKS.names():
+            raise ValueError(f"a {model} is not trained here; model.kind is one of {', '.join(TASKS.names())}")
+        task = TASKS.find(model)
+        if data not in task.data:
+            raise ValueError(f"model.kind {model} trains on data.kind {' or '.join(task.data)}; given is {data}")
+        if objective.label_smoothing and "label_smoothing" not in task.objective:
             raise ValueError(f"objective.label_smoothing has no meaning for a {model}; leave it out")
-        if objective.hidden_share is not None and model != "masked_autoencoder":
+        if objective.hidden_share is not None and "hidden_share" not in task.objective:
             raise ValueError(f"objective.hidden_share has no meaning for a {model}; leave it out")
-        if self.run.shard_parameters and model == "million":
-            raise ValueError(
-                "run.shard_parameters gathers layers equally often on every rank, but a million model reads its "
-                "sequences one by one; leave it out"
-            )
+        if task.check is not None:
+            task.check(self)
         if self.contrast is not None and model != "language_model":
             raise ValueError(f"a [contrast] section has no meaning for a {model}; leave it out")
         if self.run.shard_parameters and self.optimiser.kind != "adamw":
@@ -225,6 +209,37 @@ class TrainingConfig(_Config):
                 "matrices: take adamw, or leave the parameters whole"
             )
         return self
+
+
+def _check_million(config: TrainingConfig) -> None:
+    if config.run.shard_parameters:
+        raise ValueError(
+            "run.shard_parameters gathers layers equally often on every rank, but a million model reads its sequences "
+            "one by one; leave it out"
+        )
+
+
+def _check_translation(config: TrainingConfig) -> None:
+    if config.run.shard_parameters and isinstance(config.data, ParallelTextConfig) and config.data.translations:
+        raise ValueError(
+            "data.translations goes token by token, but under run.shard_parameters layers have their values only while "
+            "whole sequences pass; leave one of them out"
+        )
+
+
+_TEXTS, _SMOOTHED = ("labelled_text", "listops", "needles"), ("label_smoothing",)
+register_task("language_model", TaskKind("dist_attn.training.chapters:language_task", ("text",)))
+register_task("text_classifier", TaskKind("dist_attn.training.text_tasks:TextClassificationTask", _TEXTS, _SMOOTHED))
+register_task("million", TaskKind("dist_attn.training.text_tasks:MillionTask", _TEXTS, _SMOOTHED, _check_million))
+register_task("vision_classifier", TaskKind("dist_attn.training.image_tasks:VisionTask", ("images",), _SMOOTHED))
+register_task(
+    "masked_autoencoder",
+    TaskKind("dist_attn.training.image_tasks:MaskedAutoencoderTask", ("images",), ("hidden_share",)),
+)
+register_task(
+    "encoder_decoder",
+    TaskKind("dist_attn.training.translation_task:TranslationTask", ("parallel_text",), _SMOOTHED, _check_translation),
+)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:

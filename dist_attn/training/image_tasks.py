@@ -21,6 +21,7 @@ from dist_attn.training.classification import ClassificationTask, ExamplesTask
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import ImageDataConfig
 from dist_attn.training.datasets.images import ImageSet, read_image_sets
+from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.mesh import Share
 from dist_attn.training.task import Criterion
 
@@ -30,7 +31,7 @@ class _ImageTask(ExamplesTask[ImageSet]):
 
     unit = called = "images"
 
-    def __init__(self, config: TrainingConfig, share: Share) -> None:
+    def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data = cast(ImageDataConfig, config.data)
         model = cast(VisionClassifierConfig | MaskedAutoencoderConfig, config.model)
         classes = model.num_classes if isinstance(model, VisionClassifierConfig) else None

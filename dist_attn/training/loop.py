@@ -16,17 +16,16 @@ from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.devices import choose_compute
 from dist_attn.errors import CommError, ConfigError, InputError
+from dist_attn.model_config.registry import load_build
 from dist_attn.models.blocks import recompute_layers
 from dist_attn.models.dropout import use_dropout
 from dist_attn.ops import Watch, watching
 from dist_attn.ops.processor import denormals_flushed
-from dist_attn.training.chapters import ContrastiveTask
 from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save
 from dist_attn.training.config import EXECUTION, RunConfig, TrainingConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.finite import check_finite
-from dist_attn.training.image_tasks import MaskedAutoencoderTask, VisionTask
-from dist_attn.training.language_task import LanguageTask
+from dist_attn.training.kinds import TASKS
 from dist_attn.training.mesh import Mesh, Share
 from dist_attn.training.optim import build_optimisers, schedule
 from dist_attn.training.parallel import place
@@ -43,8 +42,6 @@ from dist_attn.training.run_folder import (
 )
 from dist_attn.training.run_log import Metrics, RunLog, Tell, open_log
 from dist_attn.training.task import Criterion, Task
-from dist_attn.training.text_tasks import MillionTask, TextClassificationTask
-from dist_attn.training.translation_task import TranslationTask
 
 
 def build_task(config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> Task:
@@ -54,20 +51,8 @@ def build_task(config: TrainingConfig, share: Share, progress: Progress = nothin
 
     Raises: ConfigError for data that is missing or does not fit the model.
     """
-    match config.model.kind:
-        case "text_classifier":
-            return TextClassificationTask(config, share, progress)
-        case "million":
-            return MillionTask(config, share, progress)
-        case "vision_classifier":
-            return VisionTask(config, share)
-        case "masked_autoencoder":
-            return MaskedAutoencoderTask(config, share)
-        case "encoder_decoder":
-            return TranslationTask(config, share, progress)
-    if config.contrast is not None:
-        return ContrastiveTask(config, share, progress)
-    return LanguageTask(config, share, progress)
+    task: Task = load_build(TASKS.find(config.model.kind).build)(config, share, progress)
+    return task
 
 
 Report = Callable[[Metrics], None]

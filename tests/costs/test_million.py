@@ -92,7 +92,7 @@ def test_what_is_not_planned_is_refused(tmp_path: Path) -> None:
     """Measured rates and exchanges of states are for language models; counts and the file are looked at."""
     _pair(tmp_path)
     for options in ({"measure": True}, {"exchange": "log_step"}):
-        with pytest.raises(InputError, match="a million-scale model has no states"):
+        with pytest.raises(InputError, match="a million has no states"):
             plan(PlanOptions(tokens="2M", ranks=2, model=str(tmp_path), as_json=True, **options))
     with pytest.raises(InputError, match="ranks is 0"):
         plan(PlanOptions(tokens="2M", ranks=0, model=str(tmp_path), as_json=True))

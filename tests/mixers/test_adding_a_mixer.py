@@ -87,10 +87,7 @@ def test_a_package_with_a_mixer_is_trained_planned_and_served(site: Path, tmp_pa
 
 
 def _refusal(kind: str) -> str:
-    code = (
-        "from dist_attn.model_config.mixer import load_offered_mixers, mixer_config_class\n"
-        f"mixer_config_class({kind!r}); load_offered_mixers()"
-    )
+    code = f"from dist_attn.model_config.mixer import MIXERS\nMIXERS.find({kind!r}); MIXERS.load_offered()"
     done = _python("-c", code)
     assert done.returncode != 0
     return done.stderr.strip().splitlines()[-1]

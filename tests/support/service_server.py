@@ -31,7 +31,7 @@ def model_folder(folder: Path, tokeniser: Tokeniser | None = None) -> Path:
     tokeniser = tokeniser or ByteTokeniser()
     tokeniser.save(model)
     sizes = {"vocab_size": tokeniser.vocab_size, "hidden_size": HIDDEN}
-    (model / "config.json").write_text(json.dumps({**sizes, "kind": "tiny"}))
+    (model / "config.json").write_text(json.dumps({**sizes, "kind": "language_model"}))
     return model
 
 

@@ -7,7 +7,8 @@ import pytest
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
 from dist_attn.text import load_tokeniser
-from dist_attn.training.config import DATA_OF, RunConfig, read_config
+from dist_attn.training.config import RunConfig, read_config
+from dist_attn.training.kinds import TASKS
 from tests.support.tasks import small_task
 from tests.support.training import small_run, write_toml
 
@@ -146,21 +147,21 @@ def test_every_example_is_a_configuration(file):
         "images": lambda: model.encoder.max_length > model.image.num_patches,
     }
     assert sizes.get(config.data.kind, lambda: True)()
-    assert config.data.kind in DATA_OF[model.kind]
+    assert config.data.kind in TASKS.find(model.kind).data
 
 
 def test_the_examples_show_every_kind_of_model():
     """There is an example for each kind of model that can be trained, and for each kind of data."""
     configs = [read_config(file) for file in SHIPPED_RECIPE.parent.glob("train-*.toml")]
-    assert {config.model.kind for config in configs} == set(DATA_OF)
-    assert {config.data.kind for config in configs} == {kind for kinds in DATA_OF.values() for kind in kinds}
+    assert {config.model.kind for config in configs} == set(TASKS.loaded())
+    assert {config.data.kind for config in configs} == {kind for task in TASKS.loaded().values() for kind in task.data}
 
 
 @pytest.mark.parametrize(
     ("kind", "override", "words"),
     [
         ("vision", "data.kind=text", "data.train: "),
-        ("vision", "data.kind=pictures", "data: Input tag 'pictures' found using 'kind' does not match"),
+        ("vision", "data.kind=pictures", "data: there is no data set of kind 'pictures'; there are"),
         ("vision", "data.batches=3", r"train\.toml: data\.batches: there is no such key; did you mean batch\?"),
         ("vision", "model.colour=3", r"train\.toml: model\.colour: there is no such key"),
         ("vision", "objective.hidden_share=0.5", "objective.hidden_share has no meaning for a vision_classifier"),

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from dist_attn.model_config.mixer import FrozenConfig
+from dist_attn.model_config.registry import FrozenConfig
 
 
 class DenominatorConfig(FrozenConfig):

@@ -1,40 +1,60 @@
 """The section [data] of a training file: one frozen value for each kind of data, unknown keys refused."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
+
+from dist_attn.model_config.registry import KindConfig, Registry, kinds_of, place_of
 
 __all__ = [
+    "AnyData",
     "DataConfig",
+    "FileDataConfig",
     "ImageDataConfig",
     "LabelledTextConfig",
     "ListOpsConfig",
     "NeedlesConfig",
     "ParallelTextConfig",
     "TextDataConfig",
+    "register_data",
 ]
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+@dataclass(frozen=True)
+class DataKind:
+    """The configuration class of a kind of data."""
+
+    config: "type[DataConfig]"
 
 
-class _Batches(_Config):
+class DataConfig(KindConfig):
+    """The data of a run; a package offers a kind by an entry point of the group `dist_attn.data`."""
+
+    registry: ClassVar[Registry[DataKind]] = Registry("dist_attn.data", "data set")
+
     batch: int = Field(default=8, ge=1)
     # The parts into which the rows of a step are cut, worked on one after the other: less memory, the same result.
     micro_batches: int = Field(default=1, ge=1)
 
+    def tokenisers(self) -> tuple[Path | None, Path | None]:
+        """The folders of the tokeniser of the model, and of sources with a vocabulary of their own."""
+        return None, None
 
-class _Files(_Batches):
+
+class FileDataConfig(DataConfig):
+    """Data that lie in files."""
+
     # The folder at which relative paths begin.
     folder: Path = Path()
 
-    def _found(self, path: Path) -> Path:
+    def found(self, path: Path) -> Path:
+        """The place of a path."""
         return self.folder / path
 
 
-class TextDataConfig(_Files):
+class TextDataConfig(FileDataConfig):
     """Texts for a language model (relative to `folder`), cut into `batch` streams of segments with carried state."""
 
     kind: Literal["text"] = "text"
@@ -50,18 +70,21 @@ class TextDataConfig(_Files):
     # grows with every token (softmax), or that are to learn nothing beyond a segment.
     stateful: bool = True
 
+    def tokenisers(self) -> tuple[Path | None, Path | None]:
+        return self.tokeniser, None
+
     @property
     def train_files(self) -> tuple[Path, ...]:
         """The training texts, found from `folder`."""
-        return tuple(self._found(path) for path in self.train)
+        return tuple(self.found(path) for path in self.train)
 
     @property
     def validation_file(self) -> Path | None:
         """The validation text, found from `folder`."""
-        return None if self.validation is None else self._found(self.validation)
+        return None if self.validation is None else self.found(self.validation)
 
 
-class LabelledTextConfig(_Files):
+class LabelledTextConfig(FileDataConfig):
     """Texts, or pairs of texts, with a class each: `.jsonl` files (relative to `folder`) with a field for each."""
 
     kind: Literal["labelled_text"] = "labelled_text"
@@ -75,6 +98,9 @@ class LabelledTextConfig(_Files):
     # The most tokens of a text: longer ones are cut, shorter ones stay as they are.
     max_length: int = Field(default=1024, ge=1)
 
+    def tokenisers(self) -> tuple[Path | None, Path | None]:
+        return self.tokeniser, None
+
     @property
     def text_fields(self) -> tuple[str, ...]:
         """The fields of an example's texts, in order."""
@@ -83,15 +109,15 @@ class LabelledTextConfig(_Files):
     @property
     def train_files(self) -> tuple[Path, ...]:
         """The training texts, found from `folder`."""
-        return tuple(self._found(path) for path in self.train)
+        return tuple(self.found(path) for path in self.train)
 
     @property
     def validation_files(self) -> tuple[Path, ...]:
         """The validation texts, found from `folder`."""
-        return tuple(self._found(path) for path in self.validation)
+        return tuple(self.found(path) for path in self.validation)
 
 
-class ListOpsConfig(_Batches):
+class ListOpsConfig(DataConfig):
     """Expressions made up as Long Range Arena does (`datasets.made_up`): `examples` of them, and others to validate."""
 
     kind: Literal["listops"] = "listops"
@@ -111,7 +137,7 @@ class ListOpsConfig(_Batches):
         return self
 
 
-class NeedlesConfig(_Batches):
+class NeedlesConfig(DataConfig):
     """Sequences made up of noise and a few tokens that matter (`datasets.made_up`), and others to validate."""
 
     kind: Literal["needles"] = "needles"
@@ -133,7 +159,7 @@ class NeedlesConfig(_Batches):
         return self
 
 
-class ParallelTextConfig(_Files):
+class ParallelTextConfig(FileDataConfig):
     """Sources and targets in two files each (relative to `folder`), plain or gzipped, line by line."""
 
     kind: Literal["parallel_text"] = "parallel_text"
@@ -160,20 +186,23 @@ class ParallelTextConfig(_Files):
             raise ValueError("translations are made of the validation sources; give validation_source and _target")
         return self
 
+    def tokenisers(self) -> tuple[Path | None, Path | None]:
+        return (self.tokeniser, None) if self.target_tokeniser is None else (self.target_tokeniser, self.tokeniser)
+
     @property
     def train_files(self) -> tuple[Path, Path]:
         """Source and target, found from `folder`."""
-        return self._found(self.train_source), self._found(self.train_target)
+        return self.found(self.train_source), self.found(self.train_target)
 
     @property
     def validation_files(self) -> tuple[Path, Path] | None:
         """Source and target, found from `folder`."""
         if self.validation_source is None or self.validation_target is None:
             return None
-        return self._found(self.validation_source), self._found(self.validation_target)
+        return self.found(self.validation_source), self.found(self.validation_target)
 
 
-class ImageDataConfig(_Files):
+class ImageDataConfig(FileDataConfig):
     """Images in `.npz` or `.npy` files (relative to `folder`), [N, H, W] or [N, H, W, C], and for a classifier labels.
 
     Labels are the array `labels_key` of the `.npz` file, or a `.npy` file of their own.
@@ -191,17 +220,31 @@ class ImageDataConfig(_Files):
     @property
     def train_files(self) -> tuple[Path, Path]:
         """Images and labels, found from `folder`."""
-        return self._found(self.train), self._found(self.train_labels or self.train)
+        return self.found(self.train), self.found(self.train_labels or self.train)
 
     @property
     def validation_files(self) -> tuple[Path, Path] | None:
         """Images and labels, found from `folder`."""
         if self.validation is None:
             return None
-        return self._found(self.validation), self._found(self.validation_labels or self.validation)
+        return self.found(self.validation), self.found(self.validation_labels or self.validation)
 
 
-DataConfig = Annotated[
-    TextDataConfig | LabelledTextConfig | ListOpsConfig | NeedlesConfig | ParallelTextConfig | ImageDataConfig,
-    Field(discriminator="kind"),
-]
+AnyData = SerializeAsAny[DataConfig]
+"""The type of a field that holds data of any kind."""
+
+
+def register_data(config: type[DataConfig]) -> None:
+    """Make a kind of data known.
+
+    Raises: ConfigError for a kind that is registered already, and for a class that names no kind.
+    """
+    DataConfig.registry.register(kinds_of(config), DataKind(config), place_of(config))
+
+
+register_data(TextDataConfig)
+register_data(LabelledTextConfig)
+register_data(ListOpsConfig)
+register_data(NeedlesConfig)
+register_data(ParallelTextConfig)
+register_data(ImageDataConfig)

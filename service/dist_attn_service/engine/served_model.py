@@ -18,7 +18,7 @@ from dist_attn.wire.specs import SequenceReading
 
 __all__ = ["ServedModel"]
 
-UNSERVED = ("text_classifier", "vision_classifier", "masked_autoencoder", "encoder_decoder")
+SERVED = ("", "language_model", "text_encoder", "stream_encoder")
 
 
 class _Kind(msgspec.Struct):
@@ -110,7 +110,7 @@ class ServedModel:
             data, created = read_file(path), int(path.stat().st_mtime)
             values = read_json_object(path)  # as the ranks do: Python's Infinity is no JSON, and is in folders
             kind = msgspec.convert(values, _Kind).kind
-            if kind in UNSERVED:
+            if kind not in SERVED and origin(folder) != "downloaded":
                 raise ModelFolderError(f"{folder} holds a {kind}; served are language models and text encoders")
             tokeniser = folder / "tokenizer.json"
             if not tokeniser.is_file():
