@@ -5,28 +5,27 @@ take that for what softmax costs. Here a step writes one row per layer, and each
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.mixers.softmax import SoftmaxAttention
-from dist_attn.models import EncoderDecoder, LanguageModel
+from dist_attn.models import LanguageModel
 from dist_attn.models.blocks import Block
 from dist_attn.models.encoder import sinusoidal
-from dist_attn.models.encoder_decoder import DecoderBlock
 
 __all__ = ["CachedDecoder"]
 
 
 class CachedDecoder:
-    """Steps of a softmax model (self and cross attention, sinusoids) in caches that are allocated once.
+    """Steps of a language model or encoder-decoder with softmax and sinusoids, in caches that are allocated once.
 
     `sources` is the length of the memory of an encoder-decoder, 0 of a language model. `own` and `memory` have keys and
     values of all layers, [layer, 2, B, H, T, K]: a head's tokens one after the other.
     """
 
-    def __init__(self, model: EncoderDecoder | LanguageModel, batch: int, length: int, sources: int = 0) -> None:
+    def __init__(self, model: Any, batch: int, length: int, sources: int = 0) -> None:
         self.model = model
         config = cast(SoftmaxAttention, self._blocks()[0][0].mixer).config
         self.heads = config.num_heads
@@ -38,7 +37,7 @@ class CachedDecoder:
     @property
     def num_bytes(self) -> int:
         """Of all caches."""
-        return self.own.nbytes + self.memory.nbytes
+        return int(self.own.nbytes + self.memory.nbytes)
 
     def fill(self, seed: int) -> None:
         """As if all tokens and the memory had been seen: random numbers, those of every batch element alike."""
@@ -70,11 +69,11 @@ class CachedDecoder:
             x_BD = block.feed_forward(x_BD)
         return F.linear(self.model.norm(x_BD), self.model.embedding.weight)
 
-    def _blocks(self) -> Sequence[tuple[Block, DecoderBlock | None]]:
+    def _blocks(self) -> Sequence[tuple[Block, Any]]:
         """Every layer's self-attention and MLP, and where there is a memory what reads it."""
         if isinstance(self.model, LanguageModel):
             return [(block, None) for block in cast(list[Block], list(self.model.blocks))]
-        return [(block.block, block) for block in cast(list[DecoderBlock], list(self.model.blocks))]
+        return [(block.block, block) for block in self.model.blocks]
 
 
 def _read(q_BHK: torch.Tensor, kv_2BHTK: torch.Tensor) -> torch.Tensor:

@@ -208,16 +208,12 @@ def test_threads_of_a_command_sleep_while_they_wait(tmp_path: Path) -> None:
         assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
-def test_a_search_and_an_average_report_what_they_found(place, run):
-    """`generate --beams` prints the best text it found, and `average` makes a folder that generates."""
+def test_an_average_reports_what_it_found(place, run):
+    """`average` makes a folder that generates."""
     code, out, err = run("average", "tiny", "--out", "averaged")
     assert (code, err, json.loads(out)["average_of"]) == (0, "", ["tiny"])
-    search = ("generate", "--model", "averaged", "--prompt", "It was", "--max-tokens", "5", "--beams", "2")
-    code, text, err = run(*search)
-    assert (code, err) == (0, FIRST_LINE)
-    report = json.loads(run(*search, "--json")[1])
-    assert report["text"] + "\n" == text
-    assert report["score"] <= 0
+    code, text, err = run("generate", "--model", "averaged", "--prompt", "It was", "--max-tokens", "5")
+    assert (code, err, bool(text)) == (0, FIRST_LINE, True)
 
 
 def test_an_evaluation_is_one_line_of_json(run):
@@ -279,9 +275,7 @@ BAD = {
     "no tokens wanted": (["generate", "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0"),
     "option without a name": (["generate", "--prompt", "a", "--set", "top=1"], "'top' is no option of drawing"),
     "option out of range": (["generate", "--prompt", "a", "--set", "presence_penalty=7"], "presence_penalty=7 cannot"),
-    "option of a search": (["generate", "--prompt", "a", "--beams", "2", "--set", "min_tokens=1"], "--set and --beams"),
     "cold": (["generate", "--prompt", "a", "--temperature", "-1"], "temperature is -1"),
-    "search without length": (["generate", "--prompt", "a", "--beams", "2", "--max-tokens", "0"], "max_tokens 0"),
     "average over itself": (["average", "tiny", "--out", "tiny"], "tiny is there already"),
     "seed in words": (["generate", "--prompt", "a", "--seed", "x"], "Invalid value for '--seed'"),
     "nothing to score": (["evaluate", "/dev/null", "--model", "tiny"], "/dev/null is empty"),

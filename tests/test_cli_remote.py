@@ -107,7 +107,6 @@ def test_generate_and_plan_by_a_service(run: Run, service: RunningService) -> No
         (["encode", "book.txt", "--out", "x.npy", "--ranks", "2"], 2, "--ranks and --url were given"),
         (["encode", "no.txt", "--out", "book.txt"], 2, "no.txt cannot be read"),
         (["plan", "--tokens", "1M", "--backend", "mpi"], 2, "--backend and --url were given"),
-        (["generate", "--prompt", "a", "--beams", "3"], 2, "--beams and --url were given"),
         (["plan", "--tokens", "1M", "--ranks", "4"], 2, "--ranks and --url were given"),
     ],
 )

@@ -262,8 +262,6 @@ def generate(options: GenerateOptions) -> None:
         raise InputError("give either --prompt TEXT or --prompt-file FILE")
     prompt = options.prompt or ""
     data = prompt.encode(errors="surrogateescape") if options.prompt_file is None else _read(options.prompt_file)
-    if options.set_ and options.beams:
-        raise InputError("--set and --beams were given; a search draws nothing, so leave one out")
     spec = sampling_spec(options)
 
     def show(text: str) -> None:
@@ -271,7 +269,7 @@ def generate(options: GenerateOptions) -> None:
             print(text, end="", flush=True)
 
     if options.url is not None:
-        leave_to_service(beams=options.beams > 0, weights=options.weights != "float32", **chosen_compute(options))
+        leave_to_service(weights=options.weights != "float32", **chosen_compute(options))
         from dist_attn.commands.remote import generate_remotely
 
         result = generate_remotely(options.url, data, spec, model=options.model, on_text=show)
@@ -285,17 +283,10 @@ def _generate_here(
 ) -> dict[str, Any]:
     _compute_here()
     from dist_attn.devices import choose_compute
-    from dist_attn.generation import BeamSpec
-    from dist_attn.generation.text import generate_text, search_text
+    from dist_attn.generation.text import generate_text
 
-    model, weights = options.model, options.weights
     compute = choose_compute(options.device, options.dtype)
-    if not options.beams:
-        return generate_text(model, data, spec, on_text=show, weights=weights, compute=compute, tell=_tell)
-    search = BeamSpec(options.beams, options.max_tokens, options.length_penalty)
-    result = search_text(model, data, search, weights=weights, compute=compute, tell=_tell)
-    show(result["text"])
-    return result
+    return generate_text(options.model, data, spec, on_text=show, weights=options.weights, compute=compute, tell=_tell)
 
 
 @app.command()

@@ -118,8 +118,6 @@ class GenerateOptions:
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None
-    beams: Annotated[int, typer.Option(help="Search for the likeliest text with so many beams; 0 draws.", min=0)] = 0
-    length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6
     set_: DrawingSettings = None
     model: Model = None
     weights: Weights = "float32"

@@ -1,6 +1,5 @@
-"""Text from a model: draws, beam search, and decoding step by step from the recurrent state."""
+"""Text from a model: draws, and decoding step by step from the recurrent state."""
 
-from dist_attn.generation.beam_search import BeamSpec, Hypothesis, beam_search, length_penalty
 from dist_attn.generation.captured_step import CapturedStep, StepGraphs, StepMode, takes_captured_steps
 from dist_attn.generation.decode import generate
 from dist_attn.generation.sampling import generator_for, sample, sequence_scores, token_logprobs
@@ -14,19 +13,15 @@ from dist_attn.generation.state_snapshot import (
 )
 
 __all__ = [
-    "BeamSpec",
     "CapturedStep",
-    "Hypothesis",
     "RestoredState",
     "StateShapes",
     "StepGraphs",
     "StepMode",
-    "beam_search",
     "computation_of",
     "generate",
     "generator_for",
     "identity_of",
-    "length_penalty",
     "pack_state",
     "restore_state",
     "sample",

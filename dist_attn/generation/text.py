@@ -7,15 +7,14 @@ from typing import Any
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
-from dist_attn.generation.beam_search import BeamSpec, beam_search
 from dist_attn.generation.decode import generate
-from dist_attn.models import CausalModel, weight_bytes, weight_precision_of
+from dist_attn.models import weight_bytes, weight_precision_of
 from dist_attn.text import IncrementalDecoder, end_tokens
 from dist_attn.wire.choices import WeightPrecision
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.specs import check_sampling
 
-__all__ = ["generate_text", "search_text"]
+__all__ = ["generate_text"]
 
 
 def generate_text(
@@ -69,46 +68,6 @@ def generate_text(
         "seconds": round(seconds, 3),
         "tokens_per_second": round(len(drawn) / seconds, 1),
         "model": folder.name,
-        **_told(model),
+        "weights": weight_precision_of(model),
+        "weights_bytes": weight_bytes(model),
     }
-
-
-def search_text(
-    model_name: str | None,
-    data: bytes,
-    spec: BeamSpec,
-    *,
-    weights: WeightPrecision = "float32",
-    compute: Compute = ON_CPU,
-    tell: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """The best continuation that a beam search finds, with a report in plain values.
-
-    Raises: as `generate_text`.
-    """
-    if not data:
-        raise InputError("the prompt is empty; give at least one byte of text to continue")
-    folder = resolve_model_folder(model_name)
-    model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
-    tell(compute.sentence(weights=weights))
-    model = model.to(compute.device)
-    started = time.perf_counter()
-    prompts = [tokeniser.encode_whole(data, framed=True)]
-    ends = end_tokens(tokeniser, folder, model.vocab_size)
-    with compute.autocast():
-        ((best, *_),) = beam_search(model, prompts, spec, end_tokens=ends)
-    seconds = time.perf_counter() - started
-    return {
-        "text": tokeniser.decode(list(best.tokens)).decode(errors="replace"),
-        "tokens": len(best.tokens),
-        "finish_reason": "stop" if best.ended else "length",
-        "log_probability": round(best.log_probability, 4),
-        "score": round(best.score, 4),
-        "seconds": round(seconds, 3),
-        "model": folder.name,
-        **_told(model),
-    }
-
-
-def _told(model: CausalModel) -> dict[str, Any]:
-    return {"weights": weight_precision_of(model), "weights_bytes": weight_bytes(model)}

@@ -1,4 +1,4 @@
-"""The configurations of encoders, classifiers and encoder-decoders: the frozen values of their config.json."""
+"""The configurations of encoders and classifiers: the frozen values of their config.json."""
 
 from typing import Literal
 
@@ -9,11 +9,9 @@ from dist_attn.model_config.language_model import (
     MAX_LAYERS,
     BlockConfig,
     StackMixer,
-    TokenPositions,
     check_streams,
     check_uses_all,
 )
-from dist_attn.model_config.mixers.attention import CrossConfig
 from dist_attn.model_config.model import ModelConfig, register_model
 from dist_attn.model_config.registry import FrozenConfig
 
@@ -153,91 +151,6 @@ class TextClassifierConfig(ModelConfig):
     pooling: Literal["mean", "class_token"] = "mean"
 
 
-class ImageConfig(FrozenConfig):
-    """The size of images, cut into square patches, row by row."""
-
-    height: int = Field(ge=1)
-    width: int = Field(ge=1)
-    channels: int = Field(default=3, ge=1)
-    patch: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _patches_fit(self) -> "ImageConfig":
-        if self.height % self.patch or self.width % self.patch:
-            raise ValueError(f"an image of {self.height} x {self.width} is not cut evenly by patches of {self.patch}")
-        return self
-
-    @property
-    def num_patches(self) -> int:
-        """The number of patches of an image, the length of its sequence."""
-        return (self.height // self.patch) * (self.width // self.patch)
-
-    @property
-    def patch_size(self) -> int:
-        """The number of values in a patch."""
-        return self.channels * self.patch**2
-
-
-class VisionClassifierConfig(ModelConfig):
-    """A model that chooses one of `num_classes` for an image."""
-
-    kind: Literal["vision_classifier"] = "vision_classifier"
-    num_classes: int = Field(ge=1)
-    image: ImageConfig
-    encoder: EncoderConfig
-    pooling: Literal["mean", "class_token"] = "class_token"
-
-
-class MaskedAutoencoderConfig(ModelConfig):
-    """A model that restores hidden patches from those that are not hidden."""
-
-    kind: Literal["masked_autoencoder"] = "masked_autoencoder"
-    image: ImageConfig
-    encoder: EncoderConfig
-
-
-class DecoderConfig(FrozenConfig):
-    """A stack of causal self-attention, cross attention and MLP."""
-
-    num_layers: int = Field(ge=1, le=MAX_LAYERS)
-    mlp_size: int = Field(ge=1)
-    mixer: StackMixer
-    cross: CrossConfig
-    block: BlockConfig = BlockConfig()
-    positions: TokenPositions = "sinusoidal"
-
-    @model_validator(mode="after")
-    def _fits(self) -> "DecoderConfig":
-        if self.block.residual != "sequential":
-            raise ValueError("a decoder's attention, cross attention and MLP follow each other: residual = sequential")
-        check_uses_all(self.mixer, self.num_layers)
-        check_streams(self.mixer, "decoder")
-        if self.block.norm_placement != "pre":
-            raise ValueError("a decoder's norms stand before attention, cross attention and MLP: norm_placement = pre")
-        return self
-
-
-class EncoderDecoderConfig(ModelConfig):
-    """A model from one sequence to another; the target's embedding is the read-out's, and also an absent source's."""
-
-    kind: Literal["encoder_decoder"] = "encoder_decoder"
-    vocab_size: int = Field(ge=1)
-    # None: sources and targets share the vocabulary and its embedding.
-    source_vocab_size: int | None = Field(default=None, ge=1)
-    encoder: EncoderConfig
-    decoder: DecoderConfig
-
-    @model_validator(mode="after")
-    def _one_width(self) -> "EncoderDecoderConfig":
-        sizes = {self.encoder.hidden_size, self.decoder.mixer.hidden_size, self.decoder.cross.hidden_size}
-        if len(sizes) > 1:
-            raise ValueError(f"encoder, decoder and cross attention have the widths {sorted(sizes)}; they must be one")
-        return self
-
-
 register_model(TextEncoderConfig, "dist_attn.models.text_encoder:TextEncoder")
 register_model(StreamEncoderConfig, "dist_attn.models.stream_encoder:StreamEncoder")
 register_model(TextClassifierConfig, "dist_attn.models.classifier:TextClassifier")
-register_model(VisionClassifierConfig, "dist_attn.models.vision:VisionClassifier")
-register_model(MaskedAutoencoderConfig, "dist_attn.models.vision:MaskedAutoencoder")
-register_model(EncoderDecoderConfig, "dist_attn.models.encoder_decoder:EncoderDecoder")

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from dist_attn.errors import ModelFolderError
 
 # What is built in is registered before a folder is read.
-from dist_attn.model_config import encoders, million  # noqa: F401
+from dist_attn.model_config import encoders  # noqa: F401
 from dist_attn.model_config.language_model import LanguageModelConfig
 from dist_attn.model_config.model import MODELS, ModelConfig
 from dist_attn.model_config.refusal import refusal

@@ -4,15 +4,10 @@ from typing import overload
 
 from dist_attn.model_config.encoders import (
     ContextConfig,
-    DecoderConfig,
     EncoderConfig,
-    EncoderDecoderConfig,
-    ImageConfig,
-    MaskedAutoencoderConfig,
     StreamEncoderConfig,
     TextClassifierConfig,
     TextEncoderConfig,
-    VisionClassifierConfig,
 )
 from dist_attn.model_config.language_model import (
     BlockConfig,
@@ -22,19 +17,15 @@ from dist_attn.model_config.language_model import (
     MlpConfig,
     NormConfig,
 )
-from dist_attn.model_config.million import MillionConfig
 from dist_attn.model_config.model import MODELS, ModelConfig
 from dist_attn.model_config.registry import load_build
 from dist_attn.models.causal_model import CausalModel, ModelState, StreamingModel
 from dist_attn.models.classifier import TextClassifier
 from dist_attn.models.encoder import Encoder
-from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel
-from dist_attn.models.million import MillionModel
 from dist_attn.models.model import Model, SequenceModel
 from dist_attn.models.stream_encoder import StreamEncoder
 from dist_attn.models.text_encoder import TextEncoder
-from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 from dist_attn.models.weight_precision import (
     WeightReport,
     check_precision,
@@ -47,22 +38,13 @@ __all__ = [
     "BlockConfig",
     "CausalModel",
     "ContextConfig",
-    "DecoderConfig",
-    "DecoderState",
     "Encoder",
     "EncoderConfig",
-    "EncoderDecoder",
-    "EncoderDecoderConfig",
     "HybridConfig",
-    "ImageConfig",
     "LanguageModel",
     "LanguageModelConfig",
     "LearnedPositions",
-    "MaskedAutoencoder",
-    "MaskedAutoencoderConfig",
     "MlpConfig",
-    "MillionConfig",
-    "MillionModel",
     "Model",
     "ModelConfig",
     "ModelState",
@@ -75,8 +57,6 @@ __all__ = [
     "TextClassifierConfig",
     "TextEncoder",
     "TextEncoderConfig",
-    "VisionClassifier",
-    "VisionClassifierConfig",
     "WeightReport",
     "build_model",
     "check_precision",

@@ -13,7 +13,7 @@ from dist_attn.model_config.language_model import expand_preset
 from dist_attn.model_config.model import AnyModel
 from dist_attn.model_config.refusal import key_of, nearest_key, refusal
 from dist_attn.shipped import SHIPPED
-from dist_attn.training.datasets.config import AnyData, ParallelTextConfig
+from dist_attn.training.datasets.config import AnyData
 from dist_attn.training.kinds import TASKS, TaskKind, register_task
 from dist_attn.wire.choices import Precision, check_device
 
@@ -211,34 +211,10 @@ class TrainingConfig(_Config):
         return self
 
 
-def _check_million(config: TrainingConfig) -> None:
-    if config.run.shard_parameters:
-        raise ValueError(
-            "run.shard_parameters gathers layers equally often on every rank, but a million model reads its sequences "
-            "one by one; leave it out"
-        )
-
-
-def _check_translation(config: TrainingConfig) -> None:
-    if config.run.shard_parameters and isinstance(config.data, ParallelTextConfig) and config.data.translations:
-        raise ValueError(
-            "data.translations goes token by token, but under run.shard_parameters layers have their values only while "
-            "whole sequences pass; leave one of them out"
-        )
-
-
-_TEXTS, _SMOOTHED = ("labelled_text", "listops", "needles"), ("label_smoothing",)
+_TEXTS = ("labelled_text", "listops", "needles")
 register_task("language_model", TaskKind("dist_attn.training.chapters:language_task", ("text",)))
-register_task("text_classifier", TaskKind("dist_attn.training.text_tasks:TextClassificationTask", _TEXTS, _SMOOTHED))
-register_task("million", TaskKind("dist_attn.training.text_tasks:MillionTask", _TEXTS, _SMOOTHED, _check_million))
-register_task("vision_classifier", TaskKind("dist_attn.training.image_tasks:VisionTask", ("images",), _SMOOTHED))
 register_task(
-    "masked_autoencoder",
-    TaskKind("dist_attn.training.image_tasks:MaskedAutoencoderTask", ("images",), ("hidden_share",)),
-)
-register_task(
-    "encoder_decoder",
-    TaskKind("dist_attn.training.translation_task:TranslationTask", ("parallel_text",), _SMOOTHED, _check_translation),
+    "text_classifier", TaskKind("dist_attn.training.text_tasks:TextClassificationTask", _TEXTS, ("label_smoothing",))
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_attn.errors import ConfigError
-from dist_attn.models import EncoderDecoder, EncoderDecoderConfig, build_model
+from dist_attn.models import build_model
 from dist_attn_papers.tables import swapped_translators
 from dist_attn_papers.tables.experiment import Budget, Done
 from dist_attn_papers.tables.rfa_appendix_c import RFA_APPENDIX_C, SIZES, SOFTMAX, gaussian, of_eq_12, recovered
@@ -20,6 +20,8 @@ from dist_attn_papers.tables.swapped_translators import (
     with_attention_reset,
     with_attention_swapped,
 )
+from dist_attn_papers.translation.config import EncoderDecoderConfig
+from dist_attn_papers.translation.model import EncoderDecoder
 
 WORDS = [a + b + c for a in ("pr", "st", "c", "wh", "l") for b in ("in", "oa", "er", "ough") for c in ("ce", "t", "d")]
 KERNEL = ("sigma_H1K", "w_HDK")

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_attn.models import VisionClassifierConfig
 from dist_attn_papers.tables.experiment import Budget, Done
 from dist_attn_papers.tables.patch_size import (
     CANVAS,
@@ -19,6 +18,7 @@ from dist_attn_papers.tables.patch_size import (
     read_digits,
     split_digits,
 )
+from dist_attn_papers.vision.config import VisionClassifierConfig
 
 
 def test_no_digit_is_trained_on_and_held_out() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from benchmarks.cached_decoder import CachedDecoder
-from dist_attn.models import DecoderState, EncoderDecoder, LanguageModel, ModelState
+from dist_attn.models import LanguageModel, ModelState
 from dist_attn_papers.tables.decoding_arms import CachedArm, StateArm, model_settings, random_source
 from dist_attn_papers.tables.experiment import Budget, Done
 from dist_attn_papers.tables.rfa_decoding import ARMS, RFA_DECODING, SMOKE_SIZES, SOFTMAX, whole_seconds
+from dist_attn_papers.translation.model import DecoderState, EncoderDecoder
 from tests.support.closeness import assert_close
 
 BATCH, LENGTH, SOURCES = 3, 7, 5

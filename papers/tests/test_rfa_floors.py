@@ -8,7 +8,7 @@ import torch
 
 from dist_attn.mixers.all_keys import AllKeys
 from dist_attn.model_config.mixers.attention import CrossConfig
-from dist_attn.models import EncoderDecoder, EncoderDecoderConfig, build_model
+from dist_attn.models import build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn_papers.tables.experiment import Budget, Done
 from dist_attn_papers.tables.rfa_floors import (
@@ -22,6 +22,8 @@ from dist_attn_papers.tables.rfa_floors import (
     NormedReadOut,
     normed_random_features,
 )
+from dist_attn_papers.translation.config import EncoderDecoderConfig
+from dist_attn_papers.translation.model import EncoderDecoder
 from tests.support.closeness import assert_close
 
 

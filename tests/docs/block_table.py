@@ -30,22 +30,6 @@ model, comm = build_model(TextClassifierConfig.model_validate(values)), open_com
 tokens, classes = torch.zeros(1, 12, dtype=torch.int64), torch.tensor([1])
 texts = [torch.zeros(5, dtype=torch.int64), torch.ones(3, dtype=torch.int64)]
 """
-TRANSLATOR = """
-import torch
-from dist_attn.comm import open_communicator
-from dist_attn.layout import SequenceLayout
-from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.models import EncoderDecoderConfig, build_model
-heads = {"hidden_size": 8, "num_heads": 2}
-mixer = {"kind": "bidirectional", "attention": "elu", **heads}
-encoder = {"hidden_size": 8, "num_layers": 1, "mlp_size": 8, "mixer": mixer}
-cross = {"attention": "elu", **heads}
-decoder = {"num_layers": 1, "mlp_size": 8, "mixer": {"kind": "elu", **heads}, "cross": cross}
-values = {"vocab_size": 7, "encoder": encoder, "decoder": decoder}
-model, comm = build_model(EncoderDecoderConfig.model_validate(values)), open_communicator()
-source_slice, target_slice = torch.zeros(1, 6, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
-source_layout, target_layout = SequenceLayout.even(6, comm.size), SequenceLayout.even(5, comm.size)
-"""
 
 BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "README.md": (Not(STAYS), Run("shell")),
@@ -147,7 +131,6 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Elsewhere("tests/system/test_your_model.py"),
         Not("it needs a folder that is downloaded, and tiktoken"),
     ),
-    "docs/explanation/million.md": (DRAWING,),
     "docs/reference/model-kinds.md": (
         Run("mixer"),
         Run("mixer"),
@@ -158,7 +141,6 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
             instead={"stop = ...  ": "stop = SequenceLayout.even(prepared.shape[1], comm.size).range(comm.rank)  "},
         ),
         Run("python", before=CLASSIFIER),
-        Run("python", before=TRANSLATOR),
     ),
     "docs/measurements/performance.md": (
         Not("commands with what they do beside them; tests of benchmarks run them with --smoke"),
@@ -194,7 +176,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     ),
     "docs/reference/ops.md": (Run("python", instead={"100_000": "1_000"}),),
     "docs/reference/training-data.md": (
-        Not("it needs three trained models; tests/training/test_tasks.py reads such folders"),
+        Not("it needs a trained model; tests/training/test_tasks.py reads such folders"),
     ),
     "docs/how-to/training.md": (Not("it takes hours; tests/training/test_killed_mesh.py trains over such a mesh"),),
     "docs/tutorial.md": (

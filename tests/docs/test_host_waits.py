@@ -17,7 +17,6 @@ NAMED_BY_SHAPE = re.compile(r"_[A-Z][A-Z0-9]*$")
 # By the row of the page: the functions that wait there. The last group reads what never was on a device.
 ROWS = {
     "drawing a token": {
-        "generation.beam_search._log_probabilities",
         "generation.sampling.sample",
         "generation.sampling.token_logprobs",
         "rank.decode_slots.DecodeSlots._draw_batch",
@@ -49,10 +48,6 @@ ROWS = {
         "training.classification.Tally.scores",
         "training.evaluation._nats",
         "training.evaluation.evaluate_file",
-        "training.image_tasks.MaskedAutoencoderTask.validate",
-        "training.text_tasks.MillionTask.validate",
-        "training.translation_task.TranslationTask._write_translations",
-        "training.translation_task.TranslationTask.validate",
     },
     "million-scale models, mixtures of experts": {
         "ops.token_routing.check_routing",
@@ -86,9 +81,6 @@ ON_THE_HOST = {
     "adapters.experts.experts",  # of tokens on a CPU
     "comm.mpi.MpiCommunicator._post",
     "comm.mpi_library.Scan.__init__",
-    "generation.beam_search._Beams.advance",  # sums of log-probabilities that were drawn from
-    "generation.beam_search.beam_search",
-    "generation.beam_search.search",
     "generation.decode.generate",  # the prompt
     "generation.sampling._check_row",
     "generation.sampling._draw",
@@ -101,7 +93,6 @@ ON_THE_HOST = {
     "rank.sequence_executor.SequenceExecutor.prefill",
     "sharded.redistribution_plan._players",
     "training.chapters.find_chapters",
-    "training.text_tasks.MillionTask.loss",
     "training.text_tasks.TextClassificationTask._classify",
 }
 

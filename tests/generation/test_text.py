@@ -7,8 +7,8 @@ import torch
 
 from dist_attn.checkpoints import load_model_and_tokeniser, save_model
 from dist_attn.errors import InputError, ModelFolderError
-from dist_attn.generation import BeamSpec, generate
-from dist_attn.generation.text import generate_text, search_text
+from dist_attn.generation import generate
+from dist_attn.generation.text import generate_text
 from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.models import small_model, write_small_folder
@@ -48,16 +48,6 @@ def test_the_reason_of_the_end_is_told(tmp_path):
     assert (stopped["finish_reason"], stopped["tokens"], stopped["text"]) == ("stop", 0, "")
     went_on = generate_text(str(write_small_folder(tmp_path / "tiny")), PROMPT, greedy)
     assert (went_on["finish_reason"], went_on["tokens"]) == ("length", 5)
-
-
-def test_a_search_of_one_beam_is_the_greedy_text(folder):
-    """One beam finds the text of temperature 0, and more beams find one that is at least as likely."""
-    greedy = generate_text(str(folder), PROMPT, SamplingSpec(max_tokens=8, temperature=0.0))
-    one, four = (search_text(str(folder), PROMPT, BeamSpec(n, 8, 0.0)) for n in (1, 4))
-    assert (one["text"], one["tokens"]) == (greedy["text"], greedy["tokens"])
-    assert four["log_probability"] >= one["log_probability"]
-    with pytest.raises(InputError, match="the prompt is empty"):
-        search_text(str(folder), b"", BeamSpec(1, 8, 0.0))
 
 
 def test_unusable_requests_are_refused(folder):

@@ -3,8 +3,6 @@
 `test_meta_device.py` holds all models to it on the way; here is what is not a case of it.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,11 +14,8 @@ from dist_attn.model_config.mixers.attention import CrossConfig
 from dist_attn.models import LanguageModelConfig, build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.training.loop import build_task
-from dist_attn.training.mesh import Share
 from tests.support.fixed_order import RACES, FixedOrder
 from tests.support.model_cases import needed_options, streaming_kinds
-from tests.support.tasks import small_task
 
 LENGTHS = (140, 0, 150)
 
@@ -64,15 +59,6 @@ def test_relative_positions(attention: str) -> None:
         own(x_BLD, LocalSequenceOps((0, 20, 50)))[0].sum().backward()
         _, memory = cross(x_BLD, x_BLD, LocalSequenceOps())
         cross.read(x_BLD[:, :3], memory, torch.arange(3, device="meta").expand(2, 3)).sum().backward()
-
-
-def test_a_million_scale_model(tmp_path: Path) -> None:
-    """Selection, routing and up-sampling too, whose gradients meet where a token is taken more than once."""
-    task = build_task(small_task("million", tmp_path), Share(torch.device("cpu")))
-    with FixedOrder() as order:
-        task.prepare(0)
-        task.loss(0, slice(0, task.batch)).backward()
-    assert ("index_copy", "ops/token_routing.py") in order.allowed
 
 
 def test_what_is_refused() -> None:

@@ -4,14 +4,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from pydantic import TypeAdapter
 from torch import Tensor
 
 from dist_attn.comm import Communicator
-from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import EncoderDecoder, Model, ModelConfig, build_model
+from dist_attn.models import Model, ModelConfig, build_model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.over_ranks import assert_ranks_change_nothing, randomised
@@ -19,8 +17,7 @@ from tests.support.over_ranks import assert_ranks_change_nothing, randomised
 SIZE, VOCAB, LENGTH = 8, 11, 12
 WIDTHS = {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 12}
 HEADS = {"hidden_size": SIZE, "num_heads": 2}
-IMAGE = {"height": 3, "width": 4, "channels": 1, "patch": 1}
-KINDS = ("language_model", "text_classifier", "vision_classifier", "masked_autoencoder", "encoder_decoder")
+KINDS = ("language_model", "text_classifier")
 POSITIONS = ("none", "sinusoidal", "learned", "concatenated", "relative in softmax", "relative in Scaleformer")
 ORDER = [4, 0, 9, 2, 10, 1, 7, 3, 8, 5, 6, 11]  # the last one stays the last
 
@@ -58,14 +55,6 @@ def _model(kind: str, positions: str) -> Model:
             values |= {"vocab_size": VOCAB, **WIDTHS, "num_layers": 1, **_causal(positions)}
         case "text_classifier":
             values |= {"vocab_size": VOCAB, "num_classes": 3, "encoder": _encoder(positions)}
-        case "vision_classifier":
-            values |= {"num_classes": 3, "image": IMAGE, "encoder": _encoder(positions), "pooling": "mean"}
-        case "masked_autoencoder":
-            values |= {"image": IMAGE, "encoder": _encoder(positions)}
-        case _:
-            decoder = {"num_layers": 1, "mlp_size": 12, **_causal(positions)}
-            decoder["cross"] = {**HEADS, "attention": "rfa", "num_random": 6}
-            values |= {"vocab_size": VOCAB, "encoder": _encoder(positions), "decoder": decoder}
     return randomised(build_model(TypeAdapter(ModelConfig).validate_python(values)))
 
 
@@ -81,7 +70,7 @@ def _share(comm: Communicator | None) -> tuple[slice, SequenceOps, float, bool]:
 
 
 def _outputs(model: Model, kind: str, order: list[int], comm: Communicator | None = None) -> Tensor:
-    """The class, the last token's logits, or the last patch, which is hidden: what the order of the others may change.
+    """The class, or the last token's logits: what the order of the others may change.
 
     This process's share of it, which adds up over ranks.
     """
@@ -93,15 +82,6 @@ def _outputs(model: Model, kind: str, order: list[int], comm: Communicator | Non
             return share * anything(anything.prepare(tokens)[:, own], ops)
         case "language_model":
             logits, _ = anything(tokens[:, own], ops)
-        case "encoder_decoder":
-            target = tokens.flip(0)
-            cross = ops if comm is None else ShardedSequenceOps(comm, LAYOUT, memory_layout=LAYOUT)
-            logits, _ = anything.decode(target[:, own], anything.encode(tokens[:, own], ops), ops, cross)
-        case _:
-            patches = anything.prepare(tokens.double().view(1, 1, 3, 4))[:, own]
-            if kind == "vision_classifier":
-                return share * anything(patches, ops)
-            logits = anything(patches, (torch.arange(LENGTH) == LENGTH - 1)[None, own], ops)
     # Masked, not skipped: a rank without the last token takes part in the backward pass.
     return logits[:, -1] if last else logits.sum() * 0 + torch.zeros(1, logits.shape[-1], dtype=torch.float64)
 
@@ -127,13 +107,3 @@ def test_positions_are_global(kind: str, positions: str) -> None:
         return (outputs * weights).sum()
 
     assert_ranks_change_nothing(lambda: _model(kind, positions), share, LAYOUT.size)
-
-
-def test_a_decoder_s_positions_end_where_they_end() -> None:
-    """A target longer than the decoder's learned positions is refused in a sequence and in a step."""
-    model = cast(EncoderDecoder, _model("encoder_decoder", "learned"))
-    tokens = torch.arange(LENGTH)[None] % VOCAB
-    logits, state = model.decode(tokens, model.encode(tokens))
-    assert F.softmax(logits, dim=-1).isfinite().all()
-    with pytest.raises(InputError, match="reaches 13 tokens; this model has learned positions for 12"):
-        model.step(tokens[:, 0], state)

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from benchmarks.memory import TrackedMemory
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import (
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    LanguageModel,
-    LanguageModelConfig,
-    TextClassifier,
-    TextClassifierConfig,
-    build_model,
-)
+from dist_attn.models import LanguageModel, LanguageModelConfig, TextClassifier, TextClassifierConfig, build_model
 from dist_attn.models.blocks import recompute_layers
 from dist_attn.models.dropout import use_dropout
 from dist_attn.ops import LocalSequenceOps, SequenceOps, Watch, watching
@@ -107,33 +99,6 @@ def test_an_encoder_trains_as_without_it(mixer: str) -> None:
         return F.cross_entropy(model(tokens[:, own], ops), torch.tensor([0, 2]))
 
     assert _same(lambda: randomised(TextClassifier(config)), share)
-
-
-def test_an_encoder_decoder_trains_as_without_it() -> None:
-    """The gradient that a decoder sends into the memory comes back bitwise the same, source and target cut alike."""
-    mixer = {"kind": "bidirectional", **HEADS, **BOTH_SIDES["rfa"]}
-    config = EncoderDecoderConfig.model_validate(
-        {
-            "vocab_size": VOCAB,
-            "encoder": {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 12, "mixer": mixer},
-            "decoder": {
-                "num_layers": 2,
-                "mlp_size": 12,
-                "mixer": {**HEADS, **MIXERS["rfa_gate"]},
-                "cross": {**HEADS, **BOTH_SIDES["rfa"]},
-            },
-        }
-    )
-    source, target = _tokens(LAYOUT.total, 1), _tokens(LAYOUT.total, 2)
-
-    def share(model: nn.Module, comm: Communicator | None) -> Tensor:
-        assert isinstance(model, EncoderDecoder)
-        own, ops = _own(comm)
-        cross = ops if comm is None else ShardedSequenceOps(comm, LAYOUT, memory_layout=LAYOUT)
-        logits, _ = model.decode(target[:, own], model.encode(source[:, own], ops), ops, cross)
-        return F.cross_entropy(logits.flatten(0, 1), target[:, own].flatten(), reduction="sum")
-
-    assert _same(lambda: randomised(EncoderDecoder(config)), share)
 
 
 def test_backward_exchanges_what_forward_did_and_then_its_own() -> None:

@@ -4,5 +4,5 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_PATH = os.pathsep.join(str(ROOT / folder) for folder in ("", "service", "client"))
+SOURCE_PATH = os.pathsep.join(str(ROOT / folder) for folder in ("", "service", "client", "papers"))
 """A value of PYTHONPATH."""

@@ -12,11 +12,9 @@ __all__ = [
     "AnyData",
     "DataConfig",
     "FileDataConfig",
-    "ImageDataConfig",
     "LabelledTextConfig",
     "ListOpsConfig",
     "NeedlesConfig",
-    "ParallelTextConfig",
     "TextDataConfig",
     "register_data",
 ]
@@ -159,77 +157,6 @@ class NeedlesConfig(DataConfig):
         return self
 
 
-class ParallelTextConfig(FileDataConfig):
-    """Sources and targets in two files each (relative to `folder`), plain or gzipped, line by line."""
-
-    kind: Literal["parallel_text"] = "parallel_text"
-    train_source: Path
-    train_target: Path
-    validation_source: Path | None = None
-    validation_target: Path | None = None
-    tokeniser: Path
-    # The tokeniser of targets with a vocabulary of their own; `tokeniser` is then that of the sources.
-    target_tokeniser: Path | None = None
-    batch: int = Field(default=64, ge=1)
-    # Pairs with a longer side are left out.
-    max_length: int = Field(default=128, ge=1)
-    # The number of first validation sources that are translated at every validation, into translations.txt.
-    translations: int = Field(default=0, ge=0)
-    beams: int = Field(default=1, ge=1, le=1024)
-    length_penalty: float = Field(default=0.6, ge=0, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _both_sides(self) -> "ParallelTextConfig":
-        if (self.validation_source is None) != (self.validation_target is None):
-            raise ValueError("validation needs a source and a target; give both or neither")
-        if self.translations and self.validation_source is None:
-            raise ValueError("translations are made of the validation sources; give validation_source and _target")
-        return self
-
-    def tokenisers(self) -> tuple[Path | None, Path | None]:
-        return (self.tokeniser, None) if self.target_tokeniser is None else (self.target_tokeniser, self.tokeniser)
-
-    @property
-    def train_files(self) -> tuple[Path, Path]:
-        """Source and target, found from `folder`."""
-        return self.found(self.train_source), self.found(self.train_target)
-
-    @property
-    def validation_files(self) -> tuple[Path, Path] | None:
-        """Source and target, found from `folder`."""
-        if self.validation_source is None or self.validation_target is None:
-            return None
-        return self.found(self.validation_source), self.found(self.validation_target)
-
-
-class ImageDataConfig(FileDataConfig):
-    """Images in `.npz` or `.npy` files (relative to `folder`), [N, H, W] or [N, H, W, C], and for a classifier labels.
-
-    Labels are the array `labels_key` of the `.npz` file, or a `.npy` file of their own.
-    """
-
-    kind: Literal["images"] = "images"
-    train: Path
-    train_labels: Path | None = None
-    validation: Path | None = None
-    validation_labels: Path | None = None
-    images_key: str = "images"
-    labels_key: str = "labels"
-    batch: int = Field(default=64, ge=1)
-
-    @property
-    def train_files(self) -> tuple[Path, Path]:
-        """Images and labels, found from `folder`."""
-        return self.found(self.train), self.found(self.train_labels or self.train)
-
-    @property
-    def validation_files(self) -> tuple[Path, Path] | None:
-        """Images and labels, found from `folder`."""
-        if self.validation is None:
-            return None
-        return self.found(self.validation), self.found(self.validation_labels or self.validation)
-
-
 AnyData = SerializeAsAny[DataConfig]
 """The type of a field that holds data of any kind."""
 
@@ -246,5 +173,3 @@ register_data(TextDataConfig)
 register_data(LabelledTextConfig)
 register_data(ListOpsConfig)
 register_data(NeedlesConfig)
-register_data(ParallelTextConfig)
-register_data(ImageDataConfig)

@@ -11,14 +11,9 @@ import torch
 from benchmarks.cached_decoder import CachedDecoder
 from benchmarks.decoding_forms import PRECISIONS, Sizes
 from benchmarks.memory import peak_bytes
-from dist_attn.models import (
-    DecoderState,
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    LanguageModel,
-    LanguageModelConfig,
-    ModelState,
-)
+from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
+from dist_attn_papers.translation.config import EncoderDecoderConfig
+from dist_attn_papers.translation.model import DecoderState, EncoderDecoder
 
 __all__ = ["CachedArm", "StateArm", "model_settings", "random_source", "state_bytes"]
 

@@ -12,10 +12,10 @@ from dist_attn.costs import LayerCosts
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, MixerState, TokenMixer, build_mixer
 from dist_attn.mixers.all_keys import BidirectionalAttention
-from dist_attn.model_config.million import MillionConfig
 from dist_attn.model_config.mixers.attention import BidirectionalConfig
-from dist_attn.models.million import MillionModel
 from dist_attn.ops import SequenceOps
+from dist_attn_papers.million.config import MillionConfig
+from dist_attn_papers.million.model import MillionModel
 
 __all__ = ["ARMS", "BYTES", "HEADS", "WIDTH", "Arm", "Layer", "build_layer", "formula_bytes", "million_config"]
 

@@ -18,8 +18,9 @@ import torch
 from benchmarks.measured import Axes, Table
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import MillionConfig, MillionModel
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn_papers.million.config import MillionConfig
+from dist_attn_papers.million.model import MillionModel
 from dist_attn_papers.tables.arms import of_arm
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_papers.tables.finding import Report
@@ -182,7 +183,7 @@ NOTES = (
 MILLION_SCALING = Experiment(
     "uv-million-scaling",
     "Unified View, Sec. 10: is the million-scale model's cost linear when every rank brings an expert?",
-    ("tests/models/test_million.py", "papers/tests/test_million_tokens.py"),
+    ("papers/tests/test_million.py", "papers/tests/test_million_tokens.py"),
     _jobs,
     _report,
 )

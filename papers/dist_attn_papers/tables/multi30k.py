@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist_attn.errors import ConfigError, extra_hint
-from dist_attn.generation import BeamSpec
-from dist_attn.generation.beam_search import translate
-from dist_attn.models import EncoderDecoder
 from dist_attn.text import Tokeniser
 from dist_attn.text.bpe import train_bpe
 from dist_attn_papers.tables.made_once import make_once
+from dist_attn_papers.translation.beam_search import BeamSpec, translate
+from dist_attn_papers.translation.model import EncoderDecoder
 
 __all__ = [
     "FOLDER",
@@ -43,7 +42,9 @@ def read_lines(name: str, language: str) -> list[bytes]:
     """
     path = Path(FOLDER) / f"{name}.{language}.gz"
     if not path.is_file():
-        raise ConfigError(f"{path} is not there; put Multi30k into {FOLDER}, as examples/train-translation.toml has it")
+        raise ConfigError(
+            f"{path} is not there; put Multi30k into {FOLDER}, as papers/examples/train-translation.toml has it"
+        )
     return gzip.decompress(path.read_bytes()).splitlines()
 
 

@@ -14,13 +14,14 @@ from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.checkpoints import load_any_model
 from dist_attn.errors import ConfigError
-from dist_attn.models import VisionClassifier, VisionClassifierConfig
 from dist_attn.training.run_log import Metrics
 from dist_attn_papers.tables.arms import first_scores, of_arm, parameters_of
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_papers.tables.finding import Report, mean_and_spread
 from dist_attn_papers.tables.made_once import make_once
 from dist_attn_papers.tables.training_job import count_parameters, training_job, with_warmup
+from dist_attn_papers.vision.config import VisionClassifierConfig
+from dist_attn_papers.vision.model import VisionClassifier
 
 __all__ = ["CANVAS", "PATCH_SIZE", "SCALE", "make_canvases", "model_section", "read_digits", "split_digits"]
 

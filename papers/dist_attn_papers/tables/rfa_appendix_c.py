@@ -217,7 +217,7 @@ def _by_size(done: Sequence[Done]) -> Any:
 RFA_APPENDIX_C = Experiment(
     "rfa-appendix-c",
     "How many random features and matrices does it take, and do softmax and random features share their weights?",
-    ("papers/tests/test_papers_appendix_c.py", "tests/training/datasets/test_parallel_text.py"),
+    ("papers/tests/test_papers_appendix_c.py", "papers/tests/test_parallel_text.py"),
     _jobs,
     _report,
 )

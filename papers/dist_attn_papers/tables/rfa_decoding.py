@@ -320,7 +320,7 @@ RFA_DECODING = Experiment(
     "decode, and in how much less memory?",
     (
         "papers/tests/test_rfa_decoding.py",
-        "tests/models/test_encoder_decoder.py",
+        "papers/tests/test_encoder_decoder.py",
         "tests/ops/test_linear_attention.py",
     ),
     _jobs,

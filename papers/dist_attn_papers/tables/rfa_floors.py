@@ -13,14 +13,12 @@ import torch.nn.functional as F
 
 from benchmarks.measured import Axes, Table
 from dist_attn.checkpoints import load_any_model
-from dist_attn.generation import BeamSpec
 from dist_attn.mixers import all_keys
 from dist_attn.mixers.feature_map_attention import RandomFeatureAttention
 from dist_attn.mixers.heads import HeadInputs
 from dist_attn.model_config.mixer import register_mixer, registered_mixers
 from dist_attn.model_config.mixers.attention import BidirectionalConfig, CrossConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
-from dist_attn.models import EncoderDecoder
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 from dist_attn.text import load_tokeniser
 from dist_attn.training.datasets.made_up import NUM_CLASSES, VOCAB_SIZE
@@ -31,6 +29,8 @@ from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Sc
 from dist_attn_papers.tables.finding import Report, mean_and_spread
 from dist_attn_papers.tables.swapped_translators import SmallTranslator
 from dist_attn_papers.tables.training_job import Measure, share_tokens, training_job, with_warmup
+from dist_attn_papers.translation.beam_search import BeamSpec
+from dist_attn_papers.translation.model import EncoderDecoder
 
 __all__ = ["RFA_FLOORS"]
 

@@ -8,15 +8,14 @@ import torch
 
 from benchmarks.measured import Table
 from benchmarks.timing import interleaved
-from dist_attn.generation import BeamSpec
-from dist_attn.generation.beam_search import translate
-from dist_attn.models import EncoderDecoder
 from dist_attn_papers.tables.arms import Claim, draw_seeds, first_scores, judge, minutes_of, of_arm, parameters_of
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_papers.tables.finding import Report, mean_and_spread
 from dist_attn_papers.tables.multi30k import SOURCE, TEST, encoded_sources, end_of, read_lines
 from dist_attn_papers.tables.training_job import RUN
 from dist_attn_papers.tables.translators import BEAM, PENALTY, Translator, averaged_model
+from dist_attn_papers.translation.beam_search import BeamSpec, translate
+from dist_attn_papers.translation.model import EncoderDecoder
 
 __all__ = ["ARMS", "RFA_TABLE2", "speed_job"]
 
@@ -180,7 +179,7 @@ RFA_TABLE2 = Experiment(
     "Do random features translate as well as softmax and better than elu+1, and how fast do they decode?",
     (
         "papers/tests/test_papers_translation.py",
-        "tests/models/test_encoder_decoder.py",
+        "papers/tests/test_encoder_decoder.py",
         "tests/training/test_averaging.py",
     ),
     _jobs,

@@ -80,7 +80,7 @@ SCALEFORMER_TRANSLATION = Experiment(
     "Does Scaleformer's encoder-decoder, linear throughout, translate, and what do its relative positions add?",
     (
         "papers/tests/test_papers_translation.py",
-        "tests/models/test_encoder_decoder.py",
+        "papers/tests/test_encoder_decoder.py",
         "tests/training/test_averaging.py",
     ),
     _jobs,

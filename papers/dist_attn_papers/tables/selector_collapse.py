@@ -112,7 +112,7 @@ NOTES = (
 SELECTOR_COLLAPSE = Experiment(
     "uv-collapse",
     "Unified View, Eq. 28: does a Selector that learns against the likelihood win, and does training again mend it?",
-    ("tests/training/test_million_task.py", "papers/tests/test_papers_needles.py"),
+    ("papers/tests/test_million_task.py", "papers/tests/test_papers_needles.py"),
     _jobs,
     _report,
 )

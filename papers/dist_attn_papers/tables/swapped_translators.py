@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from dist_attn.checkpoints import load_any_model, save_model
 from dist_attn.errors import ConfigError, EngineError
-from dist_attn.generation import BeamSpec
-from dist_attn.models import EncoderDecoder, EncoderDecoderConfig, build_model
+from dist_attn.models import build_model
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.run_log import Metrics
 from dist_attn_papers.tables.experiment import Budget, Job, Scores, Watch
@@ -33,6 +32,9 @@ from dist_attn_papers.tables.multi30k import (
     translated,
 )
 from dist_attn_papers.tables.training_job import model_folder, share_tokens, training_job, with_warmup
+from dist_attn_papers.translation.beam_search import BeamSpec
+from dist_attn_papers.translation.config import EncoderDecoderConfig
+from dist_attn_papers.translation.model import EncoderDecoder
 
 __all__ = [
     "ATTENTION",

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dist_attn.checkpoints import load_any_model
-from dist_attn.generation import BeamSpec
-from dist_attn.models import EncoderDecoder
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.averaging import average_folders
 from dist_attn.training.run_log import Metrics
@@ -29,6 +27,8 @@ from dist_attn_papers.tables.multi30k import (
     translated,
 )
 from dist_attn_papers.tables.training_job import count_parameters, training_job, with_warmup
+from dist_attn_papers.translation.beam_search import BeamSpec
+from dist_attn_papers.translation.model import EncoderDecoder
 
 __all__ = ["BEAM", "PENALTY", "STEPS", "Translator", "averaged_model"]
 

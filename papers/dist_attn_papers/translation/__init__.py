@@ -1,0 +1,1 @@
+"""Encoder-decoders, their search by beams, and their training on parallel text."""
