@@ -7,9 +7,8 @@ import torch
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.documents import DocumentPlaces, document_starts, places_of_all
 from dist_attn.ops.linear_attention import check_implementation
-from dist_attn.ops.sequence_call import Implementation, Result, SequenceCall, local_form, run_locally
+from dist_attn.ops.sequence_call import Implementation, Result, SequenceCall, run_locally
 from dist_attn.ops.sequence_ops import SequenceOps
-from dist_attn.ops.token_selection import Interpolation, SelectedTokens, SelectionCall, select_tokens, upsample
 
 __all__ = ["LocalSequenceOps"]
 
@@ -73,28 +72,3 @@ class LocalSequenceOps(SequenceOps):
     def whole(self) -> bool:
         """Return whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return True
-
-
-@local_form(SelectionCall)
-def select_locally(call: SelectionCall) -> SelectedTokens:
-    """`select_tokens` of a call."""
-    kept = select_tokens(call.x_LC, call.score_L, threshold=call.threshold, at_most=call.at_most)
-    return _LocallySelected(*kept, length=len(call.x_LC), ops=LocalSequenceOps(implementation=call.implementation))
-
-
-@dataclass(frozen=True)
-class _LocallySelected:
-    """The tokens kept of a sequence that lies whole in this process."""
-
-    x_NC: torch.Tensor
-    position_N: torch.Tensor
-    length: int
-    ops: SequenceOps
-
-    @property
-    def total(self) -> int:
-        return len(self.position_N)
-
-    def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
-        """See `dist_attn.ops.token_selection.upsample`."""
-        return upsample(z_ND, self.position_N, torch.arange(self.length, device=z_ND.device), how)

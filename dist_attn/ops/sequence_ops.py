@@ -33,8 +33,6 @@ from dist_attn.ops.softmax_attention import (
 )
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, TokenMixingCall, TokenMlp
-from dist_attn.ops.token_routing import RoutedTokens, RoutingCall
-from dist_attn.ops.token_selection import SelectedTokens, SelectionCall
 
 
 class SequenceOps(ABC):
@@ -246,18 +244,6 @@ class SequenceOps(ABC):
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `dist_attn.ops.fourier_mix`."""
         return self.run(FourierCall(x_BLD, norm))
-
-    def select_tokens(
-        self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
-    ) -> SelectedTokens:
-        """See `dist_attn.ops.token_selection.select_tokens`; one unbroken sequence only."""
-        return self.run(SelectionCall(x_LC, score_L, threshold, at_most))
-
-    def route_tokens(
-        self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
-    ) -> RoutedTokens:
-        """See `dist_attn.ops.token_routing.route_tokens`; one unbroken sequence only."""
-        return self.run(RoutingCall(x_LC, expert_LK, num_experts, capacity))
 
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None

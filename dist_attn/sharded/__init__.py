@@ -18,8 +18,6 @@ from dist_attn.sharded import (  # noqa: F401
     softmax,
     state_spaces,
     sums,
-    token_routing,
-    token_selection,
 )
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.prefix_scan import Algorithm, ScanExchange, exclusive_scan

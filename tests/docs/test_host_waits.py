@@ -49,15 +49,6 @@ ROWS = {
         "training.evaluation._nats",
         "training.evaluation.evaluate_file",
     },
-    "million-scale models, mixtures of experts": {
-        "ops.token_routing.check_routing",
-        "ops.token_routing.route_tokens",
-        "ops.token_selection._chosen",
-        "ops.token_selection.first_of_highest",
-        "sharded.token_routing.sharded_route_tokens",
-        "sharded.token_selection._chosen",
-        "sharded.token_selection._share_of_ranks",
-    },
     "a transformers call with an attention mask or positions": {"hf.DistAttnModel._read", "hf._check_positions"},
     "a batch that is cut over ranks, `cu_seqlens`": {
         "ops.fla._run",

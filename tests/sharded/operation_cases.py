@@ -9,7 +9,6 @@ from torch import Tensor
 from dist_attn import feature_maps
 from dist_attn.ops import AffineState, Denominator, LegsState, LinearState, RelativeState, SequenceOps
 from dist_attn.ops.relative_attention import WindowState
-from dist_attn.ops.token_selection import Interpolation
 
 __all__ = ["AFFINE_CASES", "CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax"]
 
@@ -169,24 +168,6 @@ def _legs(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
     return y, after.c_BDN
 
 
-def _selection(threshold: float, at_most: int | None, how: Interpolation) -> Case:
-    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
-        kept = ops.select_tokens(x["x"], x["score"], threshold=threshold, at_most=at_most)
-        return kept.x_NC, kept.upsample(kept.x_NC * kept.x_NC.flip(1), how)
-
-    return Case({"x": ((), 3), "score": ((), 0)}, {}, run)
-
-
-def _routing(choices: int, capacity: int) -> Case:
-    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
-        first_L = 2 * (x["choice"] > 0).long()
-        expert_LK = torch.stack([first_L, 2 - first_L], dim=1)[:, :choices]
-        routed = ops.route_tokens(x["x"], expert_LK, num_experts=3, capacity=capacity)
-        return (routed.restore_order(torch.cat([rows.cumsum(0).square() for rows in routed.by_expert()])),)
-
-    return Case({"x": ((), 3), "choice": ((), 0)}, {}, run)
-
-
 KERNEL_CASES = {
     "linear": linear(causal=True, gated=False, given_state=False),
     "linear, gated, from a state": linear(causal=True, gated=True, given_state=True),
@@ -235,11 +216,6 @@ CASES = (
             state=(BATCH, 3, 2),
         ),
         "LegS memory": _tokens(_legs, read=(3, 4), state=(BATCH, 3, 4)),
-        "selection": _selection(0.0, None, Interpolation()),
-        "selection of the best one": _selection(9.0, None, Interpolation("knn", 2)),
-        "selection of at most so many": _selection(-9.0, 2, Interpolation("knn", 2)),
-        "routing": _routing(1, 2),
-        "routing, two choices": _routing(2, 3),
         "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
         "sum over documents": _tokens(lambda ops, x: (x["x"], ops.sum_over_documents(x["x"]))),
     }

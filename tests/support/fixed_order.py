@@ -52,11 +52,8 @@ EXACT = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # What is taken all the same, by the file that calls it ("" for what autograd does), and why its bits are fixed.
 ALLOWED: dict[tuple[str, str], str] = {
     ("index_put", "ops/documents.py"): "one value, true, wherever a document starts",
-    ("index_put", "ops/token_routing.py"): "each assignment has one place",
     ("index_copy", "ops/softmax_attention/slots.py"): "each token has one place",
     ("scatter", "ops/softmax_attention/slots.py"): "each row has one new token",
-    ("index_copy", "ops/token_routing.py"): "each assignment has one row",
-    ("index_copy", "sharded/token_routing.py"): "each assignment has one row",
     ("scatter", "ops/relative_rows.py"): "a row that several keys share is written over",
     (EXACT, ""): "exact attention, whose gradients docs/reference/operations.md promises to rounding only",
     ("scatter", ""): "the gradient of a sort or a maximum: each value came from one place",
@@ -86,8 +83,9 @@ class FixedOrder(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """The innermost file of the package that is at work, relative to it."""
+    """The innermost file of the package that is at work, relative to it, or of the papers' package."""
     root = Path(dist_attn.__file__).parent
+    bases = {root: root, root.parent / "papers" / "dist_attn_papers": root.parent / "papers"}
     files = [Path(frame.filename) for frame in traceback.extract_stack(limit=60)]
-    inside = [file.relative_to(root).as_posix() for file in files if file.is_relative_to(root)]
+    inside = [f.relative_to(base).as_posix() for f in files for of, base in bases.items() if f.is_relative_to(of)]
     return inside[-1] if inside else ""

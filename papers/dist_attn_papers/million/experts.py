@@ -19,6 +19,7 @@ from dist_attn.models.dropout import Dropout, hashed, shifted
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention
 from dist_attn_papers.million.config import RouterConfig, SelectorConfig
+from dist_attn_papers.ops import route_tokens
 
 MASK_53 = (1 << 53) - 1
 
@@ -190,7 +191,7 @@ class Expert(nn.Module):
 class ExpertLayer(Recomputable):
     """x + sum over the chosen experts of gate * expert(x), in the order of the sequence.
 
-    Experts are dealt over ranks by `ops.route_tokens`; every rank has the parameters of all and calls all of them, most
+    Experts are dealt over ranks by `route_tokens`; every rank has the parameters of all and calls all of them, most
     with no rows. Tokens for which no chosen expert has room go on as they are.
 
     Reference: A Unified View of Long-Sequence Models, Fig. 4 and Eq. 27, with parameters of each expert's own and the
@@ -232,11 +233,12 @@ class ExpertLayer(Recomputable):
         gate_NK, expert_NK = p_NE.topk(self.config.choices, dim=-1)
         if self.config.choices > 1:
             gate_NK = gate_NK / gate_NK.sum(dim=-1, keepdim=True)
-        routed = ops.route_tokens(
+        routed = route_tokens(
             torch.cat([x_ND, weight_N[:, None].to(x_ND.dtype)], dim=1),
             expert_NK,
             num_experts=self.config.num_experts,
             capacity=self.capacity(total),
+            ops=ops,
         )
         made = [
             expert(rows[:, :size], rows[:, size])

@@ -15,9 +15,9 @@ from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import check_tokens, initialise, sinusoidal
 from dist_attn.models.model import Model, SequenceModel
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.token_selection import Interpolation, SelectedTokens
 from dist_attn_papers.million.config import MillionConfig
 from dist_attn_papers.million.experts import ExpertLayer, Selector
+from dist_attn_papers.ops import Interpolation, SelectedTokens, select_tokens
 
 POSITION_SCALE = 0.02  # that of embeddings at first
 
@@ -175,11 +175,12 @@ class MillionModel(SequenceModel):
             x_LD = ops.convolve(x_LD[None], self.context_KD, centred=True)[0]
         gates = self.selector(x_LD, ops.positions(len(tokens_L), device), total, draw)
         open_share = ops.sum_over_sequence(gates.open_L[None, :, None])[0, 0] / total
-        selected = ops.select_tokens(
+        selected = select_tokens(
             torch.cat([x_LD, gates.weight_L[:, None].to(x_LD.dtype)], dim=1),
             gates.score_L,
             threshold=gates.threshold,
             at_most=gates.at_most,
+            ops=ops,
         )
         z_ND, weight_N = selected.x_NC[:, :-1], selected.x_NC[:, -1]
         if self.position_scale_D is not None:

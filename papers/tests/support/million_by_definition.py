@@ -8,8 +8,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from dist_attn.ops.token_selection import upsample_naive
 from dist_attn_papers.million.config import MillionConfig
+from dist_attn_papers.ops.token_selection import upsample_naive
 
 __all__ = ["ByDefinition", "million_by_definition"]
 

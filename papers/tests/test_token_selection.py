@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.token_selection import select_tokens, select_tokens_naive
+from dist_attn_papers.ops.token_selection import select_tokens, select_tokens_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
+
+
+def _selected(x, score, **options):
+    kept = select_tokens(x, score, **options)
+    return kept.x_NC, kept.position_N
 
 
 def _scores(length: int, seed: int = 0) -> torch.Tensor:
@@ -20,7 +25,7 @@ def _scores(length: int, seed: int = 0) -> torch.Tensor:
 def test_fast_equals_oracle(length, threshold, at_most):
     """Tokens, positions and the gradient of the tokens equal the oracle's, with equal scores and with limits."""
     results = []
-    for function in (select_tokens_naive, select_tokens):
+    for function in (select_tokens_naive, _selected):
         x = torch.randn(length, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
         kept, position = function(x, _scores(length), threshold=threshold, at_most=at_most)
         (kept.square().sum() + 0 * x.sum()).backward()
@@ -33,7 +38,7 @@ def test_golden_selector():
     """The golden scores pass their threshold at the golden positions."""
     g = golden("system")
     assert_close(torch.sigmoid(g["X"] @ g["w"] + g["b"]), g["score"], kind="golden")
-    kept, position = select_tokens(g["X"], g["score"], threshold=float(g["tau"]))
+    kept, position = _selected(g["X"], g["score"], threshold=float(g["tau"]))
     assert_close(position, g["kept"], kind="exact")
     assert_close(kept, g["X"][g["kept"]], kind="exact")
 
@@ -41,7 +46,7 @@ def test_golden_selector():
 def test_a_threshold_that_nothing_reaches_keeps_the_best_token():
     """Of tokens that are all below the threshold the one with the highest score stays, the earlier of two."""
     score = torch.tensor([0.1, 0.4, 0.2, 0.4])
-    _, position = select_tokens(torch.zeros(4, 2), score, threshold=0.999)
+    _, position = _selected(torch.zeros(4, 2), score, threshold=0.999)
     assert position.tolist() == [1]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.token_selection import Interpolation, upsample, upsample_naive
+from dist_attn_papers.ops.token_selection import Interpolation, upsample, upsample_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

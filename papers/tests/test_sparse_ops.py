@@ -7,8 +7,8 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.softmax_attention import KeyValueCache
-from dist_attn.ops.token_selection import Interpolation
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn_papers.ops import Interpolation, route_tokens, select_tokens
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
 from tests.support.sharded_call import random_tensor
@@ -35,9 +35,9 @@ def _expert_of(position_N: torch.Tensor, choices: int) -> torch.Tensor:
 
 def _call(ops: SequenceOps, x_LC: torch.Tensor, score_L: torch.Tensor, at_most: int | None, choices: int) -> dict:
     """All of it: select, route, give every expert a matrix of its own, restore the order, mix, fill all positions."""
-    kept = ops.select_tokens(x_LC, score_L, threshold=0.5, at_most=at_most)
+    kept = select_tokens(x_LC, score_L, threshold=0.5, at_most=at_most, ops=ops)
     expert_NK = _expert_of(kept.position_N, choices)
-    routed = kept.ops.route_tokens(kept.x_NC, expert_NK, num_experts=EXPERTS, capacity=3)
+    routed = route_tokens(kept.x_NC, expert_NK, num_experts=EXPERTS, capacity=3, ops=kept.ops)
     matrices = random_tensor(EXPERTS, SIZE, SIZE, seed=5)
     made = [rows.cumsum(0) @ matrix for rows, matrix in zip(routed.by_expert(), matrices, strict=True)]
     z_ND = kept.x_NC + routed.restore_order(torch.cat(made)).sum(0)
@@ -88,12 +88,13 @@ def test_over_ranks_as_on_one(lengths, scores, at_most, choices):
 def test_fewer_experts_than_ranks_and_second_choices_behind_first_ones():
     """Ranks without experts take part, and an expert that is full drops the same assignments as on one rank."""
     x, expert = random_tensor(6, 2, seed=0), torch.tensor([[0, 1], [0, 1], [1, 0], [1, 0], [0, 1], [1, 0]])
-    want = LocalSequenceOps().route_tokens(x, expert, num_experts=2, capacity=4)
+    want = route_tokens(x, expert, num_experts=2, capacity=4)
 
     def run(comm: Communicator) -> tuple:
         layout = SequenceLayout.from_lengths((2, 1, 3))
         own = slice(*layout.range(comm.rank))
-        routed = ShardedSequenceOps(comm, layout).route_tokens(x[own], expert[own], num_experts=2, capacity=4)
+        ops = ShardedSequenceOps(comm, layout)
+        routed = route_tokens(x[own], expert[own], num_experts=2, capacity=4, ops=ops)
         return routed.by_expert(), routed.restore_order(routed.x_RC), routed.dropped
 
     ranks = run_simulated(run, 3)
@@ -110,10 +111,10 @@ def test_a_score_that_is_no_number_is_never_the_best():
     def run(comm: Communicator) -> list[int]:
         layout = SequenceLayout.from_lengths((1, 2, 1))
         own = slice(*layout.range(comm.rank))
-        kept = ShardedSequenceOps(comm, layout).select_tokens(x[own], score[own], threshold=0.5)
+        kept = select_tokens(x[own], score[own], threshold=0.5, ops=ShardedSequenceOps(comm, layout))
         return kept.position_N.tolist()
 
-    assert LocalSequenceOps().select_tokens(x, score, threshold=0.5).position_N.tolist() == [2]
+    assert select_tokens(x, score, threshold=0.5).position_N.tolist() == [2]
     assert [position for own in run_simulated(run, 3) for position in own] == [2]
 
 
@@ -123,7 +124,7 @@ def test_kept_tokens_are_cached_as_all_tokens_are(cache, keys):
 
     def run(comm: Communicator) -> int:
         ops = ShardedSequenceOps(comm, SequenceLayout.even(8, 2), cache=cache)
-        kept = ops.select_tokens(torch.ones(4, 2), torch.ones(4), threshold=0.5, at_most=6)
+        kept = select_tokens(torch.ones(4, 2), torch.ones(4), threshold=0.5, at_most=6, ops=ops)
         q_BHLK = torch.ones(1, 1, len(kept.position_N), 2)
         before = KeyValueCache(q_BHLK[:, :, :0], q_BHLK[:, :, :0])
         return kept.ops.softmax_attention_streaming(q_BHLK, q_BHLK, q_BHLK, before)[1].k_BGSK.shape[2]
@@ -143,10 +144,10 @@ def test_more_scores_than_numbers_are_asked_for(numbers, at_most, lengths):
         layout = SequenceLayout.from_lengths(lengths)
         own = slice(*layout.range(comm.rank))
         ops = ShardedSequenceOps(comm, layout)
-        kept = ops.select_tokens(x[own], score[own], threshold=-torch.inf, at_most=at_most)
+        kept = select_tokens(x[own], score[own], threshold=-torch.inf, at_most=at_most, ops=ops)
         return kept.position_N.tolist()
 
-    want = LocalSequenceOps().select_tokens(x, score, threshold=-torch.inf, at_most=at_most).position_N.tolist()
+    want = select_tokens(x, score, threshold=-torch.inf, at_most=at_most).position_N.tolist()
     assert len(want) == at_most
     assert [position for own in run_simulated(run, len(lengths)) for position in own] == want
 
@@ -159,7 +160,7 @@ def test_what_travels():
         own = slice(*layout.range(comm.rank))
         ops = ShardedSequenceOps(comm, layout)
         comm.traffic.clear()
-        ops.select_tokens(random_tensor(TOTAL, SIZE, seed=0)[own], _scores("first")[own], threshold=0.5)
+        select_tokens(random_tensor(TOTAL, SIZE, seed=0)[own], _scores("first")[own], threshold=0.5, ops=ops)
         sent: dict[str, int] = {}
         for event in comm.traffic.events:
             sent[event.label] = sent.get(event.label, 0) + event.bytes_sent

@@ -1,0 +1,37 @@
+"""The papers' operations over ranks: gradients are derivatives, and processes have the bits of simulated ranks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_attn.comm import Communicator, run_simulated
+from papers.tests.support.operation_cases import CASES
+from tests.sharded import test_over_processes as processes
+from tests.sharded.test_gradients import CUTS, _global
+from tests.support.closeness import assert_close
+from tests.support.ranks import Kind, run_ranks
+
+RUNS = [processes._Run(name) for name in CASES]
+processes.CASES.update(CASES)
+
+
+@pytest.mark.parametrize("lengths", CUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_derivatives(name: str, lengths: tuple[int, ...]) -> None:
+    """Moving any input on any rank moves all ranks' outputs as the gradients say, with empty and uneven slices."""
+    whole, inputs = _global(CASES[name], lengths)
+    assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
+
+
+def everything(comm: Communicator) -> list[list[Tensor]]:
+    """All runs on one group, so that processes are started once."""
+    return [processes._results(comm, run) for run in RUNS]
+
+
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_every_operation_and_mode(kind: Kind) -> None:
+    """Outputs, states and gradients of each operation are, between processes, those of simulated ranks."""
+    for simulated, own in zip(run_simulated(everything, 3), run_ranks(kind, everything, 3), strict=True):
+        for run, want, got in zip(RUNS, simulated, own, strict=True):
+            for index, (one, other) in enumerate(zip(want, got, strict=True)):
+                assert_close(other, one, kind="exact", what=f"{run} {index}")
