@@ -24,7 +24,7 @@ GATED_DELTA = {"kind": "gated_delta", "hidden_size": DIM, "num_heads": 2}
 MIXERS: dict[str, dict[str, Any]] = {
     "gated_delta": GATED_DELTA,
     "rfa_gate": {"kind": "rfa_gate", "hidden_size": DIM, "num_heads": 2, "num_random": 8},
-    "s4d": {"kind": "s4d", "hidden_size": DIM, "form": "scan"},
+    "mamba": {"kind": "mamba", "hidden_size": DIM},
 }
 
 

@@ -272,7 +272,7 @@ def test_short_texts_are_read_together(spec: RowSpec, ranks: int) -> None:
 def test_a_model_that_takes_no_packed_texts_reads_each_alone() -> None:
     """Short texts of a step have their rows in turn where the mixer refuses to read them together."""
     values = CONFIG.model_dump()
-    values["encoder"]["mixer"] = {"kind": "lssl", "hidden_size": DIM, "state_size": 4}
+    values["encoder"]["mixer"] = {"kind": "scaleformer", "hidden_size": DIM, "num_heads": 2}
     made = SequenceExecutor(build_model(TextEncoderConfig.model_validate(values)).eval(), 0, name="small")
     ops = [PrefillOp(number, 0, [5], TOKENS[number : number + 5].tobytes()) for number in range(3)]
     for op in ops:

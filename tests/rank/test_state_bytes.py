@@ -25,7 +25,7 @@ KINDS = {
     "rfa": {},
     "rfa_gate": {},
     "scaleformer": {"mixer": {"kind": "scaleformer", "hidden_size": 16, "num_heads": 2, "reach": 5}},
-    "s4d": {"mixer": {"kind": "s4d", "hidden_size": 16, "state_size": 6}},
+    "mamba": {"mixer": {"kind": "mamba", "hidden_size": 16, "state_size": 6}},
     "softmax": {},
     "hybrid": {},
 }

@@ -29,7 +29,7 @@ TOKENS = np.random.default_rng(5).integers(0, 250, 2600).astype("<i4")
 KINDS = {
     "rfa_gate": {},
     "rfa": {},
-    "s4d": {"mixer": {"kind": "s4d", "hidden_size": 16, "state_size": 6}},
+    "mamba": {"mixer": {"kind": "mamba", "hidden_size": 16, "state_size": 6}},
     "scaleformer": {"mixer": {"kind": "scaleformer", "hidden_size": 16, "num_heads": 2, "reach": 5}},
     "softmax": {},
     "hybrid": {},
@@ -221,7 +221,7 @@ def test_states_that_do_not_fit_are_faults_of_their_session():
     assert isinstance(begin(made, (data[:-1] + b"x", position)), RequestFault)
     assert made.prefill(PrefillOp(1, position, [5], TOKENS[:5].tobytes())) is None
     assert made.save(1, snapshot=True) is None and made.decode(DecodeOp([DecodeEntry(1)])) == []
-    other = executor(kind="s4d")
+    other = executor(kind="mamba")
     fault = begin(other, (data, position))
     assert isinstance(fault, RequestFault) and fault.code == "invalid_state"
     assert begin(made, (data, position), spec=SPEC) is None

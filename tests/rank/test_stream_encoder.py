@@ -177,7 +177,9 @@ def test_denominators_of_short_texts_are_counted():
 
 def test_blocks_of_a_mixer_that_takes_no_packed_texts_are_read_in_turn():
     """Texts of a step have the rows that each has alone where the sentence encoder refuses to read them together."""
-    values = teacher().config.encoder.model_dump() | {"mixer": {"kind": "lssl", "hidden_size": DIM, "state_size": 4}}
+    values = teacher().config.encoder.model_dump() | {
+        "mixer": {"kind": "scaleformer", "hidden_size": DIM, "num_heads": 2}
+    }
     model = randomised(begin_stream_encoder(teacher(encoder=values), BLOCK, context(GATED_DELTA))).float()
     made = ModelExecutor(model, LocalCommunicator(), name="small")
     ops = [PrefillOp(number, 0, [5], TOKENS[number : number + 5].tobytes()) for number in range(3)]
