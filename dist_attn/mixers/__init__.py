@@ -16,7 +16,7 @@ from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.model_config.figures import ScanMessage, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
 from dist_attn.model_config.mixers.attention import BidirectionalConfig, CrossConfig, ScaleformerConfig, SoftmaxConfig
-from dist_attn.model_config.mixers.convolutions import ConvolutionConfig, FourierConfig, SgConvConfig, TokenMlpConfig
+from dist_attn.model_config.mixers.convolutions import ConvolutionConfig
 from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig, KimiDeltaConfig, Rwkv7Config
 from dist_attn.model_config.mixers.heads import DenominatorConfig, RelativeConfig, RotaryConfig
 from dist_attn.model_config.mixers.kernels import (
@@ -28,7 +28,6 @@ from dist_attn.model_config.mixers.kernels import (
 )
 from dist_attn.model_config.mixers.recurrent import GlaConfig, LightningConfig, Mamba2Config
 from dist_attn.model_config.mixers.scans import MambaConfig, MLstmConfig, RgLruConfig
-from dist_attn.model_config.mixers.state_spaces import HippoConfig, LsslConfig, S4Config, S4DConfig
 
 __all__ = [
     "BidirectionalConfig",
@@ -38,14 +37,11 @@ __all__ = [
     "DenominatorConfig",
     "EfficientConfig",
     "EluConfig",
-    "FourierConfig",
     "GatedDeltaConfig",
     "GlaConfig",
     "GrowingState",
-    "HippoConfig",
     "KimiDeltaConfig",
     "LightningConfig",
-    "LsslConfig",
     "Mamba2Config",
     "MLstmConfig",
     "MambaConfig",
@@ -60,16 +56,12 @@ __all__ = [
     "RgLruConfig",
     "RotaryConfig",
     "Rwkv7Config",
-    "S4Config",
-    "S4DConfig",
     "ScaleformerConfig",
     "ScanMessage",
-    "SgConvConfig",
     "SoftmaxConfig",
     "StaticKernelConfig",
     "TokenFlops",
     "TokenMixer",
-    "TokenMlpConfig",
     "Traffic",
     "Weights",
     "WholeSequenceMixer",

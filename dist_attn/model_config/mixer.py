@@ -51,6 +51,11 @@ class MixerConfig(KindConfig):
         """Return whether there is a state to go on from."""
         return self.causal
 
+    @property
+    def packs(self) -> bool:
+        """Return whether it takes packed documents, each of which it mixes as if alone."""
+        return True
+
     @abstractmethod
     def weights(self) -> Weights:
         """The numbers that the mixer holds."""

@@ -18,9 +18,10 @@ Entry = TypeVar("Entry")
 Build = str | Callable[..., Any]
 """A callable that makes something of a kind, or its place, "package.module:Name", loaded where it is needed."""
 
-PAPERS_KINDS = frozenset(
-    {"encoder_decoder", "images", "masked_autoencoder", "million", "parallel_text", "vision_classifier"}
-)
+PAPERS_KINDS = frozenset({
+    "encoder_decoder", "fnet", "hippo", "images", "lssl", "masked_autoencoder", "million", "mlp_mixer", "parallel_text",
+    "s4", "s4d", "sgconv", "vision_classifier",
+})  # fmt: skip
 """The kinds of dist-attn-papers, for the error where it is not installed."""
 
 

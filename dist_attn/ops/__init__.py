@@ -9,14 +9,9 @@ from dist_attn.ops.affine import (
 )
 from dist_attn.ops.convolution import convolve, convolve_streaming
 from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.dense_space import dense_scan
-from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.fourier import fourier_mix
-from dist_attn.ops.legs import LegsState, legs_memory, legs_step, reconstruct
 from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_read, linear_attention_step
 from dist_attn.ops.local_sequence_ops import LocalSequenceOps
-from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeState,
     relative_attention,
@@ -34,7 +29,6 @@ from dist_attn.ops.softmax_attention import (
     softmax_attention_streaming,
 )
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.token_mixing import mix_tokens
 from dist_attn.ops.watch import FiniteCheck, Watch, current_watch, watching
 
 __all__ = [
@@ -43,7 +37,6 @@ __all__ = [
     "FeatureMap",
     "FiniteCheck",
     "KeyValueCache",
-    "LegsState",
     "LinearState",
     "LocalSequenceOps",
     "RelativePositions",
@@ -58,25 +51,17 @@ __all__ = [
     "convolve",
     "convolve_streaming",
     "current_watch",
-    "dense_scan",
-    "diagonal_scan",
-    "fourier_mix",
     "gated_delta_rule",
     "gated_delta_step",
     "gated_scan",
     "gated_step",
-    "legs_memory",
-    "legs_step",
     "linear_attention",
     "linear_attention_read",
     "linear_attention_step",
     "local_form",
-    "long_convolve",
-    "mix_tokens",
     "relative_attention",
     "relative_attention_step",
     "relative_attention_streaming",
-    "reconstruct",
     "selective_scan",
     "selective_step",
     "softmax_attention",

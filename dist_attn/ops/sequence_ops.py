@@ -11,15 +11,10 @@ import torch
 from dist_attn.ops.affine import AffineCall, AffineState, Read
 from dist_attn.ops.convolution import ConvolutionCall, ConvolutionStreamCall
 from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.dense_space import DenseCall
-from dist_attn.ops.diagonal import DiagonalCall
 from dist_attn.ops.documents import DocumentPlaces, SumCall
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.fourier import FourierCall, FourierNorm
-from dist_attn.ops.legs import LegsCall, LegsState
 from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
-from dist_attn.ops.long_convolution import LongConvolutionCall
 from dist_attn.ops.relative_attention import RelativeCall, RelativeState, RelativeStreamCall
 from dist_attn.ops.running_maximum import Maxima, MaximumCall
 from dist_attn.ops.selective_scan import GatedCall, SelectiveCall
@@ -32,7 +27,6 @@ from dist_attn.ops.softmax_attention import (
     SoftmaxStreamCall,
 )
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.token_mixing import Activation, TokenMixingCall, TokenMlp
 
 
 class SequenceOps(ABC):
@@ -172,24 +166,6 @@ class SequenceOps(ABC):
         """See `dist_attn.ops.convolve_streaming`."""
         return self.run(ConvolutionStreamCall(x_BLD, w_KD, tail_BKD))
 
-    def long_convolve(
-        self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `dist_attn.ops.long_convolve`."""
-        return self.run(LongConvolutionCall(x_BLD, kernel_LD, backward_kernel_LD))
-
-    def diagonal_scan(
-        self,
-        u_BLD: torch.Tensor,
-        a_DN: torch.Tensor,
-        b_DN: torch.Tensor,
-        c_DN: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dist_attn.ops.diagonal_scan`."""
-        return self.run(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state))
-
     def gated_scan(
         self, x_BLD: torch.Tensor, log_decay_BLD: torch.Tensor, *, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,41 +185,6 @@ class SequenceOps(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.selective_scan`."""
         return self.run(SelectiveCall(x_BLD, dt_BLD, a_DN, b_BLN, c_BLN, skip_D, state))
-
-    def dense_scan(
-        self,
-        u_BLD: torch.Tensor,
-        a_DNN: torch.Tensor,
-        b_DN: torch.Tensor,
-        c_DMN: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dist_attn.ops.dense_scan`; one unbroken sequence only."""
-        return self.run(DenseCall(u_BLD, a_DNN, b_DN, c_DMN, state))
-
-    def legs_memory(
-        self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
-    ) -> tuple[torch.Tensor, LegsState]:
-        """See `dist_attn.ops.legs_memory`; one unbroken sequence only."""
-        return self.run(LegsCall(f_BLD, read_DN, state))
-
-    def mix_tokens(
-        self,
-        x_BLD: torch.Tensor,
-        w_in_LS: torch.Tensor,
-        w_out_SL: torch.Tensor,
-        *,
-        bias_in_S: torch.Tensor | None = None,
-        bias_out_L: torch.Tensor | None = None,
-        activation: Activation = "gelu_tanh",
-    ) -> torch.Tensor:
-        """See `dist_attn.ops.mix_tokens`; one unbroken sequence only, weights for all of its tokens."""
-        return self.run(TokenMixingCall(x_BLD, TokenMlp(w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)))
-
-    def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
-        """See `dist_attn.ops.fourier_mix`."""
-        return self.run(FourierCall(x_BLD, norm))
 
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None

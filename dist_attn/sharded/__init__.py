@@ -11,12 +11,11 @@ that begin on an earlier rank, and relative attention, gather it (`document_exch
 # The forms over ranks are registered as these are imported.
 from dist_attn.sharded import (  # noqa: F401
     affine,
-    columns,
     convolution,
+    gated_scans,
     linear,
     relative,
     softmax,
-    state_spaces,
     sums,
 )
 from dist_attn.sharded.carry_scan import sharded_linear_attention

@@ -75,3 +75,9 @@ def hear_from_start(
         return Heard(dict(zip(own, rows.unbind(0), strict=True)), rows)
 
     return finish
+
+
+def starts_inside(layout: SequenceLayout, rank: int) -> tuple[int, ...]:
+    """The starts of documents among the tokens of documents that lie whole on the rank."""
+    first, inside, _ = layout.pieces(rank)
+    return tuple(start - first for start in layout.documents_on(rank) if 0 <= start - first < inside)

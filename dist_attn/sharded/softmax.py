@@ -37,7 +37,7 @@ from dist_attn.ops.softmax_attention import (
 from dist_attn.ops.softmax_attention.cache import streaming_placement
 from dist_attn.ops.softmax_attention.tiled import with_sinks
 from dist_attn.sharded.block_table import BlockTable, TableBlock
-from dist_attn.sharded.columns import starts_inside
+from dist_attn.sharded.document_exchange import starts_inside
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.redistribution import redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution

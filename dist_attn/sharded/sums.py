@@ -1,8 +1,6 @@
-"""Operations of which ranks exchange one small message: token mixing adds sums, maxima join in order.
+"""Operations of which ranks exchange one small message: sums are added, maxima join in order.
 
-In token mixing each rank weighs its own tokens, the sums are added, and each makes its own tokens.
-
-Shape letters: B batch, H heads, L tokens here, S keys here or sums of token mixing, D channels, P ranks.
+Shape letters: B batch, H heads, L tokens here, S keys here, D channels, P ranks.
 """
 
 import torch
@@ -10,7 +8,6 @@ import torch
 from dist_attn.comm import differentiable as collectives
 from dist_attn.ops.documents import SumCall, sums_of_documents
 from dist_attn.ops.running_maximum import Element, Maxima, MaximumCall, join, maxima, scan_elements
-from dist_attn.ops.token_mixing import TokenMixingCall
 from dist_attn.sharded.sharding import Sharding, over_ranks
 
 
@@ -24,23 +21,6 @@ def sum_over_ranks(sharding: Sharding, call: SumCall) -> torch.Tensor:
         return collectives.all_reduce_sum(sharding.comm, call.x_BLD.sum(dim=1), label="sum over sequence")
     sums_BND = sums_of_documents(call.x_BLD, sharding.document_places())
     return collectives.all_reduce_sum(sharding.comm, sums_BND, label="sum over documents")
-
-
-@over_ranks(TokenMixingCall)
-def sharded_mix_tokens(sharding: Sharding, call: TokenMixingCall) -> torch.Tensor:
-    """`ops.mix_tokens` on this rank's slice; weights and biases are those of all tokens, equal on all ranks.
-
-    Of the weights only those of this rank's places are used, so their gradients are zero elsewhere; that of the inner
-    bias is this rank's share.
-
-    Shapes: x [B, L local, D], weights and biases as `ops.mix_tokens` with L global -> [B, L local, D].
-    Cost: one all-reduce of B S D elements, whatever the length.
-    """
-    comm, layout, x_BLD, mlp = sharding.comm, sharding.layout, call.x_BLD, call.mlp
-    mlp.check(layout.total)
-    here = mlp.of_tokens(slice(*layout.range(comm.rank)))
-    sums_BSD = collectives.all_reduce_sum(comm, here.sums(x_BLD), label="token mixing")
-    return here.outputs(sums_BSD).to(x_BLD.dtype)
 
 
 @over_ranks(MaximumCall)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
-from dist_attn.mixers import HippoConfig, LsslConfig, S4Config, ScaleformerConfig, TokenMlpConfig
+from dist_attn.mixers import ScaleformerConfig
 from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models import Model, TextClassifier, TextClassifierConfig
 from dist_attn.ops.device import send
@@ -80,10 +80,5 @@ def _check_packs(model: TextClassifierConfig) -> None:
                 "model.encoder.mixer scaleformer is causal and takes no packed texts; take kind bidirectional with "
                 'attention = "scaleformer", or another mixer'
             )
-        if isinstance(mixer, HippoConfig | LsslConfig | TokenMlpConfig) or (
-            isinstance(mixer, S4Config) and mixer.form == "scan"
-        ):
-            raise ConfigError(
-                f"model.encoder.mixer {mixer.kind} takes no packed texts; take s4d, s4 as a convolution, or another "
-                "mixer"
-            )
+        if not mixer.packs:
+            raise ConfigError(f"model.encoder.mixer {mixer.kind} takes no packed texts; take another mixer")

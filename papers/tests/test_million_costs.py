@@ -13,13 +13,13 @@ from dist_attn.commands.options import PlanOptions
 from dist_attn.commands.plan import plan
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import FourierConfig
 from dist_attn.models import build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn_papers.million.config import MillionConfig
 from dist_attn_papers.million.costs import MillionCosts, read_million_costs
 from dist_attn_papers.million.model import MillionModel
+from dist_attn_papers.mixers.convolution_configs import FourierConfig
 
 SIZES: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 16, "num_heads": 2, "mlp_size": 24}
 TOP: dict[str, Any] = {"gate": "top_k", "rate": 0.25}

@@ -11,7 +11,7 @@ from tests.sharded.test_gradients import CUTS, _global
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
 
-RUNS = [processes._Run(name) for name in CASES]
+RUNS = [*(processes._Run(name) for name in CASES), processes._Run("fourier", documents=(2, 4))]
 processes.CASES.update(CASES)
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.models import LanguageModel, LanguageModelConfig
-from dist_attn.ops import LegsState
-from dist_attn.ops.legs import absorb_signal
+from dist_attn_papers.ops.legs import LegsState, absorb_signal
 from dist_attn_papers.tables.experiment import Budget, Done
 from dist_attn_papers.tables.finding import Report
 from dist_attn_papers.tables.product_quantisation import (

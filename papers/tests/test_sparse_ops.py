@@ -8,7 +8,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.softmax_attention import KeyValueCache
 from dist_attn.sharded import ShardedSequenceOps
-from dist_attn_papers.ops import Interpolation, route_tokens, select_tokens
+from dist_attn_papers.ops import Interpolation, fourier_mix, route_tokens, select_tokens
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
 from tests.support.sharded_call import random_tensor
@@ -41,7 +41,7 @@ def _call(ops: SequenceOps, x_LC: torch.Tensor, score_L: torch.Tensor, at_most: 
     matrices = random_tensor(EXPERTS, SIZE, SIZE, seed=5)
     made = [rows.cumsum(0) @ matrix for rows, matrix in zip(routed.by_expert(), matrices, strict=True)]
     z_ND = kept.x_NC + routed.restore_order(torch.cat(made)).sum(0)
-    z_ND = z_ND + kept.ops.fourier_mix(z_ND[None], norm="ortho")[0]
+    z_ND = z_ND + fourier_mix(z_ND[None], norm="ortho", ops=kept.ops)[0]
     outs = [kept.upsample(z_ND, how) for how in HOW]
     return {
         "positions": kept.position_N,

@@ -16,10 +16,8 @@ from dist_attn.mixers import (
     EluConfig,
     GatedDeltaConfig,
     GlaConfig,
-    HippoConfig,
     KimiDeltaConfig,
     LightningConfig,
-    LsslConfig,
     Mamba2Config,
     MambaConfig,
     MLstmConfig,
@@ -29,8 +27,6 @@ from dist_attn.mixers import (
     RgLruConfig,
     RotaryConfig,
     Rwkv7Config,
-    S4Config,
-    S4DConfig,
     ScaleformerConfig,
     SoftmaxConfig,
     StaticKernelConfig,
@@ -105,12 +101,6 @@ CONFIGS = {
     "convolution": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=7),
     "convolution-wider-than-a-slice": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=50),
     "convolution-pointwise": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=1),
-    "s4d": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=8),
-    "s4": S4Config(kind="s4", hidden_size=SIZE, state_size=6),
-    "lssl": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=6, outputs=2),
-    "hippo": HippoConfig(kind="hippo", hidden_size=SIZE, state_size=7),
-    "hippo-one-coefficient": HippoConfig(kind="hippo", hidden_size=SIZE, state_size=1),
-    "lssl-backward": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=4, alpha=1.0),
     "gla": GlaConfig(kind="gla", hidden_size=SIZE, num_heads=HEADS, key_size=5),
     "lightning": LightningConfig(kind="lightning", hidden_size=SIZE, num_heads=HEADS),
     "lightning-retention": LightningConfig(
@@ -164,7 +154,6 @@ CONFIGS = {
     "mlstm-biases": MLstmConfig(
         kind="mlstm", hidden_size=SIZE, num_heads=2, key_size=4, value_rank=5, projection_bias=True, gate_soft_cap=None
     ),
-    "s4d-bilinear": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=6, spectrum="legs", rule="bilinear"),
 }
 
 

@@ -32,15 +32,13 @@ MIXERS: dict[str, dict[str, Any]] = {
     "scaleformer, rank 3": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3, "value_rank": 3},
     "causal": {"kind": "rfa_gate", "num_random": 6},
     "causal scaleformer": {"kind": "scaleformer", "reach": 3},
-    "fnet": {"kind": "fnet"},
     "hybrid": {
         "kind": "hybrid",
         "pattern": [
             {"kind": "bidirectional", "attention": "softmax", "num_heads": 2, "hidden_size": SIZE},
-            {"kind": "fnet", "hidden_size": SIZE},
+            {"kind": "convolution", "hidden_size": SIZE, "taps": 3, "centred": True},
         ],
     },
-    "s4d both ways": {"kind": "s4d", "state_size": 4, "form": "convolution", "bidirectional": True},
 }
 CUTS = [(7, 6), (0, 5, 1, 7), (13, 0)]
 

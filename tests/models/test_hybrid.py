@@ -27,10 +27,10 @@ from tests.support.over_ranks import assert_ranks_change_nothing
 KINDS: list[dict[str, Any]] = [
     {"kind": "rfa_gate", "num_heads": 2, "num_random": 8},
     {"kind": "softmax", "num_heads": 4},
-    {"kind": "s4d", "state_size": 4},
+    {"kind": "mamba", "state_size": 4},
     {"kind": "scaleformer", "num_heads": 2, "reach": 3},
     {"kind": "convolution", "taps": 5},
-    {"kind": "lssl", "state_size": 4},
+    {"kind": "rg_lru", "num_heads": 2},
 ]
 
 
@@ -122,8 +122,8 @@ def test_a_folder_keeps_the_stack(tmp_path: Path) -> None:
     ("mixer", "words"),
     [
         (
-            _hybrid(KINDS[0], {"kind": "fnet"}),
-            "kind fnet as configured in entry 1 of the pattern takes a sequence whole",
+            _hybrid(KINDS[0], {"kind": "convolution", "centred": True}),
+            "kind convolution as configured in entry 1 of the pattern takes a sequence whole",
         ),
         (
             _hybrid(KINDS[0], {"kind": "bidirectional", "num_heads": 2, "attention": "elu"}),
@@ -145,30 +145,15 @@ def test_stacks_that_cannot_be_are_refused(mixer: dict[str, Any], words: str) ->
         small_config(mixer=mixer)
 
 
-def test_a_mixer_of_one_length_refuses_another_length_in_a_stack() -> None:
-    """An encoder with a token MLP in one layer names both lengths when it gets another one, on every rank."""
-    mixer = _hybrid(
-        {"kind": "bidirectional", "num_heads": 2, "attention": "elu"},
-        {"kind": "mlp_mixer", "length": 6, "token_mlp_size": 4},
-    )
-    encoder = EncoderConfig.model_validate({"hidden_size": SIZE, "num_layers": 2, "mlp_size": 8, "mixer": mixer})
-    model = build_model(TextClassifierConfig(vocab_size=9, num_classes=2, encoder=encoder))
-    assert not encoder.causal
-    assert model(torch.zeros(1, 6, dtype=torch.int64), LocalSequenceOps()).shape == (1, 2)
-    layout = SequenceLayout.from_lengths((4, 3))
-
-    def body(comm: Communicator) -> str:
-        with pytest.raises(InputError) as caught:
-            model(torch.zeros(1, layout.lengths[comm.rank], dtype=torch.int64), ShardedSequenceOps(comm, layout))
-        return str(caught.value)
-
-    assert all("7 tokens; token mixing has weights for exactly 6" in said for said in run_simulated(body, 2))
-
-
 def test_a_stack_without_steps_says_so() -> None:
     """A mixer that takes a sequence whole has no step: who asks for one is told to take a causal mixer."""
     encoder = EncoderConfig.model_validate(
-        {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 8, "mixer": _hybrid(KINDS[0], {"kind": "fnet"})}
+        {
+            "hidden_size": SIZE,
+            "num_layers": 2,
+            "mlp_size": 8,
+            "mixer": _hybrid(KINDS[0], {"kind": "convolution", "centred": True}),
+        }
     )
     blocks = build_model(TextClassifierConfig(vocab_size=9, num_classes=2, encoder=encoder)).encoder.blocks
     with pytest.raises(InputError, match="has no step; take a causal mixer to decode"):

@@ -29,7 +29,7 @@ def test_presets_have_the_promised_size(name: str, millions: float, kind: str, t
 @pytest.mark.parametrize(
     "kind",
     [
-        *("rfa", "softmax", "scaleformer", "elu", "performer", "efficient", "convolution", "lssl", "s4", "s4d"),
+        *("rfa", "softmax", "scaleformer", "elu", "performer", "efficient", "convolution"),
         *("gla", "lightning", "mamba2", "gated_delta", "kda", "rwkv7"),
     ],
 )
@@ -39,7 +39,7 @@ def test_a_preset_takes_any_causal_mixer(kind: str) -> None:
         expand_preset({"preset": "tiny", "vocab_size": 300, "mixer": {"kind": kind}})
     )
     assert (config.mixer.kind, config.mixer.hidden_size) == (kind, 128)
-    without_heads = ("convolution", "lssl", "s4", "s4d")
+    without_heads = ("convolution",)
     assert getattr(config.mixer, "num_heads", None) == (None if kind in without_heads else 4)
 
 

@@ -123,33 +123,11 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "convolve": lambda ops, x, rp: ops.convolve(x[0], rp[0]),
     "convolve centred": lambda ops, x, rp: ops.convolve(x[0], rp[0], centred=True),
     "convolve streaming": lambda ops, x, rp: ops.convolve_streaming(x[0], rp[0])[0],
-    "fourier": lambda ops, x, rp: ops.fourier_mix(x[0]),
-    "fourier ortho": lambda ops, x, rp: ops.fourier_mix(x[0], norm="ortho"),
-    "long convolution": lambda ops, x, rp: ops.long_convolve(x[0], rp[0]),
-    "long convolution both ways": lambda ops, x, rp: ops.long_convolve(x[0], rp[0], backward_kernel_LD=rp[1]),
-    "diagonal": lambda ops, x, rp: ops.diagonal_scan(x[0], *_diagonal(rp))[0],
     "gated": lambda ops, x, rp: ops.gated_scan(x[0], -x[1].square())[0],
     "selective": lambda ops, x, rp: ops.selective_scan(
         x[0], x[1].square(), -rp[0, :3].T, x[1, ..., :3], x[0, ..., :3], skip_D=rp[0, 3]
     )[0],
 }
-
-
-def _diagonal(rp: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Parameters a, b, c [6, 3] of a diagonal recurrence that forgets."""
-    return tuple(torch.complex(rp[i, :3].T, 0.3 - rp[i, 3:6].T) * (0.6 if i == 0 else 1.0) for i in range(3))
-
-
-@pytest.mark.parametrize("documents", TABLES)
-def test_the_state_of_a_diagonal_scan_is_the_last_documents(documents):
-    """A state given reaches the tokens before the first start alone; the one that comes out is the last document's."""
-    x, rp = _random(2, LENGTH, 6, seed=0), _random(4, 9, 6, seed=1, positive=True)
-    before = torch.complex(_random(2, 6, 3, seed=2), _random(2, 6, 3, seed=3)).requires_grad_()
-    _, after = LocalSequenceOps(documents).diagonal_scan(x, *_diagonal(rp), state=before)
-    (start, stop) = document_ranges(documents, LENGTH)[-1]
-    _, want = LocalSequenceOps().diagonal_scan(x[:, start:stop], *_diagonal(rp))
-    assert_close(after, want, kind="state")
-    assert not after.requires_grad
 
 
 @pytest.mark.parametrize("documents", TABLES[1:6])
@@ -263,15 +241,12 @@ def test_documents_that_do_not_fit_are_named():
         lambda: ops.linear_attention(x, x, x),
         lambda: ops.softmax_attention(x, x, x, causal=True),
         lambda: ops.relative_attention(x, x, x, rp, causal=True),
-        lambda: ops.fourier_mix(x[0]),
         lambda: ops.convolve(x[0], torch.ones(3, 4)),
         lambda: ops.convolve_streaming(x[0], torch.ones(3, 4)),
-        lambda: ops.long_convolve(x[0], x[0, 0]),
-        lambda: ops.diagonal_scan(x[0], *(torch.zeros(4, 2, dtype=torch.complex64) for _ in range(3))),
     ):
         with pytest.raises(ShapeError, match="starts at 5, but the sequence has 5"):
             call()
     with pytest.raises(ShapeError, match="5 queries and 4 keys"):
         LocalSequenceOps((0,)).linear_attention(x, x[:, :, :4], x[:, :, :4])
     with pytest.raises(InputError, match="one unbroken sequence"):
-        ops.mix_tokens(x[0], torch.zeros(5, 3), torch.zeros(3, 5))
+        ops.relative_attention_streaming(x, x, x, rp)

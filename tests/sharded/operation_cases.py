@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dist_attn import feature_maps
-from dist_attn.ops import AffineState, Denominator, LegsState, LinearState, RelativeState, SequenceOps
+from dist_attn.ops import AffineState, Denominator, LinearState, RelativeState, SequenceOps
 from dist_attn.ops.relative_attention import WindowState
 
-__all__ = ["AFFINE_CASES", "CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax"]
+__all__ = ["AFFINE_CASES", "CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax", "tokens"]
 
 BATCH, HEADS, SIZE, VALUES = 1, 2, 2, 2
 
@@ -132,7 +132,7 @@ def delta(*, channels: bool) -> Case:
     return Case(sliced, {}, run)
 
 
-def _tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicated: tuple[int, ...]) -> Case:
+def tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicated: tuple[int, ...]) -> Case:
     return Case({"x": ((BATCH,), 3)}, replicated, run)
 
 
@@ -151,21 +151,6 @@ def _selective_scan() -> Case:
         return ops.selective_scan(x["x"], dt_BLD, a_DN, x["b"], x["c"], skip_D=x["skip"], state=x["state"])
 
     return Case(sliced, {"a": (3, 2), "skip": (3,), "state": (BATCH, 3, 2)}, run)
-
-
-def _diagonal() -> Case:
-    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
-        a, b, c, state = (torch.view_as_complex(x[name]) for name in ("a", "b", "c", "state"))
-        out, after = ops.diagonal_scan(x["x"], a, b, c, state=state)
-        return out, torch.view_as_real(after)
-
-    return _tokens(run, a=(3, 2, 2), b=(3, 2, 2), c=(3, 2, 2), state=(BATCH, 3, 2, 2))
-
-
-def _legs(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
-    seen_B = torch.full((BATCH,), 5, device=x["x"].device)
-    y, after = ops.legs_memory(x["x"], x["read"], state=LegsState(x["state"], seen_B))
-    return y, after.c_BDN
 
 
 KERNEL_CASES = {
@@ -192,32 +177,15 @@ CASES = (
         "softmax": softmax(causal=True, groups=1),
         "softmax, full": softmax(causal=False, groups=2),
         "softmax, with a prefix": softmax(causal=True, groups=1, prefix=3),
-        "convolve": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"]),), w=(4, 3)),
-        "convolve, centred": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"], centred=True),), w=(3, 3)),
-        "convolve, streaming": _tokens(
+        "convolve": tokens(lambda ops, x: (ops.convolve(x["x"], x["w"]),), w=(4, 3)),
+        "convolve, centred": tokens(lambda ops, x: (ops.convolve(x["x"], x["w"], centred=True),), w=(3, 3)),
+        "convolve, streaming": tokens(
             lambda ops, x: ops.convolve_streaming(x["x"], x["w"], x["tail"]), w=(4, 3), tail=(BATCH, 3, 3)
         ),
-        "fourier": _tokens(lambda ops, x: (ops.fourier_mix(x["x"], norm="ortho"),)),
-        "long convolution": _tokens(lambda ops, x: (ops.long_convolve(x["x"], x["k"]),), k=(7, 3)),
-        "long convolution, both ways": _tokens(
-            lambda ops, x: (ops.long_convolve(x["x"], x["k"], backward_kernel_LD=x["ahead"]),), k=(7, 3), ahead=(2, 3)
-        ),
-        "token mixing": _tokens(
-            lambda ops, x: (ops.mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"]),), w=(5, 4), b=(4,)
-        ),
-        "diagonal scan": _diagonal(),
         "gated scan": _gated_scan(),
         "selective scan": _selective_scan(),
-        "dense scan": _tokens(
-            lambda ops, x: ops.dense_scan(x["x"], x["a"], x["b"], x["c"], state=x["state"]),
-            a=(3, 2, 2),
-            b=(3, 2),
-            c=(3, 2, 2),
-            state=(BATCH, 3, 2),
-        ),
-        "LegS memory": _tokens(_legs, read=(3, 4), state=(BATCH, 3, 4)),
-        "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
-        "sum over documents": _tokens(lambda ops, x: (x["x"], ops.sum_over_documents(x["x"]))),
+        "sum": tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
+        "sum over documents": tokens(lambda ops, x: (x["x"], ops.sum_over_documents(x["x"]))),
     }
 )
 

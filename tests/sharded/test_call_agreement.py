@@ -63,10 +63,6 @@ CALLS: dict[str, tuple[Call, str]] = {
         lambda ops, odd, n: ops.convolve(torch.ones(1, n, 2), torch.ones(3, 2), centred=odd),
         "centred is false on rank 0 and true on rank 2",
     ),
-    "norm": (
-        lambda ops, odd, n: ops.fourier_mix(torch.ones(1, n, 2), norm="ortho" if odd else None),
-        "norm is none on rank 0 and ortho on rank 2",
-    ),
 }
 
 

@@ -117,21 +117,11 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "convolve centred": lambda ops, x, rp: ops.convolve(x[0], rp[0], centred=True),
     "convolve pointwise": lambda ops, x, rp: ops.convolve(x[0], rp[0, :1], centred=True),
     "convolve streaming": lambda ops, x, rp: ops.convolve_streaming(x[0], rp[0])[0],
-    "fourier": lambda ops, x, rp: ops.fourier_mix(x[0]),
-    "fourier ortho": lambda ops, x, rp: ops.fourier_mix(x[0], norm="ortho"),
-    "long convolution": lambda ops, x, rp: ops.long_convolve(x[0], rp[0]),
-    "long convolution both ways": lambda ops, x, rp: ops.long_convolve(x[0], rp[0], backward_kernel_LD=rp[1]),
-    "diagonal": lambda ops, x, rp: ops.diagonal_scan(x[0], *_diagonal(rp))[0],
     "gated": lambda ops, x, rp: ops.gated_scan(x[0], -x[1].square())[0],
     "selective": lambda ops, x, rp: ops.selective_scan(
         x[0], x[1].square(), -rp[0, :3].T, x[1, ..., :3], x[0, ..., :3], skip_D=rp[0, 3]
     )[0],
 }
-
-
-def _diagonal(rp: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Parameters a, b, c [5, 3] of a diagonal recurrence that forgets."""
-    return tuple(torch.complex(rp[i, :3].T, 0.3 - rp[i, 3:6].T) * (0.6 if i == 0 else 1.0) for i in range(3))
 
 
 def _check_call(call: Callable[..., torch.Tensor], layout: SequenceLayout) -> None:
@@ -203,33 +193,6 @@ def test_the_tail_of_a_convolution(layout, taps, given_tail):
     tails = run_simulated(body, layout.size)
     holders = range(layout.size) if given_tail else [layout.ranks_of_last_document()[-1]]
     assert all(torch.equal(tails[rank], want) for rank in holders)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_the_state_of_a_diagonal_scan(layout):
-    """From a given state every rank gets that after the last token, and the gradient of the given one adds up."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(2, layout.total, 5, generator=g, dtype=torch.float64)
-    given = torch.randn(2, 5, 3, generator=g, dtype=torch.complex128)
-    rp = torch.rand(4, 7, 5, generator=g, dtype=torch.float64)
-
-    def run(ops, start: int, stop: int, share: float) -> list[torch.Tensor]:
-        leaf = given.clone().requires_grad_()
-        part = x[:, start:stop].clone().requires_grad_()
-        y, after = ops.diagonal_scan(part, *_diagonal(rp), state=leaf)
-        (y.sum() + share * (after * given.conj()).sum().real).backward()
-        return [after.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, part.grad]
-
-    def body(comm: Communicator) -> list[torch.Tensor]:
-        # The final state is replicated: exactly one rank counts it in the loss.
-        return run(ShardedSequenceOps(comm, layout), *layout.range(comm.rank), share=float(comm.rank == 0))
-
-    want, want_grad, want_part = run(LocalSequenceOps(layout.documents), 0, layout.total, 1.0)
-    ranks = run_simulated(body, layout.size)
-    assert_close(torch.cat([r[2] for r in ranks], 1), want_part, kind="gradient")
-    assert_close(torch.stack([r[1] for r in ranks]).sum(0), want_grad, kind="gradient")
-    for after, _, _ in ranks:
-        assert_close(after, want, kind="state")
 
 
 def _traffic(layout: SequenceLayout, name: str) -> list[list[str]]:
@@ -331,10 +294,7 @@ def test_what_takes_no_documents_says_so():
 
     def body(comm: Communicator) -> None:
         ops, x = ShardedSequenceOps(comm, layout), torch.zeros(1, 1, layout.lengths[comm.rank], 2)
-        for call in (
-            lambda: ops.mix_tokens(x[0], torch.zeros(7, 3), torch.zeros(3, 7)),
-            lambda: ops.relative_attention_streaming(x, x, x, torch.zeros(1, 3, 2)),
-        ):
+        for call in (lambda: ops.relative_attention_streaming(x, x, x, torch.zeros(1, 3, 2)),):
             with pytest.raises(InputError, match="one unbroken sequence"):
                 call()
         y = torch.zeros(1, 1, memory.lengths[comm.rank], 2)

@@ -185,10 +185,9 @@ def test_operations_without_the_promise_are_refused():
     def body(comm: Communicator) -> None:
         ops = ShardedSequenceOps(comm, SequenceLayout((0, 64, 128)), deterministic=True)
         x, modes = torch.zeros(1, 64, 2), torch.zeros(2, 2, dtype=torch.complex64)
-        heads, rp, w = x[:, None], torch.ones(1, 3, 2), torch.zeros(128, 3)
+        heads, rp = x[:, None], torch.ones(1, 3, 2)
         calls = (
             lambda: ops.linear_attention(heads, heads, heads, causal=True, prefix=5),
-            lambda: ops.fourier_mix(x),
             lambda: ops.sum_over_sequence(x),
             lambda: ops.relative_attention(heads, heads, heads, rp, causal=True),
             lambda: ops.relative_attention_streaming(heads, heads, heads, rp),
@@ -196,11 +195,8 @@ def test_operations_without_the_promise_are_refused():
             lambda: ops.softmax_attention_streaming(
                 heads, heads, heads, KeyValueCache(heads[:, :, :0], heads[:, :, :0])
             ),
-            lambda: ops.long_convolve(x, w[:, :2]),
-            lambda: ops.diagonal_scan(x, modes, modes, modes),
             lambda: ops.gated_scan(x, x),
             lambda: ops.selective_scan(x, x, modes.real, x, x),
-            lambda: ops.mix_tokens(x, w, w.T),
         )
         for call in calls:
             with pytest.raises(InputError, match="cannot promise the same bits"):

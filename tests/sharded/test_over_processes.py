@@ -24,7 +24,6 @@ WITH_DOCUMENTS = [
     "softmax, full",
     "convolve",
     "convolve, streaming",
-    "fourier",
     "gated scan",
     "selective scan",
 ]

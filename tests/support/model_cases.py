@@ -12,6 +12,7 @@ from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 
 __all__ = [
     "MODEL_CASES",
+    "built_in_mixers",
     "kinds_of",
     "model_config",
     "needed_options",
@@ -70,11 +71,6 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},
-    "state space": {"mixer": {"kind": "s4d", "state_size": 12}},
-    "low-rank state space": {"mixer": {"kind": "s4", "state_size": 8}},
-    "full state space": {"mixer": {"kind": "lssl", "state_size": 6, "outputs": 2}},
-    "full state space, learned": {"mixer": {"kind": "lssl", "state_size": 8, "transition": "learned", "alpha": 1.0}},
-    "memory of the whole past": {"mixer": {"kind": "hippo", "state_size": 12}},
     "gated delta rule": {"mixer": {"kind": "gated_delta", "num_heads": 4}},
     "gated delta rule, shared keys": {
         "mixer": {"kind": "gated_delta", "num_heads": 4, "key_heads": 2, "key_size": 24, "short_convolution": 1}
@@ -108,7 +104,7 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
         "num_layers": 3,
         "mixer": {
             "kind": "hybrid",
-            "pattern": [{"kind": "rfa_gate", "num_heads": 4, "num_random": 16}, {"kind": "s4d", "state_size": 12}],
+            "pattern": [{"kind": "rfa_gate", "num_heads": 4, "num_random": 16}, {"kind": "mamba", "state_size": 12}],
         },
     },
     "hybrid, with exact attention": {
@@ -140,10 +136,15 @@ def needed_options(kind: str, heads: int) -> dict[str, int]:
     return {} if field is None or not field.is_required() else {"num_heads": heads}
 
 
+def built_in_mixers() -> dict[str, type[MixerConfig]]:
+    """The kinds of this project itself, whatever else is installed and was loaded."""
+    return {kind: one for kind, one in registered_mixers().items() if one.__module__.startswith("dist_attn.")}
+
+
 def streaming_kinds() -> list[str]:
-    """Every kind that a language model can go on from as it is by default."""
+    """Every built-in kind that a language model can go on from as it is by default."""
     streams = []
-    for kind in registered_mixers():
+    for kind in built_in_mixers():
         values = {"kind": kind, "hidden_size": 4, **needed_options(kind, 1)}
         with contextlib.suppress(ValidationError):  # of kinds that need more, which take a sequence whole
             streams += [kind] if MixerConfig.model_validate(values).streams else []

@@ -36,25 +36,17 @@ SMALL: Mapping[str, dict[str, Any]] = {
     "performer": {"num_random": 8},
     "static_kernel": HEADS,
     "convolution": {"taps": 5},
-    "s4d": {"state_size": 4},
-    "s4": {"state_size": 4},
-    "lssl": {"state_size": 4},
-    "hippo": {"state_size": 5},
     "mamba2": {"key_size": 8},
 }
 CAUSAL: Mapping[str, dict[str, Any]] = {
     kind: {**needed_options(kind, 2), **SMALL.get(kind, {})} for kind in streaming_kinds()
 }
 WHOLE: Mapping[str, dict[str, Any]] = {
-    "fnet": {},
-    "mlp_mixer": {"length": WINDOW, "token_mlp_size": 8},
-    "sgconv": {"length": WINDOW, "piece": 4},
     **{
         f"bidirectional-{attention}": {"kind": "bidirectional", "attention": attention, **HEADS}
         for attention in ("rfa", "elu", "performer", "efficient", "scaleformer", "softmax")
     },
     "convolution-centred": {"kind": "convolution", "taps": 5, "centred": True},
-    "s4d-both-sides": {"kind": "s4d", "state_size": 4, "form": "convolution", "bidirectional": True},
 }
 TEXT = (3 * PROSE.encode())[:1003]
 
@@ -91,8 +83,6 @@ def _text_encoder(name: str) -> TextEncoder:
 
 
 RUN = {"steps": 30, "log_every": 1, "evaluate_every": 30, "checkpoint_every": 30}
-# Token mixing has weights for one length alone; classifiers of texts pack several.
-PACKED = sorted(WHOLE.keys() - {"mlp_mixer", "sgconv"})
 
 
 def _assert_learns(config: TrainingConfig) -> None:
@@ -123,7 +113,7 @@ def test_a_causal_kind_trains_encodes_and_generates(tmp_path: Path, name: str) -
     assert drawn == logits[0, 59:65].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_kind_that_sees_both_sides_trains_and_encodes(tmp_path: Path, name: str) -> None:
     """A classifier of texts learns with it, and a text encoder gives the same rows on one and on three ranks."""
     sections = {"model": {"encoder": {**_encoder(name), "positions": "none", "max_length": None}}, "run": RUN}
@@ -158,13 +148,7 @@ def test_a_kind_that_sees_both_sides_does_not_generate(name: str) -> None:
         build_model(small_config(mixer=_mixer(name, WHOLE[name])))
 
 
-def test_a_length_that_token_mixing_has_no_weights_for_is_refused(tmp_path: Path) -> None:
-    """A text that does not end with a whole window says how many tokens there are and how many it takes."""
-    with pytest.raises(InputError, match=f"has 5 tokens; token mixing has weights for exactly {WINDOW}: cut or pad"):
-        _encode(_text_encoder("mlp_mixer"), tmp_path, RowSpec("window", WINDOW, "model"), 1, TEXT[: 2 * WINDOW + 5])
-
-
 def test_rows_that_a_text_encoder_would_pool_otherwise_are_refused(tmp_path: Path) -> None:
     """A mean over a window is not what this model gives, and the words say what it takes."""
     with pytest.raises(InputError, match="pooling 'mean' must be 'model'"):
-        _encode(_text_encoder("fnet"), tmp_path, RowSpec("window", WINDOW), 1, TEXT)
+        _encode(_text_encoder("convolution-centred"), tmp_path, RowSpec("window", WINDOW), 1, TEXT)

@@ -13,7 +13,7 @@ from tests.support.training import small_run
 
 PATTERN = [
     {"kind": "rfa_gate", "hidden_size": SIZE, "num_heads": 2, "num_random": 8},
-    {"kind": "hippo", "hidden_size": SIZE, "state_size": 6},
+    {"kind": "mamba", "hidden_size": SIZE, "state_size": 6},
     {"kind": "softmax", "hidden_size": SIZE, "num_heads": 2},
 ]
 

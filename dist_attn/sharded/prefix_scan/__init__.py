@@ -1,6 +1,6 @@
 """The exclusive scan of states over ranks, by several exchanges that give the same result to rounding."""
 
-from dist_attn.ops.monoid import LegsForgets, LogDecay, Matrix, Monoid, Powers
+from dist_attn.ops.monoid import LogDecay, Matrix, Monoid
 from dist_attn.sharded.prefix_scan.scan import (
     Algorithm,
     ScanExchange,
@@ -14,11 +14,9 @@ from dist_attn.sharded.prefix_scan.scan import (
 __all__ = [
     "Algorithm",
     "ScanExchange",
-    "LegsForgets",
     "LogDecay",
     "Matrix",
     "Monoid",
-    "Powers",
     "exclusive_scan",
     "exclusive_scan_start",
     "scan_over_ranks",

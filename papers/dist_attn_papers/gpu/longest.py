@@ -27,7 +27,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import linear_attention, softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
-from dist_attn.sharded.columns import columns_to_tokens, tokens_to_columns
+from dist_attn_papers.ops.columns import columns_to_tokens, tokens_to_columns
 from dist_attn_papers.studies.longest_softmax import head_by_head, longest_within
 
 __all__ = ["FULL", "Full", "longest_rows", "main"]

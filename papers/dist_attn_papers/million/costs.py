@@ -15,8 +15,8 @@ from dist_attn.costs.models import LayerCosts
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.figures import FLOAT_BYTES
 from dist_attn.model_config.folder import read_any_config
-from dist_attn.model_config.mixers.convolutions import FourierConfig
 from dist_attn_papers.million.config import MillionConfig
+from dist_attn_papers.mixers.convolution_configs import FourierConfig
 
 COUNT_BYTES = 8
 

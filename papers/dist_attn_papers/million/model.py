@@ -17,7 +17,7 @@ from dist_attn.models.model import Model, SequenceModel
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn_papers.million.config import MillionConfig
 from dist_attn_papers.million.experts import ExpertLayer, Selector
-from dist_attn_papers.ops import Interpolation, SelectedTokens, select_tokens
+from dist_attn_papers.ops import Interpolation, SelectedTokens, fourier_mix, select_tokens
 
 POSITION_SCALE = 0.02  # that of embeddings at first
 
@@ -68,7 +68,7 @@ class GlobalMixing(Recomputable):
 
     def _forward(self, x_ND: torch.Tensor, weight_N: torch.Tensor, ops: SequenceOps, draw: int) -> torch.Tensor:
         weighed_ND = weight_N[:, None].to(x_ND.dtype) * self.norm(x_ND)
-        mixed_1ND = ops.fourier_mix(weighed_ND[None], norm="ortho").to(x_ND.dtype)
+        mixed_1ND = fourier_mix(weighed_ND[None], norm="ortho", ops=ops).to(x_ND.dtype)
         x_ND = x_ND + self.dropout(mixed_1ND, ops, draw)[0]
         inner = F.gelu(self.mlp_in(self.mlp_norm(x_ND)), approximate="tanh")
         mixed_ND: torch.Tensor = x_ND + self.mlp_dropout(self.mlp_out(inner)[None], ops, draw)[0]

@@ -17,10 +17,9 @@ from torch import Tensor
 from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.checkpoints import load_model
-from dist_attn.ops import LegsState
-from dist_attn.ops.legs import absorb_signal, reconstruct
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
+from dist_attn_papers.ops.legs import LegsState, absorb_signal, reconstruct
 from dist_attn_papers.tables.books import FOLDER
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_papers.tables.finding import Report
@@ -158,7 +157,7 @@ QUANTISED_MEMORY = Experiment(
         "A Unified View of Long-Sequence Models, Sec. 7.4: what does a polynomial memory of prototypes remember, "
         "beside one of every column, and what does it save?"
     ),
-    tests=("papers/tests/test_quantised_projection.py", "tests/ops/test_legs.py"),
+    tests=("papers/tests/test_quantised_projection.py", "papers/tests/test_legs.py"),
     jobs=_jobs,
     report=_report,
     seeds=(0,),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.checkpoints import load_model_and_tokeniser
-from dist_attn.mixers.state_space import Readout
 from dist_attn.models import CausalModel
 from dist_attn.text import Tokeniser
+from dist_attn_papers.mixers.state_space import Readout
 from dist_attn_papers.studies.perplexity_by_position import token_nats
 from dist_attn_papers.tables.books import BLOCK, DEVELOPMENT, FOLDER, WIDTH, BookModel
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch

@@ -4,8 +4,19 @@ import torch
 from torch import Tensor
 
 from dist_attn.ops import SequenceOps
-from dist_attn_papers.ops import Interpolation, route_tokens, select_tokens
-from tests.sharded.operation_cases import Case, Tensors
+from dist_attn_papers.ops import (
+    Interpolation,
+    LegsState,
+    dense_scan,
+    diagonal_scan,
+    fourier_mix,
+    legs_memory,
+    long_convolve,
+    mix_tokens,
+    route_tokens,
+    select_tokens,
+)
+from tests.sharded.operation_cases import BATCH, Case, Tensors, tokens
 
 __all__ = ["CASES"]
 
@@ -28,7 +39,39 @@ def _routing(choices: int, capacity: int) -> Case:
     return Case({"x": ((), 3), "choice": ((), 0)}, {}, run)
 
 
+def _diagonal() -> Case:
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        a, b, c, state = (torch.view_as_complex(x[name]) for name in ("a", "b", "c", "state"))
+        out, after = diagonal_scan(x["x"], a, b, c, state=state, ops=ops)
+        return out, torch.view_as_real(after)
+
+    return tokens(run, a=(3, 2, 2), b=(3, 2, 2), c=(3, 2, 2), state=(BATCH, 3, 2, 2))
+
+
+def _legs(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+    seen_B = torch.full((BATCH,), 5, device=x["x"].device)
+    y, after = legs_memory(x["x"], x["read"], state=LegsState(x["state"], seen_B), ops=ops)
+    return y, after.c_BDN
+
+
 CASES = {
+    "fourier": tokens(lambda ops, x: (fourier_mix(x["x"], norm="ortho", ops=ops),)),
+    "long convolution": tokens(lambda ops, x: (long_convolve(x["x"], x["k"], ops=ops),), k=(7, 3)),
+    "long convolution, both ways": tokens(
+        lambda ops, x: (long_convolve(x["x"], x["k"], backward_kernel_LD=x["ahead"], ops=ops),), k=(7, 3), ahead=(2, 3)
+    ),
+    "token mixing": tokens(
+        lambda ops, x: (mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"], ops=ops),), w=(5, 4), b=(4,)
+    ),
+    "diagonal scan": _diagonal(),
+    "dense scan": tokens(
+        lambda ops, x: dense_scan(x["x"], x["a"], x["b"], x["c"], state=x["state"], ops=ops),
+        a=(3, 2, 2),
+        b=(3, 2),
+        c=(3, 2, 2),
+        state=(BATCH, 3, 2),
+    ),
+    "LegS memory": tokens(_legs, read=(3, 4), state=(BATCH, 3, 4)),
     "selection": _selection(0.0, None, Interpolation()),
     "selection of the best one": _selection(9.0, None, Interpolation("knn", 2)),
     "selection of at most so many": _selection(-9.0, 2, Interpolation("knn", 2)),

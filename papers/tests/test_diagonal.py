@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dist_attn.errors import ShapeError
-from dist_attn.ops import diagonal_scan, long_convolve
-from dist_attn.ops.diagonal import diagonal_scan_naive, power
+from dist_attn_papers.ops import diagonal_scan, long_convolve
+from dist_attn_papers.ops.diagonal import diagonal_scan_naive, power
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.golden import golden

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dist_attn.errors import ShapeError
-from dist_attn.ops import convolve, long_convolve
-from dist_attn.ops.long_convolution import long_convolve_naive
+from dist_attn.ops import convolve
+from dist_attn_papers.ops import long_convolve
+from dist_attn_papers.ops.long_convolution import long_convolve_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 from tests.support.sharded_call import random_tensor

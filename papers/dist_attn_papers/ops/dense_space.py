@@ -7,7 +7,7 @@ them keep the precision of the matrix under autocast.
 Reference: A Unified View of Long-Sequence Models, Sec. 7 (LSSL, recurrent form).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import ClassVar
 
@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import chunk_blocks
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 from dist_attn.ops.sequence_call import SequenceCall, local_form
+from dist_attn.sharded import Sharding, over_ranks
+from dist_attn_papers.ops.powers import scan_powers
 
 
 def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> torch.Tensor:
@@ -58,6 +61,7 @@ def dense_scan(
     c_DMN: torch.Tensor,
     *,
     state: torch.Tensor | None = None,
+    ops: SequenceOps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A discrete state-space model per channel, M outputs each: x_t = A x_{t-1} + b u_t, y_t = C x_t.
 
@@ -68,7 +72,7 @@ def dense_scan(
     Cost: per token and channel N^2 / 64 + (64 + 2 N) M multiplications and N to absorb it; N^3 log L for the powers.
     Raises: ShapeError when they do not fit together.
     """
-    return scan_dense(DenseCall(u_BLD, a_DNN, b_DN, c_DMN, state))
+    return (LocalSequenceOps() if ops is None else ops).run(DenseCall(u_BLD, a_DNN, b_DN, c_DMN, state))
 
 
 @dataclass(frozen=True)
@@ -199,3 +203,20 @@ def dense_scan_naive(
         outputs.append((c_DMN @ x_BDN[..., None])[..., 0])
     y_BLDM = torch.stack(outputs, dim=1) if outputs else u_BLD.new_zeros((batch, 0, *c_DMN.shape[:2]))
     return y_BLDM.to(u_BLD.dtype), x_BDN
+
+
+@over_ranks(DenseCall)
+def sharded_dense_scan(sharding: Sharding, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dense_scan` on this rank's slice; states and gradients as in `sharded_diagonal_scan`.
+
+    Shapes: as `dense_scan`, L local, which may be 0.
+    Cost: a scan of 4 B D N + 8 bytes (twice for float64); a second pass over the local inputs for the state they
+        leave, and powers of A where two states join. One rank alone: nothing.
+    """
+    if sharding.comm.size == 1:
+        return scan_dense(call)
+    like = call.c_DMN.dtype if call.state is None else torch.promote_types(call.c_DMN.dtype, call.state.dtype)
+    like = torch.promote_types(like, torch.float32)
+    own_BDN = absorb_dense_inputs(call.u_BLD, call.a_DNN, call.b_DN, like=like)
+    before_BDN, after_BDN = scan_powers(sharding, call.a_DNN.to(own_BDN.dtype), own_BDN, call.state)
+    return scan_dense(replace(call, state=before_BDN))[0], after_BDN

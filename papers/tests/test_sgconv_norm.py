@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from dist_attn.checkpoints import load_any_model, save_model
-from dist_attn.mixers.convolution import StructuredConvolution
 from dist_attn.models import TextClassifier, TextClassifierConfig
+from dist_attn_papers.mixers.structured_convolution import StructuredConvolution
 
 SIZE = 6
 MIXER = {"kind": "sgconv", "hidden_size": SIZE, "piece": 4, "length": 30, "bidirectional": True}

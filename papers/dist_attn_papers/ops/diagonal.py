@@ -15,10 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.device import send
 from dist_attn.ops.documents import check_documents, chunk_blocks, documents_by_length
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 from dist_attn.ops.sequence_call import SequenceCall, local_form
+from dist_attn.sharded import Sharding, over_ranks
+from dist_attn.sharded.document_exchange import hear_from, ranks_heard
+from dist_attn_papers.ops.powers import scan_powers
 
 
 def power(a_DN: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -53,13 +57,13 @@ def diagonal_scan(
     c_DN: torch.Tensor,
     *,
     state: torch.Tensor | None = None,
-    documents: tuple[int, ...] | None = None,
+    ops: SequenceOps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A diagonal, discrete state-space model per channel: x_t = a x_{t-1} + b u_t, y_t = 2 Re(sum_n c x_t).
 
     The factor 2 stands for conjugate pairs of which one half is kept. `state` is x before the first token, 0 when
     None. Forward and backward need memory for the inputs and a state every few blocks, not for every token's state.
-    Packed `documents`, given by their starts, each start from 0: `state` is then that of the tokens before the first
+    Packed documents each start from 0: `state` is then that of the tokens before the first
     start, and the state returned is the last document's.
 
     Shapes: u [B, L, D] real, a, b, c [D, N] complex, state [B, D, N] complex -> y [B, L, D] in u's dtype and the state
@@ -67,7 +71,7 @@ def diagonal_scan(
     Cost: one scan per length of document that occurs, at most sqrt(2 L) of them.
     Raises: ShapeError when they do not fit together.
     """
-    return scan_diagonal(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state, documents=documents or ()))
+    return (LocalSequenceOps() if ops is None else ops).run(DiagonalCall(u_BLD, a_DN, b_DN, c_DN, state))
 
 
 @dataclass(frozen=True)
@@ -269,3 +273,58 @@ def diagonal_scan_naive(
         outputs.append(2 * (c_DN * x_BDN).sum(-1).real)
     y_BLD = torch.stack(outputs, dim=1) if outputs else u_BLD.new_zeros(u_BLD.shape)
     return y_BLD.to(u_BLD.dtype), x_BDN
+
+
+@over_ranks(DiagonalCall)
+def sharded_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`diagonal_scan` on this rank's slice, whose documents are the layout's.
+
+    The call's state is the one before the first global token, equal on all ranks; the state returned is the global
+    final one, on every rank. Gradients of a, b, c and of the state are this rank's share.
+
+    Shapes: as `diagonal_scan`, L local, which may be 0.
+    Cost: a scan of 8 B D N + 8 bytes (twice for float64); a second pass over the local inputs for the state they
+        leave. One rank alone: nothing of both.
+    """
+    if sharding.packed:
+        return _packed_diagonal_scan(sharding, call)
+    if sharding.comm.size == 1:
+        return scan_diagonal(call)
+    real, kind = call.types
+    own_BDN = absorb_inputs(call.u_BLD, call.a_DN, call.b_DN, like=real)
+    before_BDN, after_BDN = scan_powers(sharding, call.a_DN.to(kind), own_BDN, call.state)
+    return scan_diagonal(replace(call, state=before_BDN))[0], after_BDN
+
+
+def _packed_diagonal_scan(sharding: Sharding, call: DiagonalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sharded_diagonal_scan` of every document by itself.
+
+    If the state before the first global token is given, the global final state is returned on every rank; otherwise
+    the state after this rank's last token, as in `sharded_packed_linear_attention`.
+
+    Shapes: as `diagonal_scan`, L local, which may be 0.
+    Cost: per rank that hears from this one a message of 8 B D N bytes (16 for float64), backward the same the other
+        way, and a second pass over the inputs of the last document here. No document over a cut and no state: nothing.
+    """
+    comm, layout, state = sharding.comm, sharding.layout, call.state
+    sources = ranks_heard(layout, causal=True, final=state is not None)
+    starts = layout.documents_on(comm.rank)
+    call = replace(call, documents=starts)
+    if not any(sources):
+        return scan_diagonal(call)
+    real, kind = call.types
+    left_BDN = absorb_inputs(call.u_BLD[:, starts[-1] if starts else 0 :], call.a_DN, call.b_DN, like=real)
+    heard = hear_from(comm, sources, torch.view_as_real(left_BDN), label="carry")
+
+    def after(ranks: tuple[int, ...], begun: bool) -> torch.Tensor:
+        """The state of one document after these ranks' tokens; `begun`: it starts in this sequence, so from zeros."""
+        x_BDN = torch.zeros_like(left_BDN) if begun or state is None else state.to(kind)
+        for rank in ranks:
+            own = left_BDN if rank == comm.rank else torch.view_as_complex(heard.messages[rank])
+            # Where the document starts on that rank x is 0, so its power counts for nothing.
+            x_BDN = power(call.a_DN.to(kind), layout.lengths[rank]) * x_BDN + own
+        return torch.view_as_complex(heard.connect(torch.view_as_real(x_BDN)))
+
+    first, last = layout.document_of(layout.range(comm.rank)[0]), layout.document_of(layout.total - 1)
+    y_BLD, here_BDN = scan_diagonal(replace(call, state=after(layout.ranks_before(comm.rank), first > 0)))
+    return y_BLD, here_BDN if state is None else after(layout.ranks_of_last_document(), last > 0)

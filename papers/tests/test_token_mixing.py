@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops import mix_tokens
-from dist_attn.ops.token_mixing import mix_tokens_naive
+from dist_attn_papers.ops import mix_tokens
+from dist_attn_papers.ops.token_mixing import mix_tokens_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 from tests.support.sharded_call import random_tensor

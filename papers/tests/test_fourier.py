@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dist_attn.errors import ShapeError
-from dist_attn.ops import fourier_mix
-from dist_attn.ops.fourier import fourier_mix_naive
+from dist_attn_papers.ops import fourier_mix
+from dist_attn_papers.ops.fourier import fourier_mix_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

@@ -6,15 +6,20 @@ Reference: A Unified View of Long-Sequence Models, Sec. 6.1 and 7 (SGConv, S4 in
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import by_documents, check_documents
 from dist_attn.ops.sequence_call import SequenceCall, local_form
+from dist_attn.sharded import Sharding, over_ranks
+from dist_attn_papers.ops.columns import apart, column_cuts, columns_to_tokens, tokens_to_columns
 
 
 def long_convolve(
@@ -22,25 +27,36 @@ def long_convolve(
     kernel_LD: torch.Tensor,
     *,
     backward_kernel_LD: torch.Tensor | None = None,
-    documents: tuple[int, ...] | None = None,
+    ops: SequenceOps | None = None,
 ) -> torch.Tensor:
     """Depthwise y_t = sum_{j >= 0} k_j x_{t-j}, zero outside; with a second kernel also + sum_{m >= 0} k'_m x_{t+1+m}.
 
     Kernels may be shorter than the sequence, or longer: taps that reach nothing are ignored. Rounding is relative to
     the largest values of the sequence, and it is not causal: outputs may move in their last bits with later inputs.
-    With packed `documents`, given by their starts, that of every document by itself; tokens before the first are one.
+    Of packed documents that of every document by itself.
 
     Shapes: x [B, L, D], kernels [K, D] and [K', D] -> [B, L, D] in x's dtype; half precision is computed in float32.
     Cost: transforms of x and of the kernels per length of document that occurs, at most sqrt(2 L) of them.
     Raises: ShapeError when they do not fit together.
     """
+    return (LocalSequenceOps() if ops is None else ops).run(LongConvolutionCall(x_BLD, kernel_LD, backward_kernel_LD))
+
+
+def convolve_whole(
+    x_BLD: torch.Tensor,
+    kernel_LD: torch.Tensor,
+    *,
+    backward_kernel_LD: torch.Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """`long_convolve` of a sequence that lies whole in this process; tokens before the first document are one."""
     check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
     length = x_BLD.shape[1]
     check_documents(documents or (), length)
     if documents and x_BLD.numel():
 
         def convolve(rows_BNTD: torch.Tensor) -> torch.Tensor:
-            y_RTD = long_convolve(rows_BNTD.flatten(0, 1), kernel_LD, backward_kernel_LD=backward_kernel_LD)
+            y_RTD = convolve_whole(rows_BNTD.flatten(0, 1), kernel_LD, backward_kernel_LD=backward_kernel_LD)
             return y_RTD.reshape(rows_BNTD.shape)
 
         return by_documents(x_BLD, documents, convolve)
@@ -82,7 +98,7 @@ class LongConvolutionCall(SequenceCall[torch.Tensor]):
 def convolve_long(call: LongConvolutionCall) -> torch.Tensor:
     """`long_convolve` of a call."""
     backward_LD = call.backward_kernel_LD
-    return long_convolve(call.x_BLD, call.kernel_LD, backward_kernel_LD=backward_LD, documents=call.documents)
+    return convolve_whole(call.x_BLD, call.kernel_LD, backward_kernel_LD=backward_LD, documents=call.documents)
 
 
 def check_kernels(x: torch.Tensor, kernel: torch.Tensor, backward_kernel: torch.Tensor | None) -> None:
@@ -121,3 +137,36 @@ def long_convolve_naive(
         for ahead in range(1, min(length, backward_kernel_LD.shape[0] + 1)):
             y_BLD[:, : length - ahead] = y_BLD[:, : length - ahead] + backward_kernel_LD[ahead - 1] * x_BLD[:, ahead:]
     return y_BLD
+
+
+@over_ranks(LongConvolutionCall)
+def sharded_long_convolve(sharding: Sharding, call: LongConvolutionCall) -> torch.Tensor:
+    """`long_convolve` on this rank's slice; of every document by itself where the layout has some.
+
+    Kernels are whole on every rank, their gradients this rank's share.
+
+    Shapes: x [B, L local, D], kernels [K, D] -> [B, L local, D].
+    Cost: two all-to-alls; a rank with D' of the D channels sends B L local (D - D') elements and then
+        B (L - L local) D'. Of packed documents the tokens of those that lie on several ranks count; nothing where there
+        are none.
+    """
+    comm, layout = sharding.comm, sharding.layout
+    x_BLD, kernel_LD, backward_kernel_LD = call.x_BLD, call.kernel_LD, call.backward_kernel_LD
+    check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
+    channels = x_BLD.shape[2]
+    own = slice(*column_cuts(channels, comm.size)[comm.rank : comm.rank + 2])
+    own_backward = None if backward_kernel_LD is None else backward_kernel_LD[:, own]
+
+    def across(layout: SequenceLayout, x_BLD: torch.Tensor) -> torch.Tensor:
+        columns_CTB = tokens_to_columns(comm, layout, x_BLD.permute(2, 1, 0), label="long convolution")
+        y_BTC = convolve_whole(
+            columns_CTB.permute(2, 1, 0),
+            kernel_LD[:, own],
+            backward_kernel_LD=own_backward,
+            documents=layout.documents or (),
+        )
+        y_CTB = y_BTC.permute(2, 1, 0)
+        return columns_to_tokens(comm, layout, y_CTB, channels, label="long convolution back").permute(2, 1, 0)
+
+    inside = partial(convolve_whole, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD)
+    return apart(comm, layout, x_BLD, inside, across)

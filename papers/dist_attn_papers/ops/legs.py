@@ -14,15 +14,20 @@ b_n = sqrt(2n + 1), e_{n+1} / b_{n+1} = -M_{(n+1)/2} e_n / b_n, and the same rec
 every transition.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.monoid import MONOIDS
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 from dist_attn.ops.sequence_call import SequenceCall, local_form
+from dist_attn.sharded import Sharding, over_ranks
+from dist_attn.sharded.prefix_scan import scan_over_ranks
 
 CHUNK_TOKENS = 32
 # At most so many chunks side by side, and numbers in their matrices (float64) and in their tokens' coefficients.
@@ -56,7 +61,7 @@ class LegsState:
 
 
 def legs_memory(
-    f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+    f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None, ops: SequenceOps | None = None
 ) -> tuple[torch.Tensor, LegsState]:
     """Every channel's whole past as N coefficients, optimal for the Legendre basis, and what is read of them.
 
@@ -68,19 +73,7 @@ def legs_memory(
     Raises: ShapeError when they do not fit together.
     Reference: Gu et al. 2020 (HiPPO), LegS with the bilinear rule; A Unified View of Long-Sequence Models, Sec. 7.
     """
-    before = _before(f_BLD, read_DN, state)
-    real = torch.promote_types(torch.promote_types(f_BLD.dtype, read_DN.dtype), torch.float32)
-    f_BDL = f_BLD.to(real).transpose(1, 2)
-    y_BDL, (c_BDN,) = scan(
-        _Respond(),
-        _blocks(f_BLD.shape, read_DN.shape[1]),
-        (f_BDL, _times(before, f_BLD.shape[1], alike=state is None)),
-        (before.c_BDN,),
-        (read_DN.to(real),),
-        output_shape=tuple(f_BDL.shape),
-        output_dtype=real,
-    )
-    return y_BDL.transpose(1, 2).to(f_BLD.dtype), LegsState(c_BDN, before.seen_B + f_BLD.shape[1])
+    return (LocalSequenceOps() if ops is None else ops).run(LegsCall(f_BLD, read_DN, state))
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,20 @@ class LegsCall(SequenceCall[tuple[torch.Tensor, LegsState]]):
 @local_form(LegsCall)
 def remember(call: LegsCall) -> tuple[torch.Tensor, LegsState]:
     """`legs_memory` of a call."""
-    return legs_memory(call.f_BLD, call.read_DN, state=call.state)
+    f_BLD, read_DN, state = call.f_BLD, call.read_DN, call.state
+    before = _before(f_BLD, read_DN, state)
+    real = torch.promote_types(torch.promote_types(f_BLD.dtype, read_DN.dtype), torch.float32)
+    f_BDL = f_BLD.to(real).transpose(1, 2)
+    y_BDL, (c_BDN,) = scan(
+        _Respond(),
+        _blocks(f_BLD.shape, read_DN.shape[1]),
+        (f_BDL, _times(before, f_BLD.shape[1], alike=state is None)),
+        (before.c_BDN,),
+        (read_DN.to(real),),
+        output_shape=tuple(f_BDL.shape),
+        output_dtype=real,
+    )
+    return y_BDL.transpose(1, 2).to(f_BLD.dtype), LegsState(c_BDN, before.seen_B + f_BLD.shape[1])
 
 
 def absorb_signal(f_BLD: torch.Tensor, state: LegsState) -> LegsState:
@@ -297,3 +303,83 @@ def reconstruct_naive(c: torch.Tensor, points_P: torch.Tensor) -> torch.Tensor:
         powers = [(-1) ** (n + k) * comb(n, k) * comb(n + k, k) * points_P**k for k in range(n + 1)]
         signal = signal + c[..., n, None] * (2 * n + 1) ** 0.5 * torch.stack(powers).sum(0)
     return signal
+
+
+@dataclass(frozen=True)
+class LegsForgets:
+    """Coefficients of a LegS memory: [B as K rows, the first column of A without its 1].
+
+    A depends on the numbers of the tokens alone, so it has no gradient, and all such A commute.
+    """
+
+    rows: int
+    adjoint: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self.rows
+
+    @property
+    def name(self) -> str:
+        return f"legs {self.rows} {int(self.adjoint)}"
+
+    @property
+    def known(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+        change_KK = self._change(later[..., -self.rows :].detach())
+        b_KN = earlier[..., : -self.rows].unflatten(-1, (self.rows, -1))
+        kept_KN = b_KN + (change_KK.mT if self.adjoint else change_KK) @ b_KN
+        column_K1 = earlier[..., -self.rows :].detach()[..., None]
+        kept = torch.cat([kept_KN.flatten(-2), (column_K1 + change_KK @ column_K1)[..., 0]], dim=-1)
+        return kept + later
+
+    def transposed(self) -> "LegsForgets":
+        return LegsForgets(self.rows, not self.adjoint)
+
+    def backward_message(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return torch.cat([grad[..., : -self.rows], x[..., -self.rows :].detach()], dim=-1)
+
+    def of_result(self, later: torch.Tensor) -> torch.Tensor:
+        return torch.cat([later[..., : -self.rows], torch.zeros_like(later[..., -self.rows :])], dim=-1)
+
+    def _change(self, column_RK: torch.Tensor) -> torch.Tensor:
+        """A - I; 0 where nothing changes, which rounding would not give."""
+        one_K = torch.zeros_like(column_RK)
+        one_K[..., 0] = 1.0
+        identity_KK = torch.eye(self.rows, dtype=column_RK.dtype, device=column_RK.device)
+        changes = (column_RK != 0).any(-1)[..., None, None]
+        return torch.where(changes, transition_of(column_RK + one_K) - identity_KK, 0.0)
+
+
+MONOIDS["legs"] = lambda sizes, _: LegsForgets(sizes[0], bool(sizes[1]))
+
+
+@over_ranks(LegsCall)
+def sharded_legs_memory(sharding: Sharding, call: LegsCall) -> tuple[torch.Tensor, LegsState]:
+    """`legs_memory` on this rank's slice.
+
+    The state in is the one before the first global token, the one out that after the last, equal on all ranks.
+    Gradients of read and of the state are this rank's share.
+
+    Shapes: as `legs_memory`, L local, which may be 0.
+    Cost: a scan of 8 B (D + 1) N bytes; a second pass over the local tokens for what they leave, and B products with
+        N x N matrices where two memories join. One rank alone: nothing of both.
+    """
+    f_BLD, read_DN, state = call.f_BLD, call.read_DN, call.state
+    if sharding.comm.size == 1:
+        return remember(call)
+    layout = sharding.layout
+    (batch, _, channels), size = f_BLD.shape, read_DN.shape[1]
+    first = LegsState.empty(batch, channels, size, device=f_BLD.device) if state is None else state
+    seen_B = first.seen_B + layout.range(sharding.comm.rank)[0]
+    silent_BEN = F.pad(torch.zeros_like(first.c_BDN, dtype=torch.float64), (0, 0, 0, 1))
+    silent_BEN[:, -1, 0] = 1.0
+    own_BEN = absorb_signal(F.pad(f_BLD, (0, 1)), LegsState(silent_BEN, seen_B)).c_BDN
+    own_BX = torch.cat([own_BEN[:, :-1].mT.flatten(1), (own_BEN - silent_BEN)[:, -1]], dim=1)
+    first_BX = F.pad(first.c_BDN.double().mT.flatten(1), (0, size))
+    scanned = scan_over_ranks(sharding.comm, LegsForgets(size), own_BX, first_BX, sharding.exchange)
+    before_BDN, after_BDN = (x_BX[:, :-size].unflatten(1, (size, channels)).mT for x_BX in scanned)
+    y_BLD, _ = remember(replace(call, state=LegsState(before_BDN, seen_B)))
+    return y_BLD, LegsState(after_BDN, first.seen_B + layout.total)

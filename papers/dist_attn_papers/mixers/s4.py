@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, state_zeros
-from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
-from dist_attn.model_config.mixers.state_spaces import S4Config, S4DConfig
 from dist_attn.ops import SequenceOps
-from dist_attn.ops.dense_space import matrix_power
-from dist_attn.ops.state_space import (
+from dist_attn_papers.mixers.state_space import Readout, StateSpaceState, own_state
+from dist_attn_papers.mixers.state_space_configs import S4Config, S4DConfig
+from dist_attn_papers.ops import dense_scan, diagonal_scan, long_convolve
+from dist_attn_papers.ops.dense_space import matrix_power
+from dist_attn_papers.ops.state_space import (
     diagonal_kernel,
     discretise,
     discretise_dense,
@@ -78,7 +79,7 @@ class S4DScan(TokenMixer):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, StateSpaceState]:
         before = own_state(state, self.initial_state(x_BLD.shape[0]))
-        y_BLD, after = ops.diagonal_scan(x_BLD, *self.space.discrete(), state=torch.view_as_complex(before.x))
+        y_BLD, after = diagonal_scan(x_BLD, *self.space.discrete(), state=torch.view_as_complex(before.x), ops=ops)
         return self.readout(y_BLD, x_BLD), before.replace((torch.view_as_real(after),))
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:
@@ -147,7 +148,7 @@ class S4Scan(TokenMixer):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, StateSpaceState]:
         before = own_state(state, self.initial_state(x_BLD.shape[0]))
-        y_BLDM, after = ops.dense_scan(x_BLD, *self.space.discrete(), state=before.x)
+        y_BLDM, after = dense_scan(x_BLD, *self.space.discrete(), state=before.x, ops=ops)
         return self.readout(y_BLDM.squeeze(-1), x_BLD), before.replace((after,))
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:
@@ -180,7 +181,7 @@ class StateSpaceConvolution(WholeSequenceMixer):
     def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
         length = ops.total_length(x_BLD.shape[1])
         ahead = None if self.space_ahead is None else self.space_ahead.kernel(length)
-        y_BLD = ops.long_convolve(x_BLD, self.space.kernel(length), backward_kernel_LD=ahead)
+        y_BLD = long_convolve(x_BLD, self.space.kernel(length), backward_kernel_LD=ahead, ops=ops)
         mixed: torch.Tensor = self.readout(y_BLD, x_BLD)
         return mixed
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dist_attn.errors import ShapeError
-from dist_attn.ops import dense_scan
-from dist_attn.ops.dense_space import columns_of_powers, dense_scan_naive, matrix_power
-from dist_attn.ops.state_space import (
+from dist_attn_papers.ops import dense_scan
+from dist_attn_papers.ops.dense_space import columns_of_powers, dense_scan_naive, matrix_power
+from dist_attn_papers.ops.state_space import (
     diagonal_kernel,
     diagonal_kernel_naive,
     discretise,

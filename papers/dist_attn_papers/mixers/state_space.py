@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own, state_zeros
-from dist_attn.model_config.mixers.state_spaces import HippoConfig, LsslConfig
-from dist_attn.ops import LegsState, SequenceOps, legs_step
-from dist_attn.ops.state_space import discretise_dense, legs
+from dist_attn.ops import SequenceOps
+from dist_attn_papers.mixers.state_space_configs import HippoConfig, LsslConfig
+from dist_attn_papers.ops import LegsState, dense_scan, legs_memory, legs_step
+from dist_attn_papers.ops.state_space import discretise_dense, legs
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class LegsMemory(TokenMixer):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, LegsState]:
-        y_BLD, after = ops.legs_memory(
-            x_BLD, self.read_DN, state=None if state is None else self._own(state, x_BLD.shape[0])
+        y_BLD, after = legs_memory(
+            x_BLD, self.read_DN, state=None if state is None else self._own(state, x_BLD.shape[0]), ops=ops
         )
         return self.readout(y_BLD, x_BLD), after
 
@@ -125,7 +126,7 @@ class LinearStateSpace(TokenMixer):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, StateSpaceState]:
         before = own_state(state, self.initial_state(x_BLD.shape[0]))
-        y_BLDM, after = ops.dense_scan(x_BLD, *self._discrete(), self.c_DMN, state=before.x)
+        y_BLDM, after = dense_scan(x_BLD, *self._discrete(), self.c_DMN, state=before.x, ops=ops)
         return self._read(y_BLDM, x_BLD), before.replace((after,))
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:

@@ -6,9 +6,9 @@ import torch
 from dist_attn.comm import run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.dense_space import columns_of_powers, matrix_power, rows_of_powers
-from dist_attn.ops.state_space import diagonal_kernel, dplr_kernel
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn_papers.ops.dense_space import columns_of_powers, dense_scan, matrix_power, rows_of_powers
+from dist_attn_papers.ops.state_space import diagonal_kernel, dplr_kernel
 
 CHANNELS, MODES, LENGTH = 3, 4, 150
 
@@ -62,7 +62,7 @@ def test_autocast_leaves_the_scan_as_it_is(lengths):
     b_DN, c_DMN = _real(CHANNELS, MODES), _real(CHANNELS, 2, MODES)
 
     def walk(ops: SequenceOps, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.dense_scan(u_BLD[:, start:stop], a_DNN, b_DN, c_DMN)
+        return dense_scan(u_BLD[:, start:stop], a_DNN, b_DN, c_DMN, ops=ops)
 
     def both(comm) -> None:
         ops = LocalSequenceOps() if comm.size == 1 else ShardedSequenceOps(comm, layout)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.diagonal import power, powers
+from dist_attn_papers.ops.diagonal import power, powers
 
 Rule = Literal["zoh", "bilinear"]
 

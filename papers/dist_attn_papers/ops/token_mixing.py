@@ -1,4 +1,7 @@
-"""Token mixing (MLP-Mixer) by two matrix products along the sequence, with weights shared by all channels."""
+"""Token mixing (MLP-Mixer) by two matrix products along the sequence, with weights shared by all channels.
+
+Over ranks each weighs its own tokens, the sums are added, and each makes its own tokens.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,8 +10,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 import torch.nn.functional as F
 
+from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.sequence_call import SequenceCall, local_form
+from dist_attn.sharded import Sharding, over_ranks
 
 Activation = Literal["gelu_tanh", "gelu", "relu"]
 
@@ -21,6 +27,7 @@ def mix_tokens(
     bias_in_S: torch.Tensor | None = None,
     bias_out_L: torch.Tensor | None = None,
     activation: Activation = "gelu_tanh",
+    ops: SequenceOps | None = None,
 ) -> torch.Tensor:
     """The MLP that MLP-Mixer applies to every channel over the tokens: w_out^T act(w_in^T x + b_in) + b_out.
 
@@ -30,7 +37,8 @@ def mix_tokens(
     Raises: ShapeError when they do not fit together; InputError for another activation.
     Reference: A Unified View of Long-Sequence Models, Eq. 12 (with the GELU that it leaves out).
     """
-    return apply_token_mlp(x_BLD, TokenMlp(w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation))
+    mlp = TokenMlp(w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)
+    return (LocalSequenceOps() if ops is None else ops).run(TokenMixingCall(x_BLD, mlp))
 
 
 @dataclass(frozen=True)
@@ -99,16 +107,9 @@ class TokenMixingCall(SequenceCall[torch.Tensor]):
 
 
 @local_form(TokenMixingCall)
-def mix_tokens_call(call: TokenMixingCall) -> torch.Tensor:
+def mix_whole(call: TokenMixingCall) -> torch.Tensor:
     """`mix_tokens` of a call."""
-    return apply_token_mlp(call.x_BLD, call.mlp)
-
-
-def apply_token_mlp(x_BLD: torch.Tensor, mlp: TokenMlp) -> torch.Tensor:
-    """`mix_tokens` by this MLP.
-
-    Raises: as `mix_tokens`.
-    """
+    x_BLD, mlp = call.x_BLD, call.mlp
     if x_BLD.dim() != 3:
         raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
     mlp.check(x_BLD.shape[1])
@@ -139,3 +140,20 @@ def mix_tokens_naive(
             y_L = sum((w * h for w, h in zip(w_out_SL, h_S, strict=True)), start=torch.zeros_like(w_out_SL[0]))
             y_BLD[b, :, d] = y_L if bias_out_L is None else y_L + bias_out_L
     return y_BLD
+
+
+@over_ranks(TokenMixingCall)
+def sharded_mix_tokens(sharding: Sharding, call: TokenMixingCall) -> torch.Tensor:
+    """`mix_tokens` on this rank's slice; weights and biases are those of all tokens, equal on all ranks.
+
+    Of the weights only those of this rank's places are used, so their gradients are zero elsewhere; that of the inner
+    bias is this rank's share.
+
+    Shapes: x [B, L local, D], weights and biases as `mix_tokens` with L global -> [B, L local, D].
+    Cost: one all-reduce of B S D elements, whatever the length.
+    """
+    comm, layout, x_BLD, mlp = sharding.comm, sharding.layout, call.x_BLD, call.mlp
+    mlp.check(layout.total)
+    here = mlp.of_tokens(slice(*layout.range(comm.rank)))
+    sums_BSD = collectives.all_reduce_sum(comm, here.sums(x_BLD), label="token mixing")
+    return here.outputs(sums_BSD).to(x_BLD.dtype)

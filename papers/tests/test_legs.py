@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops import LegsState, LocalSequenceOps, legs_memory, legs_step, reconstruct
-from dist_attn.ops.legs import (
+from dist_attn.ops import LocalSequenceOps
+from dist_attn_papers.ops import LegsState, legs_memory, legs_step, reconstruct
+from dist_attn_papers.ops.legs import (
     BLOCK_CHUNKS,
     CHUNK_TOKENS,
     absorb_signal,
@@ -15,7 +16,7 @@ from dist_attn.ops.legs import (
     side_by_side,
     transition_of,
 )
-from dist_attn.ops.state_space import legs
+from dist_attn_papers.ops.state_space import legs
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 from tests.support.sharded_call import random_tensor
@@ -152,4 +153,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ShapeError, match=r"needed are \[B, D, N\] = \(2, 3, 4\) and \[B\]"):
         legs_memory(f, read, state=LegsState.empty(1, 3, 4))
     with pytest.raises(InputError, match="takes one unbroken sequence"):
-        LocalSequenceOps(documents=(0, 2)).legs_memory(f, read)
+        legs_memory(f, read, ops=LocalSequenceOps(documents=(0, 2)))

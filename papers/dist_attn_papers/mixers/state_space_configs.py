@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from dist_attn.model_config.figures import FLOAT_BYTES, ScanMessage, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
-from dist_attn.model_config.mixers.convolutions import channels_and_back, long_convolution_flops
+from dist_attn_papers.mixers.convolution_configs import channels_and_back, long_convolution_flops
 
 CHUNK_TOKENS = 64
 STATE_BLOCK_CHUNKS = 8  # that the chunked recurrence of S4D works on at once
@@ -23,6 +23,11 @@ class HippoConfig(MixerConfig):
 
     kind: Literal["hippo"]
     state_size: int = Field(default=32, ge=1, le=512)
+
+    @property
+    def packs(self) -> bool:
+        """Return False: it takes one unbroken sequence."""
+        return False
 
     def weights(self) -> Weights:
         """The weights of a read-out of N numbers and a skip per channel, and of the gated output."""
@@ -104,6 +109,11 @@ class LsslConfig(_StateSpaceConfig):
                 f"without end for steps above {bound:.3g}; give a smaller dt_max, or alpha of 0.5 or more"
             )
         return self
+
+    @property
+    def packs(self) -> bool:
+        """Return False: it takes one unbroken sequence."""
+        return False
 
     def weights(self) -> Weights:
         """The weights of a step, M N + M numbers per channel, and the output; of A and B, learned or fixed."""
@@ -201,6 +211,11 @@ class S4Config(_EitherFormConfig):
 
     kind: Literal["s4"]
 
+    @property
+    def packs(self) -> bool:
+        """Return whether it takes packed documents: as a convolution alone."""
+        return self.form == "convolution"
+
     def weights(self) -> Weights:
         """The weights of a skip per channel, a step and eight numbers per pair of each, and the gated output."""
         size = self.hidden_size
@@ -250,7 +265,7 @@ def _dense_activations(size: int, state_size: int, outputs: int, tokens: int, ba
     return FLOAT_BYTES * max((5 + 2 * outputs) * each, (3 + outputs) * each + powers + 2 * toeplitz)
 
 
-register_mixer(HippoConfig, "dist_attn.mixers.state_space:LegsMemory")
-register_mixer(LsslConfig, "dist_attn.mixers.state_space:LinearStateSpace")
-register_mixer(S4DConfig, "dist_attn.mixers.s4:s4d")
-register_mixer(S4Config, "dist_attn.mixers.s4:s4")
+register_mixer(HippoConfig, "dist_attn_papers.mixers.state_space:LegsMemory")
+register_mixer(LsslConfig, "dist_attn_papers.mixers.state_space:LinearStateSpace")
+register_mixer(S4DConfig, "dist_attn_papers.mixers.s4:s4d")
+register_mixer(S4Config, "dist_attn_papers.mixers.s4:s4")

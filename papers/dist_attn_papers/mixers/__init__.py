@@ -1,0 +1,1 @@
+"""Token mixers of the papers: a configuration and a module for each family."""

@@ -1,0 +1,23 @@
+"""Small models of every kind of mixer of the papers that streams; `tests.support.model_cases` makes them."""
+
+from dist_attn.model_config.mixer import MIXERS
+from tests.support.model_cases import MODEL_CASES
+
+__all__ = ["PAPERS_CASES"]
+
+MIXERS.load_offered()
+PAPERS_CASES = {
+    "state space": {"mixer": {"kind": "s4d", "state_size": 12}},
+    "low-rank state space": {"mixer": {"kind": "s4", "state_size": 8}},
+    "full state space": {"mixer": {"kind": "lssl", "state_size": 6, "outputs": 2}},
+    "full state space, learned": {"mixer": {"kind": "lssl", "state_size": 8, "transition": "learned", "alpha": 1.0}},
+    "memory of the whole past": {"mixer": {"kind": "hippo", "state_size": 12}},
+    "hybrid with a state space": {
+        "num_layers": 3,
+        "mixer": {
+            "kind": "hybrid",
+            "pattern": [{"kind": "rfa_gate", "num_heads": 4, "num_random": 16}, {"kind": "s4d", "state_size": 12}],
+        },
+    },
+}
+MODEL_CASES.update(PAPERS_CASES)

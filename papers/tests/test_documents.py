@@ -1,0 +1,134 @@
+"""The papers' operations on packed documents: each document is as if alone, on one rank and over several."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.ops.documents import document_ranges
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn_papers.ops import diagonal_scan, fourier_mix, long_convolve, mix_tokens
+from tests.ops import test_documents as local
+from tests.ops.test_documents import LENGTH, TABLES, _random
+from tests.sharded import test_documents as sharded
+from tests.support.closeness import assert_close
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "fourier": lambda ops, x, rp: fourier_mix(x[0], ops=ops),
+    "fourier ortho": lambda ops, x, rp: fourier_mix(x[0], norm="ortho", ops=ops),
+    "long convolution": lambda ops, x, rp: long_convolve(x[0], rp[0], ops=ops),
+    "long convolution both ways": lambda ops, x, rp: long_convolve(x[0], rp[0], backward_kernel_LD=rp[1], ops=ops),
+    "diagonal": lambda ops, x, rp: diagonal_scan(x[0], *_diagonal(rp), ops=ops)[0],
+}
+local.CALLS.update(CALLS)
+
+
+def _diagonal(rp: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Parameters a, b, c [6, 3] of a diagonal recurrence that forgets."""
+    return tuple(torch.complex(rp[i, :3].T, 0.3 - rp[i, 3:6].T) * (0.6 if i == 0 else 1.0) for i in range(3))
+
+
+@pytest.mark.parametrize("documents", TABLES)
+def test_the_state_of_a_diagonal_scan_is_the_last_documents(documents):
+    """A state given reaches the tokens before the first start alone; the one that comes out is the last document's."""
+    x, rp = _random(2, LENGTH, 6, seed=0), _random(4, 9, 6, seed=1, positive=True)
+    before = torch.complex(_random(2, 6, 3, seed=2), _random(2, 6, 3, seed=3)).requires_grad_()
+    _, after = diagonal_scan(x, *_diagonal(rp), state=before, ops=LocalSequenceOps(documents))
+    (start, stop) = document_ranges(documents, LENGTH)[-1]
+    _, want = diagonal_scan(x[:, start:stop], *_diagonal(rp))
+    assert_close(after, want, kind="state")
+    assert not after.requires_grad
+
+
+def sharded_diagonal(rp: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Parameters a, b, c [5, 3] of a diagonal recurrence that forgets."""
+    return tuple(torch.complex(rp[i, :3].T, 0.3 - rp[i, 3:6].T) * (0.6 if i == 0 else 1.0) for i in range(3))
+
+
+@pytest.mark.parametrize("layout", sharded.LAYOUTS.values(), ids=sharded.LAYOUTS.keys())
+def test_the_state_of_a_diagonal_scan_over_ranks(layout):
+    """From a given state every rank gets that after the last token, and the gradient of the given one adds up."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, layout.total, 5, generator=g, dtype=torch.float64)
+    given = torch.randn(2, 5, 3, generator=g, dtype=torch.complex128)
+    rp = torch.rand(4, 7, 5, generator=g, dtype=torch.float64)
+
+    def run(ops, start: int, stop: int, share: float) -> list[torch.Tensor]:
+        leaf = given.clone().requires_grad_()
+        part = x[:, start:stop].clone().requires_grad_()
+        y, after = diagonal_scan(part, *sharded_diagonal(rp), state=leaf, ops=ops)
+        (y.sum() + share * (after * given.conj()).sum().real).backward()
+        return [after.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, part.grad]
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        # The final state is replicated: exactly one rank counts it in the loss.
+        return run(ShardedSequenceOps(comm, layout), *layout.range(comm.rank), share=float(comm.rank == 0))
+
+    want, want_grad, want_part = run(LocalSequenceOps(layout.documents), 0, layout.total, 1.0)
+    ranks = run_simulated(body, layout.size)
+    assert_close(torch.cat([r[2] for r in ranks], 1), want_part, kind="gradient")
+    assert_close(torch.stack([r[1] for r in ranks]).sum(0), want_grad, kind="gradient")
+    for after, _, _ in ranks:
+        assert_close(after, want, kind="state")
+
+
+@pytest.mark.parametrize("documents", TABLES[1:6])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_document_is_as_if_alone(name, documents):
+    """Each operation on packed documents is the same operation on each of them alone, with its gradients."""
+    local.test_every_document_is_as_if_alone(name, documents)
+
+
+@pytest.mark.parametrize("layout", sharded.LAYOUTS.values(), ids=sharded.LAYOUTS.keys())
+@pytest.mark.parametrize("name", CALLS)
+def test_every_operation_over_ranks(name, layout):
+    """Every operation on documents over ranks equals that on one rank, with its gradients."""
+    sharded._check_call(CALLS[name], layout)
+
+
+def test_documents_that_do_not_fit_are_named():
+    """Starts that lie behind the sequence are refused in words, and so are documents where none are taken."""
+    ops, x = LocalSequenceOps((0, 5)), torch.zeros(1, 5, 4)
+    for call in (
+        lambda: fourier_mix(x, ops=ops),
+        lambda: long_convolve(x, x[0], ops=ops),
+        lambda: diagonal_scan(x, *(torch.zeros(4, 2, dtype=torch.complex64) for _ in range(3)), ops=ops),
+    ):
+        with pytest.raises(ShapeError, match="starts at 5, but the sequence has 5"):
+            call()
+    with pytest.raises(InputError, match="one unbroken sequence"):
+        mix_tokens(x, torch.zeros(5, 3), torch.zeros(3, 5), ops=ops)
+
+
+def test_what_takes_no_documents_says_so_over_ranks():
+    """A token MLP over ranks is refused with documents."""
+    layout = SequenceLayout.from_lengths([3, 4], [0, 2])
+
+    def body(comm: Communicator) -> None:
+        ops, x = ShardedSequenceOps(comm, layout), torch.zeros(1, layout.lengths[comm.rank], 2)
+        with pytest.raises(InputError, match="one unbroken sequence"):
+            mix_tokens(x, torch.zeros(7, 3), torch.zeros(3, 7), ops=ops)
+
+    assert run_simulated(body, 2) == [None, None]
+
+
+def test_operations_without_the_promise_are_refused():
+    """Operations that mix in another way say that they cannot promise the same bits."""
+
+    def body(comm: Communicator) -> None:
+        ops = ShardedSequenceOps(comm, SequenceLayout((0, 64, 128)), deterministic=True)
+        x, modes, w = torch.zeros(1, 64, 2), torch.zeros(2, 2, dtype=torch.complex64), torch.zeros(128, 3)
+        for call in (
+            lambda: fourier_mix(x, ops=ops),
+            lambda: long_convolve(x, w[:, :2], ops=ops),
+            lambda: diagonal_scan(x, modes, modes, modes, ops=ops),
+            lambda: mix_tokens(x, w, w.T, ops=ops),
+        ):
+            with pytest.raises(InputError, match="cannot promise the same bits"):
+                call()
+
+    run_simulated(body, 2)

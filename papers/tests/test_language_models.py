@@ -1,0 +1,68 @@
+"""Language models of the papers' mixers: on `meta`, over ranks, stored and restored, and what they cost."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_attn.costs import read_model_costs
+from dist_attn_papers.mixers import state_space_configs
+from dist_attn_papers.ops import diagonal
+from dist_attn_papers.ops import legs as legs_module
+from papers.tests.support.model_cases import PAPERS_CASES
+from tests.costs.test_models import _count
+from tests.generation import test_state_snapshot as snapshots
+from tests.models import test_meta_device as on_meta
+from tests.support.model_cases import kinds_of, small_model, write_config
+
+DENSE_CASES = [name for name in PAPERS_CASES if kinds_of(name) & {"hippo", "lssl", "s4"}]
+
+
+@pytest.mark.parametrize("case", PAPERS_CASES)
+def test_prefill_decode_and_backward_wait_for_nothing(case: str) -> None:
+    """Blocks and steps leave states as on the CPU, so a snapshot holds the same arrays; gradients arrive."""
+    on_meta.test_prefill_decode_and_backward(case)
+
+
+@pytest.mark.parametrize("case", PAPERS_CASES)
+def test_ranks_exchange_carries(case: str) -> None:
+    """Three simulated ranks, one of them empty, read two blocks and go back through one; each has the whole state."""
+    on_meta.test_ranks_exchange_carries(case)
+
+
+@pytest.mark.parametrize("case", PAPERS_CASES)
+def test_every_kind_of_state_goes_on_bit_for_bit(case: str) -> None:
+    """Logits after a restore have the bits of a run that was never interrupted."""
+    snapshots.test_every_kind_of_state_goes_on_bit_for_bit(case)
+
+
+@pytest.mark.parametrize("case", PAPERS_CASES)
+def test_numbers_held(case: str, tmp_path: Path) -> None:
+    """Parameters, the bytes of weights and those of the state are those of the model, exactly."""
+    costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert costs.parameters == sum(p.numel() for p in model.parameters())
+    assert costs.weights_bytes == sum(t.numel() * t.element_size() for t in tensors)
+    with torch.inference_mode():
+        _, state = model.hidden(torch.zeros(3, 70, dtype=torch.int64))
+    assert costs.state_bytes(70, 3) == state.num_bytes()
+
+
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_operations_of_full_matrices(case: str, tmp_path: Path) -> None:
+    """What a longer sequence adds in matrix products is the formula's, beside the powers that every call takes."""
+    costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
+    short, long = (_count(lambda n=n: model.encode(torch.zeros(1, n, dtype=torch.int64))) for n in (1024, 2048))
+    flops = costs.prefill_flops(1024)
+    assert long - short == pytest.approx(1024 * (flops.total + flops.scores), rel=1e-12)
+
+
+def test_the_counted_blocks_are_the_forms() -> None:
+    """Chunks and blocks by which the formulas count are those by which the operations work."""
+    assert (state_space_configs.CHUNK_TOKENS, state_space_configs.STATE_BLOCK_CHUNKS) == (
+        diagonal.CHUNK_TOKENS,
+        diagonal.BLOCK_CHUNKS,
+    )
+    legs = (state_space_configs.LEGS_CHUNK_TOKENS, state_space_configs.BLOCK_CHUNKS, state_space_configs.BLOCK_WEIGHTS)
+    assert legs == (legs_module.CHUNK_TOKENS, legs_module.BLOCK_CHUNKS, legs_module.BLOCK_WEIGHTS)
+    assert state_space_configs.BLOCK_COEFFICIENTS == legs_module.BLOCK_COEFFICIENTS
