@@ -24,7 +24,6 @@ from dist_attn.model_config.mixers.kernels import (
     EluConfig,
     PerformerConfig,
     RandomFeatureConfig,
-    StaticKernelConfig,
 )
 from dist_attn.model_config.mixers.recurrent import GlaConfig, LightningConfig, Mamba2Config
 from dist_attn.model_config.mixers.scans import MambaConfig, MLstmConfig, RgLruConfig
@@ -59,7 +58,6 @@ __all__ = [
     "ScaleformerConfig",
     "ScanMessage",
     "SoftmaxConfig",
-    "StaticKernelConfig",
     "TokenFlops",
     "TokenMixer",
     "Traffic",

@@ -20,7 +20,7 @@ Build = str | Callable[..., Any]
 
 PAPERS_KINDS = frozenset({
     "encoder_decoder", "fnet", "hippo", "images", "lssl", "masked_autoencoder", "million", "mlp_mixer", "parallel_text",
-    "s4", "s4d", "sgconv", "vision_classifier",
+    "s4", "s4d", "sgconv", "static_kernel", "vision_classifier",
 })  # fmt: skip
 """The kinds of dist-attn-papers, for the error where it is not installed."""
 

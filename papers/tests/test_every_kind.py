@@ -11,6 +11,7 @@ from tests.training import test_every_kind as core
 from tests.training.test_every_kind import PATCHES, RUN, TEXT, WINDOW, _encode, _encoder, _text_encoder
 
 CAUSAL = {
+    "static_kernel": {"num_heads": 2},
     "s4d": {"state_size": 4},
     "s4": {"state_size": 4},
     "lssl": {"state_size": 4},

@@ -12,6 +12,7 @@ from dist_attn_papers.ops import legs as legs_module
 from papers.tests.support.model_cases import PAPERS_CASES
 from tests.costs.test_models import _count
 from tests.generation import test_state_snapshot as snapshots
+from tests.models import test_kernel_language_models as kernels
 from tests.models import test_meta_device as on_meta
 from tests.support.model_cases import kinds_of, small_model, write_config
 
@@ -66,3 +67,19 @@ def test_the_counted_blocks_are_the_forms() -> None:
     legs = (state_space_configs.LEGS_CHUNK_TOKENS, state_space_configs.BLOCK_CHUNKS, state_space_configs.BLOCK_WEIGHTS)
     assert legs == (legs_module.CHUNK_TOKENS, legs_module.BLOCK_CHUNKS, legs_module.BLOCK_WEIGHTS)
     assert state_space_configs.BLOCK_COEFFICIENTS == legs_module.BLOCK_COEFFICIENTS
+
+
+GREEDY = {"static kernel": {"kind": "static_kernel"}}
+kernels.MIXERS.update(GREEDY)
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_blocks_on_ranks_equal_the_whole_on_one(name: str) -> None:
+    """A sequence in blocks, each cut over ranks, some of them empty, gives the logits of one call on one rank."""
+    kernels.test_blocks_on_ranks_equal_the_whole_on_one(name)
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_generated_tokens_are_the_likeliest(name: str) -> None:
+    """Each greedy token is the likeliest one after all tokens before it, fed at once without a state."""
+    kernels.test_generated_tokens_are_the_likeliest(name)

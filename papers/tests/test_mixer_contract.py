@@ -9,12 +9,17 @@ from dist_attn.model_config.mixer import MIXERS
 from dist_attn.ops import LocalSequenceOps
 from dist_attn_papers.mixers.convolution_configs import FourierConfig, SgConvConfig, TokenMlpConfig
 from dist_attn_papers.mixers.state_space_configs import HippoConfig, LsslConfig, S4Config, S4DConfig
+from dist_attn_papers.mixers.static_kernel_config import StaticKernelConfig
 from tests.mixers.test_contract import CONFIGS as CORE
 from tests.mixers.test_contract import SIZE
 
 TOKENS = 24
 STATE_SPACES = {"s4", "s4d", "lssl", "hippo"}
 CONFIGS = {
+    "static_kernel": StaticKernelConfig(kind="static_kernel", hidden_size=SIZE),
+    "static_kernel-random": StaticKernelConfig(
+        kind="static_kernel", hidden_size=SIZE, num_heads=3, feature="gaussian", num_random=6, divisor="length"
+    ),
     "s4d": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=8),
     "s4": S4Config(kind="s4", hidden_size=SIZE, state_size=6),
     "lssl": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=6, outputs=2),
@@ -24,6 +29,9 @@ CONFIGS = {
     "s4d-bilinear": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=6, spectrum="legs", rule="bilinear"),
 }
 WHOLE = {
+    "static_kernel-all-keys": StaticKernelConfig(
+        kind="static_kernel", hidden_size=SIZE, num_heads=3, bidirectional=True
+    ),
     "fnet": FourierConfig(kind="fnet", hidden_size=SIZE),
     "mlp_mixer": TokenMlpConfig(kind="mlp_mixer", hidden_size=SIZE, length=TOKENS, token_mlp_size=7),
     "sgconv": SgConvConfig(kind="sgconv", hidden_size=SIZE, length=TOKENS, piece=4),

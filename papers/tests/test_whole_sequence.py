@@ -24,6 +24,10 @@ from tests.support.golden import golden
 
 SIZE, LENGTH = 6, 40
 MIXERS = {
+    "static kernel": {"kind": "static_kernel", "bidirectional": True, "num_heads": 2},
+    "static kernel, sums": {
+        "kind": "static_kernel", "bidirectional": True, "feature": "arc_cosine", "num_random": 7, "divisor": "none",
+    },
     "fnet": {"kind": "fnet"},
     "fnet, unitary": {"kind": "fnet", "norm": "ortho"},
     "mlp_mixer": {"kind": "mlp_mixer", "length": LENGTH, "token_mlp_size": 5},

@@ -29,7 +29,6 @@ from dist_attn.mixers import (
     Rwkv7Config,
     ScaleformerConfig,
     SoftmaxConfig,
-    StaticKernelConfig,
     TokenMixer,
     build_mixer,
     contract,
@@ -91,10 +90,6 @@ CONFIGS = {
     "efficient": EfficientConfig(kind="efficient", hidden_size=SIZE, num_heads=HEADS),
     "efficient-gated": EfficientConfig(
         kind="efficient", hidden_size=SIZE, num_heads=HEADS, gated=True, short_convolution=0, value_rank=5
-    ),
-    "static_kernel": StaticKernelConfig(kind="static_kernel", hidden_size=SIZE),
-    "static_kernel-random": StaticKernelConfig(
-        kind="static_kernel", hidden_size=SIZE, num_heads=HEADS, feature="gaussian", num_random=6, divisor="length"
     ),
     "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
     "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),

@@ -15,7 +15,6 @@ from dist_attn.mixers import (
     EfficientConfig,
     EluConfig,
     PerformerConfig,
-    StaticKernelConfig,
     build_mixer,
     redraw_pools,
 )
@@ -237,20 +236,6 @@ def test_bidirectional_efficient_over_ranks(documents: tuple[int, ...] | None) -
     for start, stop in pairwise((*((0,) if documents is None else documents), 20)):
         parts = (t[:, :, start:stop] for t in (q, k, v))
         assert_close(got[:, :, start:stop], _efficient_naive(*parts, causal=False))
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("divisor", ["weights", "length", "none"])
-def test_static_kernel_is_its_definition(divisor: str, bidirectional: bool) -> None:
-    """Outputs are phi(X) phi(X)^T X with phi = elu + 1, by sums of weights, numbers of tokens, or as printed."""
-    values = {"kind": "static_kernel", "hidden_size": SIZE, "divisor": divisor, "bidirectional": bidirectional}
-    mixer, x = build_mixer(StaticKernelConfig.model_validate(values)).double(), random_tensor(2, 70, SIZE, seed=8)
-    got, _ = mixer(x, LocalSequenceOps())
-    scores = (F.elu(x) + 1) @ (F.elu(x) + 1).transpose(-1, -2)
-    seen = torch.ones_like(scores) if bidirectional else torch.ones_like(scores).tril()
-    divisors = {"weights": scores * seen, "length": seen, "none": torch.full_like(scores, 1 / 70)}[divisor]
-    assert_close(got, (scores * seen) @ x / divisors.sum(-1, keepdim=True))
-    assert not list(mixer.parameters())
 
 
 @pytest.mark.parametrize(

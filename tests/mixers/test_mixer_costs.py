@@ -13,7 +13,6 @@ from dist_attn.errors import ConfigError, InputError
 from dist_attn.mixers import (
     BidirectionalConfig,
     ConvolutionConfig,
-    StaticKernelConfig,
     build_mixer,
     contract,
 )
@@ -30,9 +29,6 @@ WHOLE = {
         )
         for attention in ("rfa", "elu", "performer", "efficient", "scaleformer", "softmax")
     },
-    "static_kernel-all-keys": StaticKernelConfig(
-        kind="static_kernel", hidden_size=SIZE, num_heads=3, bidirectional=True
-    ),
 }
 ALL = CONFIGS | WHOLE
 KINDS = {*built_in_mixers()} - {"bidirectional"}
@@ -77,7 +73,7 @@ def test_forms_have_rows_of_their_own():
     found = {(one.kind, one.form): one for one in mixer_facts(4096, hidden_size=32, num_heads=4, ranks=4)}
     attentions = ("rfa", "elu", "performer", "efficient", "scaleformer", "softmax")
     assert {(kind, form) for kind, form in found if form} >= {
-        ("convolution", "centred"), ("static_kernel", "over all keys"),
+        ("convolution", "centred"),
         *(("bidirectional", attention) for attention in attentions),
     }  # fmt: skip
     assert not [key for key, facts in found.items() if key[1] and (facts.streams or facts.state_bytes)]

@@ -17,10 +17,6 @@ from tests.support.closeness import assert_close
 SIZE, LENGTH = 6, 40
 MIXERS = {
     "convolution, centred": {"kind": "convolution", "taps": 9, "centred": True},
-    "static kernel": {"kind": "static_kernel", "bidirectional": True, "num_heads": 2},
-    "static kernel, sums": {
-        "kind": "static_kernel", "bidirectional": True, "feature": "arc_cosine", "num_random": 7, "divisor": "none",
-    },
 }  # fmt: skip
 
 

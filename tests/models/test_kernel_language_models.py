@@ -18,7 +18,6 @@ MIXERS: dict[str, dict[str, Any]] = {
     "elu": {"kind": "elu"},
     "elu, gated": {"kind": "elu", "gated": True},
     "efficient": {"kind": "efficient"},
-    "static kernel": {"kind": "static_kernel"},
     "performer": {"kind": "performer", "num_random": 12},
 }
 

@@ -64,10 +64,6 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "efficient, gated": {
         "mixer": {"kind": "efficient", "num_heads": 2, "gated": True, "value_rank": 24, "short_convolution": 0}
     },
-    "static kernel": {"mixer": {"kind": "static_kernel", "num_heads": 1, "feature": "elu"}},
-    "static kernel, random features": {
-        "mixer": {"kind": "static_kernel", "num_heads": 4, "feature": "gaussian", "num_random": 16, "divisor": "length"}
-    },
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},

@@ -34,7 +34,6 @@ SMALL: Mapping[str, dict[str, Any]] = {
     "rfa_gate": {"num_random": 8},
     "scaleformer": {"reach": 3},
     "performer": {"num_random": 8},
-    "static_kernel": HEADS,
     "convolution": {"taps": 5},
     "mamba2": {"key_size": 8},
 }

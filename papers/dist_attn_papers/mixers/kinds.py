@@ -1,5 +1,5 @@
 """The papers' kinds of mixers, registered as they are read; no torch."""
 
-from dist_attn_papers.mixers import convolution_configs, state_space_configs
+from dist_attn_papers.mixers import convolution_configs, state_space_configs, static_kernel_config
 
-__all__ = ["convolution_configs", "state_space_configs"]
+__all__ = ["convolution_configs", "state_space_configs", "static_kernel_config"]

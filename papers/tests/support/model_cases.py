@@ -7,6 +7,10 @@ __all__ = ["PAPERS_CASES"]
 
 MIXERS.load_offered()
 PAPERS_CASES = {
+    "static kernel": {"mixer": {"kind": "static_kernel", "num_heads": 1, "feature": "elu"}},
+    "static kernel, random features": {
+        "mixer": {"kind": "static_kernel", "num_heads": 4, "feature": "gaussian", "num_random": 16, "divisor": "length"}
+    },
     "state space": {"mixer": {"kind": "s4d", "state_size": 12}},
     "low-rank state space": {"mixer": {"kind": "s4", "state_size": 8}},
     "full state space": {"mixer": {"kind": "lssl", "state_size": 6, "outputs": 2}},
