@@ -49,7 +49,7 @@ def plan(options: PlanOptions) -> None:
         if not 0 < gflops < float("inf"):
             raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
         rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
-    kind = MODELS.find(name) if (name := model_kind(folder)) in MODELS.names() else None
+    kind = MODELS.find(name) if (name := model_kind(folder)) else None
     if kind is not None and kind.plan is not None:
         if options.measure or options.exchange != "auto" or options.weights != "float32":
             raise InputError(

@@ -1,0 +1,16 @@
+"""The package's metadata: each kind that dist_attn knows as one of the papers is offered, and no other."""
+
+import tomllib
+from pathlib import Path
+
+from dist_attn.model_config.registry import PAPERS_KINDS
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def test_the_kinds_that_are_offered_are_those_that_are_known_as_the_papers() -> None:
+    """Entry points of mixers, models and data have the names that errors of dist_attn know."""
+    offers = PROJECT["entry-points"]
+    assert set(offers) == {"dist_attn.data", "dist_attn.mixers", "dist_attn.models", "dist_attn.tasks"}
+    assert {kind for group, kinds in offers.items() if group != "dist_attn.tasks" for kind in kinds} == PAPERS_KINDS
+    assert offers["dist_attn.tasks"].keys() == offers["dist_attn.models"].keys()
