@@ -135,7 +135,7 @@ class ContextParallel:
         """
         by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        known = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int64)
+        known = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int64, device="cpu")
         for parameter, ranks in zip(trained, self._comm.all_reduce_sum(known, label="gradients").tolist(), strict=True):
             if not ranks:
                 continue
