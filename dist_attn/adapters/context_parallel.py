@@ -4,6 +4,7 @@ The model stays transformers': its class, parameters and `state_dict`. What mixe
 ranks while it is called with what `ContextParallel.shard` made of a batch; see `adapters.binding`.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,7 +70,9 @@ class ContextParallel:
         self._model, self._comm, self._scale = base, comm, comm.size if reduction == "mean" else 1
         self._binding: Binding | None = bind(base)
         self._compute, self._carried, self._begun = base.forward, _Carried(), False
-        base.forward = partial(_forward, self)
+        forward: Any = partial(_forward, self)
+        forward.__signature__ = inspect.signature(base.forward)  # by which trainers choose what to hand over
+        base.forward = forward
         if hasattr(base, "prepare_inputs_for_generation"):  # it makes masks for the attention that there is
             base.prepare_inputs_for_generation = partial(_suspended, self, base.prepare_inputs_for_generation)
         self._recompute = _Recomputation(base)

@@ -291,12 +291,14 @@ class TorchDistCommunicator(Communicator):
 
 
 def communicator_of(group: Any, timeout_s: float = 300.0) -> TorchDistCommunicator:
-    """The communicator of a process group of torch.distributed, or of a device mesh of one dimension.
+    """The communicator of a process group of torch.distributed, of a device mesh of one dimension, or of all ranks.
 
     Over NCCL it is for this process's current GPU. The group stays the caller's.
 
     Raises: ConfigError for anything else.
     """
+    if group is None:
+        group = dist.group.WORLD
     if hasattr(group, "get_group"):
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):

@@ -37,7 +37,10 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/adding-a-mixer.md": (*[Elsewhere("tests/mixers/test_adding_a_mixer.py")] * 3,),
     "docs/adding-an-operation.md": (Elsewhere("tests/sharded/test_adding_an_operation.py"),),
     "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
-    "docs/how-to/train-your-model.md": (*[Elsewhere("tests/adapters/test_context_parallel_processes.py")] * 2,),
+    "docs/how-to/train-your-model.md": (
+        *[Elsewhere("tests/adapters/test_context_parallel_processes.py")] * 2,
+        Elsewhere("tests/adapters/test_trainer.py"),
+    ),
     "docs/how-to/client.md": (
         Run("python", says=(" tokens",)),
         Run(

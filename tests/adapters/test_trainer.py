@@ -1,0 +1,93 @@
+"""transformers' Trainer, TRL's SFTTrainer and peft over ranks, from their own packages: losses as without slices."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_attn import context_parallel
+from dist_attn.comm import Communicator, run_simulated
+from tests.adapters.test_context_parallel import LENGTHS, Gradients, assert_same, gradients, ids, made
+from tests.support.programs import free_port
+from tests.support.source_path import SOURCE_PATH
+
+pytestmark = pytest.mark.slow
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip where one of these is not installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
+
+
+def losses(folder: Path, *arguments: str, ranks: int = 1) -> list[float]:
+    """What `tests.support.trainer_run` prints."""
+    started = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
+    started = [*started, "--master-port", str(free_port())] if ranks > 1 else []
+    command = [sys.executable, *started, "-m", "tests.support.trainer_run", arguments[0], str(folder), *arguments[1:]]
+    path = os.pathsep.join([SOURCE_PATH, os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: list[float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    return found
+
+
+@needs("accelerate")
+def test_a_trainer_over_two_ranks(tmp_path: Path) -> None:
+    """Two ranks of one text have the losses of one process."""
+    want = losses(tmp_path / "alone", "qwen3_next")
+    assert losses(tmp_path / "ranks", "qwen3_next", "--slices", "2", ranks=2) == pytest.approx(want, rel=1e-5)
+
+
+@needs("accelerate")
+def test_a_trainer_over_rows_and_slices(tmp_path: Path) -> None:
+    """Two rows of two ranks have the losses of two processes that divide texts among them."""
+    want = losses(tmp_path / "rows", "mamba2", ranks=2)
+    assert losses(tmp_path / "both", "mamba2", "--slices", "2", ranks=4) == pytest.approx(want, rel=1e-5)
+
+
+@needs("accelerate", "trl", "datasets")
+def test_a_trainer_of_trl(tmp_path: Path) -> None:
+    """TRL's SFTTrainer over two ranks has the losses of one process."""
+    want = losses(tmp_path / "alone", "llama", "--sft")
+    assert losses(tmp_path / "ranks", "llama", "--sft", "--slices", "2", ranks=2) == pytest.approx(want, rel=1e-5)
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+def test_adapters_of_peft(kind: str) -> None:
+    """Low-rank adapters over frozen weights have the gradients of one process, also with layers computed again."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> torch.nn.Module:
+        names = ["q_proj", "v_proj", "in_proj_qkvz", "in_proj"]
+        model = get_peft_model(made(kind), LoraConfig(r=4, target_modules=names, lora_dropout=0.0)).train()
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(std=0.1, generator=generator)
+        return model
+
+    alone = adapted()
+    loss = alone(input_ids=ids(), labels=ids(), use_cache=False).loss
+    loss.backward()
+    models = [adapted() for _ in LENGTHS]
+
+    def on_rank(comm: Communicator) -> tuple[float, Gradients]:
+        model = models[comm.rank]
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        parallel = context_parallel(model, comm)
+        loss = model(**parallel.shard({"input_ids": ids(), "labels": ids()}, LENGTHS)).loss
+        loss.backward()
+        parallel.sum_gradients()
+        return loss.item(), gradients(model)
+
+    for got in run_simulated(on_rank, len(LENGTHS), timeout_s=60.0):
+        assert_same(got, (loss.item(), gradients(alone)))
