@@ -14,6 +14,7 @@ from dist_attn.commands.tables import Table, byte_size, print_tables
 from dist_attn.errors import CatalogueDamagedError, InputError, WireError
 from dist_attn.store import StateStore, StoreLimits
 from dist_attn.store.disk import CATALOGUE, RESERVE, SNAPSHOTS, DiskBlobs, DiskRecords, has_records
+from dist_attn.store.files import WRITING
 from dist_attn.store.private import make_private
 from dist_attn.wire.snapshot import PIECE_BYTES, Snapshot, SnapshotParser
 
@@ -156,10 +157,12 @@ async def _rebuild(folder: Path, aside: Path, caller: str) -> Repaired:
                 done.refused[path.name] = str(error)
                 continue
             seen.add(digest)
-            info = await store.snapshots.adopt(caller, path.name, digest, size)
-            session = await store.sessions.create(caller, label=f"restored {path.name}")
+            name = path.name.removesuffix(WRITING)  # a sound state that only its last name lacked
+            path.rename(path.with_name(name))
+            info = await store.snapshots.adopt(caller, name, digest, size)
+            session = await store.sessions.create(caller, label=f"restored {name}")
             await store.sessions.replace(caller, session.id, position, info.id, instead_of="")
-            done.sessions.append(RestoredSession(session.id, position, size, path.name))
+            done.sessions.append(RestoredSession(session.id, position, size, name))
     return done
 
 

@@ -19,7 +19,7 @@ import aiosqlite
 from dist_attn.errors import CatalogueDamagedError, StateDamagedError, StorageError
 from dist_attn.store.files import MAKE, WRITING, BlobFolder
 from dist_attn.store.ports import PIECE_BYTES, Blobs, BufferedTransaction, Records, RecordView
-from dist_attn.store.private import make_private, private_opener
+from dist_attn.store.private import make_private, private_opener, sync_folder
 
 T = TypeVar("T")
 
@@ -288,12 +288,15 @@ def _name_in(file: Path) -> str:
     if not file.exists():
         make_private(file.parent)
         name = secrets.token_hex(16)
-        beside = file.with_name(name + WRITING)
-        with open(beside, "x", opener=private_opener) as drawn:
-            drawn.write(name)
-            drawn.flush()
-            os.fsync(drawn.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(beside, file)
-        beside.unlink()
+        beside = file.with_name(f"{file.name}.{name}{WRITING}")
+        try:
+            with open(beside, "x", opener=private_opener) as drawn:
+                drawn.write(name)
+                drawn.flush()
+                os.fsync(drawn.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, file)
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_folder(file.parent)
     return file.read_text()

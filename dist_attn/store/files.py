@@ -6,6 +6,7 @@ program: nothing that a client chose reaches the file system.
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -17,6 +18,7 @@ from dist_attn.store.private import make_private, sync_folder
 
 MAKE = os.O_RDWR | os.O_CREAT
 WRITING = ".writing"  # behind the name of a blob that is there only once it is whole
+NAME = re.compile(r"[\w-]+(/[\w-]+)?(\.[a-z]+)?", re.ASCII)
 WANTED = ".wanted"  # behind the name of a blob: another writer waits for its lock
 
 
@@ -76,7 +78,12 @@ class BlobFolder:
         self.place = place
 
     def path(self, name: str) -> Path:
-        """The path of a blob, or of all blobs that are deleted together."""
+        """The path of a blob, or of all blobs that are deleted together.
+
+        Raises: ValueError for a name that would lead elsewhere.
+        """
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a blob")
         end = name.partition("/")[0].partition(".")[0][-2:]  # names have no dot, except before WRITING and WANTED
         return self.place / end / name
 
@@ -136,12 +143,13 @@ class BlobFolder:
             return not file.lock()
         return False
 
+    def delete_all(self, name: str) -> None:
+        """Remove the blobs that are deleted together, as far as they are there."""
+        shutil.rmtree(self.path(name), ignore_errors=True)
+
     def delete(self, name: str) -> None:
-        """Remove a blob, or those that are deleted together, as far as they are there."""
+        """Remove a blob, as far as it is there."""
         path = self.path(name)
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-            return
         for suffix in (WANTED, WRITING, ""):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 

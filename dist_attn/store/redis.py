@@ -24,6 +24,7 @@ ATTEMPTS = 200
 LONGEST_PAUSE_S = 0.05
 WRITING_TTL_S = 3600  # what a writer that died has left goes away by itself
 ANSWER_S = 10.0
+DONE_S = 600  # that a change leaves a mark of itself
 
 
 def connect(url: str) -> "redis.asyncio.Redis":
@@ -52,9 +53,13 @@ class RedisRecords(Records):
         self._names = _Names(namespace)
 
     async def transact(self, work: Callable[[BufferedTransaction], Awaitable[T]]) -> T:
-        """Run the work, again while others were faster."""
+        """Run the work, again while others were faster.
+
+        Changes leave a mark: where the answer to them was lost, redis-py says so as if another had been faster.
+        """
         import redis.exceptions
 
+        done = self._names.done(secrets.token_hex(16))
         with _refusals():
             for attempt in range(ATTEMPTS):
                 pipe: Any
@@ -64,9 +69,13 @@ class RedisRecords(Records):
                     result = await work(transaction)
                     pipe.multi()
                     self._write(pipe, transaction.changes)
+                    if transaction.changes:
+                        pipe.set(done, 1, ex=DONE_S)
                     try:
                         await pipe.execute()
                     except redis.exceptions.WatchError:
+                        if transaction.changes and await self._client.exists(done):
+                            return result
                         await asyncio.sleep(random.random() * min(LONGEST_PAUSE_S, 0.001 * (attempt + 1)))
                         continue
                     return result
@@ -182,6 +191,9 @@ class _Names:
         self.version = f"{self._root}:version"
         self.keys = f"{self._root}:keys"
         self.place = f"{self._root}:place"
+
+    def done(self, token: str) -> str:
+        return f"{self._root}:done:{token}"
 
     def record(self, key: str) -> str:
         return f"{self._root}:record:{key}"

@@ -115,7 +115,9 @@ class Snapshots:
                 record = changed(known, held_until=max(known.held_until, hold))
                 if known.blob == spoilt:  # the bytes that came now take the place of the damaged ones
                     record = changed(record, blob=blob)
-                ledger.dropped.append(blob if record.blob != blob else spoilt)
+                gone = spoilt if record.blob == blob else blob
+                if gone not in ("", record.blob):  # entered twice, where an answer was lost: nothing goes
+                    ledger.dropped.append(gone)
                 await ledger.save(name, record, known)
                 return record.info(name)
             if (await ledger.used(tag)).bytes + size > place.limits.tenant_bytes:

@@ -109,7 +109,9 @@ def test_engine_and_api_have_one_store() -> None:
     assert api["environment"]["DIST_ATTN_STORE__ADDRESS"].split(":-")[0] == named
     assert "api-data:/data" in api["volumes"] and "--data-dir=/data" in api["command"]
     assert folder == "/shared/states}" and "api-data:/shared" in engine["volumes"]
-    assert "state" in engine["networks"] and not SERVICES["encoder"]["environment"]
+    assert "state" in engine["networks"]
+    encoder = SERVICES["encoder"]  # keeps none, and reaches none
+    assert not encoder["environment"] and encoder["networks"] == ["engine"] and "/shared" not in str(encoder["volumes"])
     for image in ("engine", "engine-gpu"):
         assert "/shared" in image_of(image).last("RUN")
 

@@ -426,6 +426,19 @@ def test_what_another_process_has_written_is_taken_over(place):
     assert place.run(work)
 
 
+def test_taken_over_twice_nothing_goes(place):
+    """The same bytes entered again, as where an answer was lost, stay, and so do all others."""
+
+    async def work(store):
+        other = await kept(store, "bob", b"other")
+        blob = await _written_elsewhere(store, DATA, place.clock())
+        first, second = [await store.snapshots.take_over("ann", *blob) for _ in range(2)]
+        assert first == second and await store.snapshots.usage("ann") == Usage(len(DATA), 1)
+        return await read(store, "ann", first.id) + await read(store, "bob", other)
+
+    assert place.run(work) == DATA + b"other"
+
+
 def test_what_cannot_be_taken_over_leaves_nothing(place):
     """A state that is not here, too old to be kept from the sweep, too large, or over a quota is refused in words."""
 

@@ -22,11 +22,24 @@ def test_blobs_are_written_read_and_deleted(tmp_path: Path) -> None:
     blobs.append("two" + WRITING, b"half")
     blobs.path("one" + WANTED).touch()
     assert blobs.names() == ["job_1", "one", "two"]
-    for name in ("one", "two", "job_1", "job_2", "none"):
+    for name in ("one", "two", "none"):
         blobs.delete(name)
+    for name in ("job_1", "job_2"):
+        blobs.delete_all(name)
     assert blobs.names() == [] and not list(tmp_path.glob("*/*"))
     with pytest.raises(FileNotFoundError):
         blobs.read("one")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../one", "/one", "job_1/..", "job_1/../one", "job_1/a/b", "one\n"])
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    """Nothing is read, written or removed by a name that is none, above all not the whole folder."""
+    blobs = BlobFolder(tmp_path / "bytes")
+    blobs.put("one", b"kept")
+    for action in (blobs.delete, blobs.delete_all, blobs.read, blobs.size):
+        with pytest.raises(ValueError, match="is no name of a blob"):
+            action(name)
+    assert blobs.read("one") == b"kept"
 
 
 def test_a_blob_is_put_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import asyncio
 import builtins
+import contextlib
 import sys
 
 import pytest
 
 from dist_attn.errors import MissingExtraError, StorageError
 from dist_attn.store import Usage, open_store
+from dist_attn.store.open import open_records
 from tests.support.stores import started_redis, stream, why_no_redis
 
 pytestmark = pytest.mark.skipif(bool(why_no_redis()), reason=why_no_redis())
@@ -51,6 +53,52 @@ def test_a_server_that_goes_away_is_a_storage_error():
 
     with started_redis() as (url, process):
         assert asyncio.run(work(url, process)) == 4
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # redis-py leaves a broken one open
+def test_a_change_whose_answer_is_lost_is_made_once(tmp_path):
+    """Where the connection breaks between a change and its answer, the change is found made, and not made again."""
+
+    async def add(transaction):
+        count = int(await transaction.get("count") or b"0") + 1
+        transaction.put("count", str(count).encode())
+        return count
+
+    async def work(url):
+        lost, path, ended = [], str(tmp_path / "proxy.sock"), asyncio.Event()
+
+        async def pass_on(reader, writer):
+            answers, asks = await asyncio.open_unix_connection(url.removeprefix("unix://"))
+            back = asyncio.create_task(copy(answers, writer))
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while data := await reader.read(1 << 16):
+                    asks.write(data)
+                    if b"EXEC" in data and not lost:
+                        lost.append(data)
+                        back.cancel()
+                        await answers.read(1 << 16)
+                        break
+            back.cancel()
+            for end in (writer, asks):
+                end.close()
+                with contextlib.suppress(ConnectionError):
+                    await end.wait_closed()
+            ended.set()
+
+        async def copy(answers, writer):
+            while data := await answers.read(1 << 16):
+                writer.write(data)
+
+        async with await asyncio.start_unix_server(pass_on, path):
+            records = await open_records(f"unix://{path}")
+            counts = [await records.transact(add) for _ in range(2)]
+            ended.clear()
+            await records.close()
+            await ended.wait()
+        return len(lost), counts
+
+    with started_redis() as (url, _):
+        assert asyncio.run(work(url)) == (1, [1, 2])
 
 
 def test_two_replicas_share_sessions():

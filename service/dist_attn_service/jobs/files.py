@@ -157,5 +157,5 @@ class JobStore:
 
     async def remove(self, name: str) -> None:
         """Forget a job, with its files; states end by themselves."""
-        await beside(None, self.files.delete, name)
+        await beside(None, self.files.delete_all, name)
         await self.catalogue.remove(name)

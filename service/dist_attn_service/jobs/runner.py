@@ -270,7 +270,7 @@ class JobRunner:
         try:
             record = await self._catalogue.change(name, lambda record: record)
         except JobGone:
-            await beside(None, self._store.files.delete, name)
+            await beside(None, self._store.files.delete_all, name)
             return
         except ServiceError as error:  # then its lease ends
             self._log.warning("a job could not be stopped in the catalogue", job=name, error=str(error))

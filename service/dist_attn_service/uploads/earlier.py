@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from dist_attn.store.ledger import Record, Sums, all_records, all_values, name_in, of_tenant
+from dist_attn.store.ports import born_at
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
 from dist_attn_service.uploads.ledger import FileLedger, UploadRecord, Usage
@@ -49,8 +50,15 @@ async def forget_parts(catalogue: Catalogue, folder: ByteFolder) -> None:
     for name, record in (await all_records(catalogue.records, _Upload)).items():
         if record.state == "cancelled" or (record.state == "pending" and (record.kind == "parts" or record.writing)):
             await catalogue.change(partial(_forget, name=name))
+
+
+async def release_held(catalogue: Catalogue, folder: ByteFolder, born_before: float) -> None:
+    """Let go of what forms of replicas of before held, began before that time and do not write any more.
+
+    Raises: as `forget_parts`.
+    """
     for blob in map(name_in, await all_values(catalogue.records, "held/")):
-        if not await folder.is_written(blob):
+        if born_at(blob) <= born_before and not await folder.is_written(blob):
             await catalogue.change(partial(_release, blob=blob))
 
 

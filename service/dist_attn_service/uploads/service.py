@@ -124,6 +124,8 @@ class FileService:
             if announced is not None and begin + announced > record.length:
                 raise _too_long(record.length)
             await writer.cut(begin)
+            if begin > record.synced:  # what a process that died has written may be in the system's memory alone
+                await writer.sync()
             await self._record_synced(caller, name, begin)
             if reader is not None:
                 writer.on_flushed = reader.reached

@@ -13,6 +13,7 @@ from dist_attn.store.ports import born_at
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
+from dist_attn_service.uploads.earlier import release_held
 from dist_attn_service.uploads.ledger import FileLedger, FileRecord, UploadRecord
 from dist_attn_service.uploads.reservations import Reservations
 
@@ -51,6 +52,7 @@ class UploadUpkeep:
         change = self._catalogue.change
         pages = await every_page(lambda after: change(lambda ledger: _end_expired(ledger, after, until)))
         ended = sum(pages, Counter[str]())
+        await release_held(self._catalogue, self._folder, self._catalogue.clock() - BEGINNING_S)
         return Swept(ended["upload"], ended["file"], await self._give_up_unwritten() + await self._remove_unknown())
 
     async def repeat(self, every_s: float, log: Log) -> None:
