@@ -154,6 +154,9 @@ class BlobFolder:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """The names of all blobs in order, also of half-written ones and of those of which only a mark is left."""
+        """The names of all blobs in order, also of half-written ones and of those of which only a mark is left.
+
+        Files with other names are not ours, such as those of which NFS keeps what was deleted while it was open.
+        """
         names = (path.name.removesuffix(WRITING).removesuffix(WANTED) for path in self.place.glob("??/*"))
-        return sorted(set(names))
+        return sorted({name for name in names if NAME.fullmatch(name)})
