@@ -29,6 +29,7 @@ RESULTS = "benchmarks/results"
 RENDERED = ROOT / "build/results"
 SOURCES = ("", "service", "client", "papers")
 PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
+PAPERS = "papers/docs"
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=[\s)])")
 _FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
@@ -66,7 +67,7 @@ def _spread(entry: Any) -> Any:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """What the pages link to outside docs/ joins the site, and so do all filed results."""
     wanted = {ROOT / name for name in PROJECT_PAGES}
-    wanted |= {ROOT / RESULTS / "README.md", *RENDERED.iterdir()}
+    wanted |= {ROOT / RESULTS / "README.md", *RENDERED.iterdir(), *(ROOT / PAPERS).glob("*.md")}
     pages = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
     for page in [*pages, *(path for path in wanted if path.suffix == ".md")]:
         text = _FENCE.sub("", page.read_text())

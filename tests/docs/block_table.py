@@ -1,4 +1,4 @@
-"""What is done with every code block of README.md and docs/, page by page in the order of the blocks."""
+"""What is done with every code block of README.md, docs/ and papers/docs/, page by page in the order of the blocks."""
 
 from collections.abc import Mapping
 
@@ -191,5 +191,11 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("python", instead={"window=128": "window=64"}, says=("1.00  byte ",)),
         Run("python", says=("9000 tokens are read", "--- 2:", "still stands at 9000", "bytes hold all of it")),
         Run("shell", before="state"),
+    ),
+    "papers/README.md": (Run("syntax"),),
+    "papers/docs/million.md": (DRAWING,),
+    "papers/docs/models.md": (
+        Elsewhere("papers/tests/test_encoder_decoder.py"),
+        Not("it needs trained models; papers/tests/test_search_text.py reads such a folder"),
     ),
 }

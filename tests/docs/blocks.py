@@ -1,4 +1,4 @@
-"""Code blocks of README.md and docs/, and what the table says of each: how a test runs it, or why none can.
+"""Code blocks of README.md, docs/ and papers/docs/, and how a test runs each, or why none can.
 
 `make docs-blocks` (`python -m tests.docs.blocks`) prints the list.
 """
@@ -86,8 +86,9 @@ Treatment = Run | Elsewhere | Not
 
 
 def pages() -> list[Path]:
-    """All pages whose blocks are looked at; those of the reference are written from the code."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """All pages whose links and blocks are looked at; those of the reference are written from the code."""
+    papers = [ROOT / "papers/README.md", *sorted((ROOT / "papers/docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *papers]
 
 
 def blocks_of(page: Path) -> list[Block]:
