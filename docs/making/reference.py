@@ -150,28 +150,30 @@ def http_page() -> str:
         f"`model`, in nearly all of them, is {MODEL_WORDS}.",
         "Every refusal is a [Problem](#problem). `GET /` and `/page/…` are the [web page](../page.md).\n",
     ]
-    groups: dict[str, list[str]] = {}
-    for path, operations in document["paths"].items():
-        for method in METHODS:
-            if method in operations:
-                operation = operations[method]
-                groups.setdefault(operation.get("tags", ["other"])[0], []).append(_route(path, method, operation))
-    for tag, routes in groups.items():
-        parts += [f"## {tag}\n", *routes]
     shapes = document["components"]["schemas"]
     sent = _sent(document)
-    parts += ["## Shapes of requests\n"]
+    told: dict[str, str] = {}
+    requests: list[str] = []
     shared = {kind.__name__: kind for kind in (HowSoon, DrawingOptions, AnswerOptions, NeutralDrawing)}
     own = {name: set(kind.__annotations__) for name, kind in shared.items()}
     complete = shapes["CompletionRequest"]["properties"]
     for name, kind in shared.items():
         fields = {field: complete[field] for field in kind.__annotations__}
-        parts.append(_request(name, {"description": kind.__doc__, "properties": fields}, ()))
+        requests.append(_request(name, {"description": kind.__doc__, "properties": fields}, (), told))
     for name in sorted(sent):
         fields = shapes[name].get("properties", {})
         has = [each for each, names in own.items() if all(fields.get(one) == complete[one] for one in names)]
         left = {field: value for field, value in fields.items() if not any(field in own[each] for each in has)}
-        parts.append(_request(name, {**shapes[name], "properties": left}, has))
+        requests.append(_request(name, {**shapes[name], "properties": left}, has, told))
+    groups: dict[str, list[str]] = {}
+    for path, operations in document["paths"].items():
+        for method in METHODS:
+            if method in operations:
+                operation = operations[method]
+                groups.setdefault(operation.get("tags", ["other"])[0], []).append(_route(path, method, operation, told))
+    for tag, routes in groups.items():
+        parts += [f"## {tag}\n", *routes]
+    parts += ["## Shapes of requests\n", *requests]
     parts += ["## Shapes of answers\n"]
     parts += [_answer(name, shapes[name]) for name in sorted(shapes.keys() - sent)]
     return "\n".join(parts)
@@ -189,15 +191,26 @@ def _sent(document: dict[str, Any]) -> set[str]:
     return found
 
 
-def _route(path: str, method: str, operation: dict[str, Any]) -> str:
+def _once(lines: Sequence[str], told: dict[str, str], name: str = "") -> list[str]:
+    """Lines of which several that one shape has told before are a link to it; `told` notes what `name` tells first."""
+    here: list[str] = []
+    elsewhere: dict[str, list[str]] = {}
+    for line in lines:
+        first = told.setdefault(line, name) if name else told.get(line, name)
+        (here if first == name else elsewhere.setdefault(first, [])).append(line)
+    for shape, again in elsewhere.items():
+        names = ", ".join(line.split()[1].rstrip(":") for line in again)
+        here += [f"* {names}: as in [{shape}](#{shape.lower()})"] if len(again) > 1 else again
+    return here
+
+
+def _route(path: str, method: str, operation: dict[str, Any], told: dict[str, str]) -> str:
     parts = [f"### {method.upper()} `{path}`\n", _sentence(operation.get("description") or operation["summary"]) + "\n"]
     given = [one for one in operation.get("parameters", ()) if one["in"] != "path"]
     given = [one for one in given if one["schema"].get("description") != MODEL_WORDS]
     if given:
-        parts.append(
-            "\n".join(_field(f"{one['name']}", one["schema"], "header" * (one["in"] == "header")) for one in given)
-            + "\n"
-        )
+        lines = [_field(one["name"], one["schema"], "header" * (one["in"] == "header")) for one in given]
+        parts.append("\n".join(_once(lines, told)) + "\n")
     answers = [
         f"{'' if status == '200' else status} {_content(answer.get('content', {}))}".strip()
         for status, answer in operation.get("responses", {}).items()
@@ -216,16 +229,13 @@ def _content(content: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
-def _request(name: str, shape: dict[str, Any], shared: Sequence[str]) -> str:
+def _request(name: str, shape: dict[str, Any], shared: Sequence[str], told: dict[str, str]) -> str:
     fields, needed = shape["properties"], shape.get("required", ())
     fields = {field: value for field, value in fields.items() if value.get("description") != MODEL_WORDS}
     unused = [f"`{field}`" for field, value in fields.items() if value.get("description", "").startswith(NOT_LOOKED_AT)]
     lines = [f"* All of {', '.join(f'[{each}](#{each.lower()})' for each in shared)}."] if shared else []
-    lines += [
-        _field(field, value, "needed" * (field in needed))
-        for field, value in fields.items()
-        if f"`{field}`" not in unused
-    ]
+    kept = {field: value for field, value in fields.items() if f"`{field}`" not in unused}
+    lines += _once([_field(field, value, "needed" * (field in needed)) for field, value in kept.items()], told, name)
     lines += [f"* {', '.join(unused)}: taken and {NOT_LOOKED_AT}"] if unused else []
     return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n" + "\n".join(lines) + "\n"
 
