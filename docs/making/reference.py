@@ -21,6 +21,20 @@ FOLDER = Path("docs/reference")
 NOT_LOOKED_AT = "not looked at"
 SHARED_BY = 3  # commands with the very same option, which is then told once
 LARGE = 1 << 53  # numbers beyond which a bound is no news
+BEHAVIOUR = {
+    "completions": "completions",
+    "chat": "chats",
+    "encodings": "encodings",
+    "embeddings": "embeddings",
+    "tokens": "tokenise-and-detokenise",
+    "jobs": "jobs-work-that-outlives-its-connection",
+    "search": "search-passages-that-answer-a-query",
+    "sessions": "sessions",
+    "files": "files-and-uploads",
+    "uploads": "files-and-uploads",
+    "models": "two-models",
+}
+"""By tag of routes: the section of service.md that says how they behave."""
 METHODS = ("get", "head", "post", "put", "patch", "delete", "options")
 NOTE = "<!-- Written by `python -m docs.making.reference`; a test compares it with the code. -->\n"
 
@@ -172,7 +186,8 @@ def http_page() -> str:
                 operation = operations[method]
                 groups.setdefault(operation.get("tags", ["other"])[0], []).append(_route(path, method, operation, told))
     for tag, routes in groups.items():
-        parts += [f"## {tag}\n", *routes]
+        more = BEHAVIOUR.get(tag)
+        parts += [f"## {tag}\n", *([f"Behaviour: [{tag}](service.md#{more}).\n"] if more else []), *routes]
     parts += ["## Shapes of requests\n", *requests]
     parts += ["## Shapes of answers\n"]
     parts += [_answer(name, shapes[name]) for name in sorted(shapes.keys() - sent)]
