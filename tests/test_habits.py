@@ -25,7 +25,7 @@ def test_every_make_target_has_a_line_of_help() -> None:
 
 def test_no_page_or_message_installs_from_an_index() -> None:
     """No package index has this project, so nothing tells people to `pip install dist-attn`, with extras or without."""
-    places = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    places = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("papers/**/*.md")]
     places += [
         path
         for tree in ("dist_attn", "client", "service", "benchmarks", "papers")
