@@ -1,0 +1,185 @@
+"""Checks for whoever cuts a sequence across ranks: mixers, and other implementations of context parallelism.
+
+`check_context_parallel` runs a function over simulated ranks in the cuts, with the documents and states, at which such
+implementations go wrong, against the same function on one rank, and names what is broken:
+
+    cut         outputs differ where slices are uneven
+    empty       ... where a rank has no tokens
+    halo        ... where slices are shorter than what a convolution looks back over
+    order       ... and are those of ranks in another order
+    leak        tokens of one document change another one, or have a gradient from it
+    documents   outputs of packed documents are not those of each by itself
+    state       a state before the first token is left out, or the state after the last one is not that of one rank
+    gradient    gradients of inputs, parameters or of the state before, added up over ranks, are not those of one rank
+    hang        ranks did not make the same exchanges
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import CommError, DistAttnError
+from dist_attn.layout import SequenceLayout
+from dist_attn.mixers.contract import check_mixer
+
+__all__ = ["Forward", "Subject", "check_context_parallel", "check_mixer", "context_parallel_faults"]
+
+Forward = Callable[
+    [Communicator, SequenceLayout, Tensor, Tensor | None, Sequence[Tensor]], tuple[Tensor, Tensor | None]
+]
+"""This rank's outputs [B, L local, D'] and the state after the last global token, from its slice [B, L local, D], the
+state before the first one, which is None where nothing came before, and the parameters."""
+# Outputs and states of the ranks; for each loss the gradients of x, the parameters and the state before, added up.
+Found = tuple[list[Tensor], list[Tensor | None], list[list[Tensor]]]
+
+CUTS = {
+    "cut": ((20, 9, 32), (1, 40, 20)),
+    "empty": ((20, 0, 41), (0, 61, 0)),
+    "halo": ((58, 1, 1, 1), (1, 1, 1, 58)),
+}
+STARTS = ((0, 20, 33), (7, 29, 30, 60))  # at cuts and off them; tokens before the first one go on from the state
+DOCUMENT_CUTS = ((20, 9, 32), (20, 0, 41), (58, 1, 1, 1))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: the function, its input [B, 61, D] in float64, and parameters and a state with gradients.
+
+    Without `state` nothing is asked about states. `packs`: it takes packed documents, which the layout tells.
+    """
+
+    forward: Forward
+    x_BLD: Tensor
+    parameters: Sequence[Tensor] = ()
+    state: Tensor | None = None
+    packs: bool = True
+    tolerance: float = 1e-9
+
+
+def check_context_parallel(subject: Subject) -> None:
+    """Raise AssertionError with the names of all that is broken; see `context_parallel_faults`."""
+    faults = context_parallel_faults(subject)
+    if faults:
+        raise AssertionError("; ".join(f"{name}: {words}" for name, words in faults.items()))
+
+
+def context_parallel_faults(subject: Subject) -> dict[str, str]:
+    """What is broken, by name, and the first case in which it showed; empty where nothing is."""
+    faults: dict[str, str] = {}
+    for name, words in (*_of_one_text(subject), *(_of_documents(subject) if subject.packs else ())):
+        faults.setdefault(name, words)
+    return faults
+
+
+def _of_one_text(subject: Subject) -> Iterator[tuple[str, str]]:
+    total = subject.x_BLD.shape[1]
+    for before in (None, subject.state) if subject.state is not None else (None,):
+        want = _run(subject, SequenceLayout((0, total)), before)
+        assert not isinstance(want, str), want
+        for name, cuts in CUTS.items():
+            for lengths in cuts:
+                where = f"slices of {lengths} tokens{' from a state' * (before is not None)}"
+                got = _run(subject, SequenceLayout.from_lengths(lengths), before)
+                if isinstance(got, str):
+                    yield "hang", f"{where}: {got}"
+                    continue
+                yield from _differences(subject, name, where, got, want, before is not None)
+
+
+def _differences(
+    subject: Subject, name: str, where: str, got: Found, want: Found, from_state: bool
+) -> Iterator[tuple[str, str]]:
+    out_BLD, want_BLD = torch.cat(got[0], dim=1), want[0][0]
+    if out_BLD.shape != want_BLD.shape:
+        yield name, f"{where}: outputs have shape {list(out_BLD.shape)} in place of {list(want_BLD.shape)}"
+        return
+    if not _near(out_BLD, want_BLD, subject.tolerance):
+        turned = torch.cat(got[0][::-1], dim=1)
+        named = "order" if _near(turned, want_BLD, subject.tolerance) else "state" if from_state else name
+        yield named, f"{where}: outputs are off by {float((out_BLD - want_BLD).abs().max()):.1e}"
+    for rank, state in enumerate(got[1]):
+        wanted = want[1][0]
+        kept = wanted is None or (state is not None and _near(state, wanted, subject.tolerance))
+        if subject.state is not None and not kept:
+            yield "state", f"{where}: the state after is another one on rank {rank}"
+    names = ["x", *(f"parameter {n}" for n in range(len(subject.parameters))), "the state before"]
+    for of, mine, theirs in zip(names, got[2][0], want[2][0], strict=False):
+        if not _near(mine, theirs, 10 * subject.tolerance):
+            yield "gradient", f"{where}: the gradient of {of} is off by {float((mine - theirs).abs().max()):.1e}"
+
+
+def _of_documents(subject: Subject) -> Iterator[tuple[str, str]]:
+    total = subject.x_BLD.shape[1]
+    for starts in STARTS:
+        edges = [*([] if starts[0] == 0 else [0]), *starts, total]
+        parts = [_run(subject, SequenceLayout((0, b - a)), None, tokens=slice(a, b)) for a, b in pairwise(edges)]
+        want_BLD = torch.cat([part[0][0] for part in parts if not isinstance(part, str)], dim=1)
+        for lengths in DOCUMENT_CUTS:
+            where = f"documents at {starts} in slices of {lengths} tokens"
+            layout = SequenceLayout.from_lengths(lengths, starts)
+            got = _run(subject, layout, None, losses=[slice(*edge) for edge in pairwise(edges)])
+            if isinstance(got, str):
+                yield "hang", f"{where}: {got}"
+                continue
+            out_BLD = torch.cat(got[0], dim=1)
+            for document, (start, stop) in enumerate(pairwise(edges)):
+                outside_L = got[2][document][0].abs().sum((0, 2))
+                outside_L[start:stop] = 0
+                if bool(outside_L.any()):
+                    token = int(outside_L.nonzero()[0])
+                    yield "leak", f"{where}: document {document} has a gradient for token {token}, of another one"
+                if not _near(out_BLD[:, start:stop], want_BLD[:, start:stop], subject.tolerance):
+                    yield "documents", f"{where}: document {document} is not what it is by itself"
+
+
+def _run(
+    subject: Subject,
+    layout: SequenceLayout,
+    before: Tensor | None,
+    *,
+    tokens: slice = slice(None),
+    losses: Sequence[slice] = (),
+) -> Found | str:
+    """Outputs, states and gradients over ranks; in words why there are none.
+
+    Gradients are those of all outputs and the state after, or of the outputs of each of these tokens.
+    """
+    x_BLD = subject.x_BLD[:, tokens].detach()
+
+    def on_rank(comm: Communicator) -> tuple[Tensor, Tensor | None, list[list[Tensor]]]:
+        start, stop = layout.range(comm.rank)
+        mine, *parameters = (t.detach().clone().requires_grad_() for t in (x_BLD, *subject.parameters))
+        state = None if before is None else before.detach().clone().requires_grad_()
+        leaves = [mine, *parameters] if state is None else [mine, *parameters, state]
+        out_BLD, after = subject.forward(comm, layout, mine[:, start:stop], state, parameters)
+        measured = out_BLD.sin() + out_BLD.square()
+        parts = [measured[:, max(at.start - start, 0) : max(at.stop - start, 0)].sum() for at in losses]
+        if not parts:
+            parts = [measured.sum() if after is None else measured.sum() + after.square().sum() / comm.size]
+        grads = [
+            list(torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True))
+            for loss in parts
+        ]
+        return out_BLD.detach(), None if after is None else after.detach(), grads
+
+    try:
+        ranks = run_simulated(on_rank, layout.size, timeout_s=20.0)
+    except CommError as error:
+        return str(error).partition("\n")[0]
+    except (DistAttnError, RuntimeError, ValueError, IndexError) as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    gradients = [
+        [torch.stack(parts).sum(0) for parts in zip(*of_ranks, strict=True)]
+        for of_ranks in zip(*(grads for _, _, grads in ranks), strict=True)
+    ]
+    return [out for out, _, _ in ranks], [after for _, after, _ in ranks], gradients
+
+
+def _near(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    if got.shape != want.shape or not got.numel():
+        return got.shape == want.shape
+    return float((got - want).abs().max()) <= tolerance * (1 + float(want.abs().max()))
