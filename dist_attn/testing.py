@@ -47,7 +47,7 @@ DOCUMENT_CUTS = ((20, 9, 32), (20, 0, 41), (58, 1, 1, 1))
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: the function, its input [B, 61, D] in float64, and parameters and a state with gradients.
+    """A subject of checks: the function, its input [B, 61, D] in float64, and parameters and a state with gradients.
 
     Without `state` nothing is asked about states. `packs`: it takes packed documents, which the layout tells.
     """
@@ -68,7 +68,7 @@ def check_context_parallel(subject: Subject) -> None:
 
 
 def context_parallel_faults(subject: Subject) -> dict[str, str]:
-    """What is broken, by name, and the first case in which it showed; empty where nothing is."""
+    """Each fault by its name, with the first case in which it showed; empty where there is none."""
     faults: dict[str, str] = {}
     for name, words in (*_of_one_text(subject), *(_of_documents(subject) if subject.packs else ())):
         faults.setdefault(name, words)
