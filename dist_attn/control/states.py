@@ -102,6 +102,9 @@ class States:
             self._restore(request, fetched)
         except (DistAttnError, OSError) as error:
             self._requests.fail(request, _code_of(error), f"{error}")
+        except Exception as error:  # no memory, or a bug of ours, which ends this request and not the engine
+            log.exception("a state could not be begun with", request=request.request_id)
+            self._requests.fail(request, Code.ENGINE_FAILED, f"the state to begin with could not be used: {error!r}")
         else:
             self._requests.grant(request)
             self.settle(request)

@@ -254,6 +254,21 @@ def test_a_state_that_is_not_there_as_it_was_stored_ends_its_request():
         nothing_is_left(engine)
 
 
+@pytest.mark.parametrize("error", [ValueError("no such member"), MemoryError()])
+def test_an_error_that_nobody_foresaw_ends_its_request_alone(monkeypatch, error):
+    """Whatever comes of reading a state, the engine goes on with the others."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(20), 700).open()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.states, "fetch", lambda number, begin, most, then: then(error))
+        run_to_the_end(engine, [client])
+    other = Client(engine, "other", np.arange(3000) % 900, 700, draws=3).open()
+    run_to_the_end(engine, [other])
+    assert client.failed.code == "engine_failed" and type(error).__name__ in client.failed.message
+    other.check()
+    nothing_is_left(engine)
+
+
 def test_a_session_whose_store_is_slow_rests(monkeypatch):
     """Not more states wait to be stored than a few; the session goes on with the store, and they come in order."""
     engine = Engine()
