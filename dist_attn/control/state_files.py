@@ -4,6 +4,7 @@ States that requests begin with come from the store, and those that are handed o
 """
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -11,13 +12,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple, TypeVar, final
 
 import structlog
 
 from dist_attn.control.processes import PrivateFolder
 from dist_attn.control.store_workers import StoreWorkers
-from dist_attn.errors import StateDamagedError
+from dist_attn.errors import StateDamagedError, StorageError
 from dist_attn.store.ports import PIECE_BYTES, Blobs, new_name
 from dist_attn.store.private import make_private
 from dist_attn.wire.messages import BeginState
@@ -52,6 +54,7 @@ class StateFiles:
         self._own = PrivateFolder(folder, PREFIX)  # of each controller, and gone with it
         self.folder = self._own.path
         self._store = store
+        self._given_up: dict[int, Event] = {}  # by request, of the copy from or to the store that was begun last
         self.place = ""
         """The name of the place of the stored states, once it is known."""
         store.run(lambda blobs: blobs.place(), self._found)
@@ -90,7 +93,8 @@ class StateFiles:
 
         `then` gets its header, or a StorageError, WireError or another exception; `max_bytes` as for SnapshotParser.
         """
-        self._store.run(partial(_fetch, begin, self._begin(request), max_bytes), then)
+        given_up = self._given_up[request] = Event()
+        self._store.run(partial(_fetch, begin, self._begin(request), max_bytes, given_up), then, given_up)
 
     def begun(self, request: int) -> bool:
         """Make the state that was fetched the request's last one; false if it cannot be."""
@@ -114,11 +118,16 @@ class StateFiles:
 
     def put(self, request: int, ordinal: int, then: Then[StoredBlob]) -> None:
         """Write a state that `hold` keeps to the store, durably; `then` gets its blob, or an exception."""
-        self._store.run(partial(_put, self._held(request, ordinal)), then)
+        given_up = self._given_up[request] = Event()
+        self._store.run(partial(_put, self._held(request, ordinal), given_up), then, given_up, self._came_late)
 
     def discard(self, blob: str) -> None:
         """Delete a state in the store that nobody was told of; upkeep does where this fails."""
         self._store.run(lambda blobs: blobs.delete(blob), lambda _: None)
+
+    def _came_late(self, stored: StoredBlob | Exception) -> None:
+        if isinstance(stored, StoredBlob):
+            self.discard(stored.name)
 
     def _found(self, place: str | Exception) -> None:
         if isinstance(place, str):
@@ -145,7 +154,9 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
     def drop(self, request: int) -> None:
-        """Remove the request's files."""
+        """Remove the request's files, and give up what is under way from or to the store."""
+        if given_up := self._given_up.pop(request, None):
+            given_up.set()
         for path in [*self.folder.glob(f"{request}.*")]:
             path.unlink(missing_ok=True)
 
@@ -169,11 +180,12 @@ class StateFiles:
         return self.folder / f"{request}.state"
 
 
-async def _fetch(begin: BeginState, file: Path, max_bytes: int, blobs: Blobs) -> SnapshotHeader:
+async def _fetch(begin: BeginState, file: Path, max_bytes: int, given_up: Event, blobs: Blobs) -> SnapshotHeader:
     """Copy a stored state to a file, and check it there, where its digest is known; a thread of its own does this."""
     digest, left = hashlib.sha256(), begin.num_bytes
     with open(file, "wb") as copy:  # noqa: ASYNC230
         async for piece in blobs.read(begin.blob):
+            _go_on(given_up)
             digest.update(piece)
             left -= len(piece)
             if left < 0:
@@ -190,20 +202,27 @@ async def _fetch(begin: BeginState, file: Path, max_bytes: int, blobs: Blobs) ->
     return parser.finish().header
 
 
-async def _put(file: Path, blobs: Blobs) -> StoredBlob:
+async def _put(file: Path, given_up: Event, blobs: Blobs) -> StoredBlob:
     """Write a file to the store as a new blob, and remove it."""
     name, digest, size = new_name(time.time()), hashlib.sha256(), 0
 
     async def measured() -> AsyncIterator[bytes]:
         nonlocal size
         for piece in _pieces(file):
+            _go_on(given_up)
             digest.update(piece)
             size += len(piece)
             yield piece
 
     await blobs.write(name, measured())
-    os.unlink(file)
+    with contextlib.suppress(FileNotFoundError):  # it was dropped meanwhile
+        os.unlink(file)
     return StoredBlob(name, digest.hexdigest(), size)
+
+
+def _go_on(given_up: Event) -> None:
+    if given_up.is_set():
+        raise StorageError("nobody waits for this state any more")
 
 
 async def _place_later(blobs: Blobs) -> str:

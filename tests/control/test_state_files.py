@@ -3,16 +3,20 @@
 import asyncio
 import hashlib
 import select
+import subprocess
+import sys
+import threading
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from dist_attn.control.state_files import PREFIX, StateFiles
-from dist_attn.control.store_workers import StoreWorkers
+from dist_attn.control.state_files import PREFIX, StateFiles, StoredBlob
+from dist_attn.control.store_workers import AT_ONCE, StoreWorkers
 from dist_attn.errors import StateDamagedError, StorageError, WireError
 from dist_attn.store.disk import DiskBlobs
+from dist_attn.store.files import BlobFolder
 from dist_attn.wire.messages import BeginState
 from tests.support.fake_rank import fake_snapshot
 from tests.support.states import MemoryStates
@@ -155,6 +159,13 @@ def _heard(keeper, begin):
     return came[0]
 
 
+def _await_place(keeper):
+    """Have it learn the name of its store."""
+    while not keeper.place:
+        select.select([keeper._store], [], [], 1)
+        keeper._store.take_results()
+
+
 def _stored(keeper, data, request=1, ordinal=1):
     """The blob of a state that a rank has saved."""
     keeper.append(request, ordinal, 0, data)
@@ -230,11 +241,113 @@ def test_a_store_that_does_not_answer_has_a_deadline(tmp_path, monkeypatch):
             assert isinstance(error, StorageError) and "over 0.05 s" in str(error)
 
 
+def _blobs(folder):
+    """The files of all blobs in the store beside a keeper, half-written ones too."""
+    return [*(folder / "store").glob("snapshots/*/*")]
+
+
+@pytest.mark.parametrize("hanging", ["finish", "close"])
+def test_a_store_that_hangs_has_a_deadline(tmp_path, monkeypatch, hanging):
+    """No call that hangs in the system is waited for, nor the thread that it keeps; a blob that comes late goes."""
+    released, finish = threading.Event(), BlobFolder.finish
+
+    def slow(self, name, file):
+        finish(self, name, file)
+        released.wait()
+
+    async def never(self):
+        await asyncio.to_thread(released.wait)
+
+    with _files(tmp_path, deadline_s=2) as keeper:
+        _await_place(keeper)
+        if hanging == "finish":
+            monkeypatch.setattr(BlobFolder, "finish", slow)
+        else:
+            monkeypatch.setattr(DiskBlobs, "close", never)
+        try:
+            for ordinal in range(AT_ONCE + 1):
+                keeper.append(1, ordinal, 0, b"ab")
+                assert _commit(keeper, 1, ordinal, 2) and keeper.hold(1, ordinal)
+            came = []
+            for ordinal in range(AT_ONCE):
+                keeper.put(1, ordinal, came.append)
+            _heard(keeper, lambda then: keeper.put(1, AT_ONCE, then))
+            assert len(came) == AT_ONCE and _blobs(tmp_path)
+            assert all(isinstance(error, StorageError) and "over 2 s" in str(error) for error in came)
+        finally:
+            released.set()
+        deadline = time.monotonic() + 60
+        while _blobs(tmp_path) and time.monotonic() < deadline:
+            select.select([keeper._store], [], [], 0.1)
+            keeper._store.take_results()
+        assert not _blobs(tmp_path) and len(came) == AT_ONCE
+
+
+def test_a_store_that_hangs_lets_its_process_end(tmp_path):
+    """No thread of the store is waited for at the end."""
+    script = f"""
+import asyncio, select, threading
+from dist_attn.control.store_workers import StoreWorkers
+
+async def hang(_):
+    await asyncio.to_thread(threading.Event().wait)
+
+workers, came = StoreWorkers({str(tmp_path)!r}, 0.1), []
+workers.run(hang, came.append)
+while not came:
+    select.select([workers], [], [], 0.1)
+    workers.take_results()
+workers.close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_copies_that_nobody_waits_for_keep_nobody_waiting(tmp_path, monkeypatch):
+    """Who cancels gives the threads back, whether the copy waits or is under way."""
+
+    async def endless(*_):
+        while True:
+            await asyncio.sleep(0)
+            yield b""
+
+    monkeypatch.setattr(DiskBlobs, "read", endless)
+    with _files(tmp_path) as keeper:
+        came = []
+        for request in range(2, 2 + 3 * AT_ONCE):
+            keeper.fetch(request, BeginState(700, "00" * 21, "00" * 32, 200), 1 << 20, came.append)
+        for request in range(2, 2 + 3 * AT_ONCE):
+            keeper.drop(request)
+        assert _stored(keeper, b"ab").num_bytes == 2
+        while len(came) < 3 * AT_ONCE:
+            select.select([keeper._store], [], [], 1)
+            keeper._store.take_results()
+        assert all(isinstance(error, StorageError) for error in came)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_state_that_is_dropped_while_it_is_written_leaves_no_blob(tmp_path, monkeypatch, written):
+    """It is written no further; where it was written already its blob is told, to be discarded."""
+    write = DiskBlobs.write
+
+    async def drop(self, name, pieces):
+        async def after_drop():
+            async for piece in pieces:
+                if not written:
+                    keeper.drop(1)
+                yield piece
+
+        await write(self, name, after_drop())
+        keeper.drop(1)
+
+    monkeypatch.setattr(DiskBlobs, "write", drop)
+    with _files(tmp_path) as keeper:
+        stored = _stored(keeper, bytes(3 << 20))
+        assert isinstance(stored, StoredBlob) is written and len(_blobs(tmp_path)) == written
+
+
 def test_a_store_is_known_by_a_name(tmp_path):
     """All that use a place learn the same name of it, whoever comes first; another place has another one."""
     with _files(tmp_path) as one, _files(tmp_path) as two, _files(tmp_path, "other") as other:
         for keeper in (one, two, other):
-            while not keeper.place:
-                select.select([keeper._store], [], [], 1)
-                keeper._store.take_results()
+            _await_place(keeper)
         assert one.place == two.place != other.place
