@@ -179,6 +179,51 @@ def test_states_of_a_prompt_may_come_after_its_reader_has_left() -> None:
     assert states == [3, 5]
 
 
+@pytest.mark.parametrize("when", ["waits", "ended", "over", "unasked", "beyond"])
+def test_a_stored_state_that_nobody_takes_is_deleted(when: str) -> None:
+    """Whether it waits when its reader leaves, comes after that, or was not asked for; one that was taken stays."""
+    deleted: list[str] = []
+
+    async def scenario() -> None:
+        async def delete(blob: str) -> None:
+            deleted.append(blob)
+
+        async def record(state: Checkpoint) -> None:
+            assert state.blob == "00"
+
+        def state(position: int, blob: str) -> Checkpoint:
+            return Checkpoint(stream.request_id, position, 0, blob, "00", 9)
+
+        streams = OpenStreams(StreamLimits())
+        streams.delete_blob = delete
+        if when == "unasked":
+            with begin_completion(streams, SamplingSpec(1), post=lambda _: None) as stream:
+                streams.route(state(3, "01"))
+        else:
+            with begin_session(streams, post=lambda _: None) as stream:
+                streams.route(Credit(stream.request_id, 1000))
+                await stream.send(TOKENS, final=True)
+                streams.route(state(5, "00"))
+                if when == "beyond":
+                    streams.route(state(6, "01"))
+                    with pytest.raises(EngineFailure, match="Checkpoint"):
+                        await EngineRun(stream, on_state=record).work(np.empty(0, dtype=np.int32))
+                else:
+                    assert await stream.next() == state(5, "00")
+                if when == "waits":
+                    streams.route(state(6, "01"))
+                if when == "ended":
+                    streams.route(Done(stream.request_id, 5, 0, 0))
+                    streams.route(state(6, "01"))
+        if when == "over":
+            streams.route(state(6, "01"))
+        streams.route(Checkpoint(stream.request_id, 7, 0, error="the store is full"))
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert deleted == ["01"]
+
+
 @pytest.mark.parametrize("end", ["controller", "service"])
 def test_a_stream_that_only_waits_for_states_ends_with_its_engine(end: str) -> None:
     """Nobody hears its error, and nothing of it stays."""

@@ -101,3 +101,23 @@ def test_no_tokens_are_sent_while_states_wait_to_be_recorded(kind: str, tmp_path
             assert isinstance(await stream.next(), Done)
 
     run(kind, engine, tmp_path, use)
+
+
+def test_the_states_of_a_session_that_was_left_are_deleted(kind: str, tmp_path: Path) -> None:
+    """Those that wait, and those that the engine was storing, but for the one that was taken."""
+    engine, deleted, taken = FakeEngine(), set(), set()
+
+    async def use(port: EnginePort) -> None:
+        async def delete(blob: str) -> None:
+            deleted.add(blob)
+
+        port.discard_with(delete)
+        with begin_session(port, checkpoint_tokens=1000) as stream:
+            await stream.send(TOKENS, final=True)
+            event = await stream.next()
+            assert isinstance(event, Checkpoint)
+            taken.add(event.blob)
+        await until(lambda: deleted | taken == set(engine.store.blobs) and len(deleted) == 2)
+
+    run(kind, engine, tmp_path, use)
+    assert not deleted & taken

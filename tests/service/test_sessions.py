@@ -14,6 +14,7 @@ from dist_attn_service.base.settings import Settings
 
 from dist_attn.errors import StorageError
 from dist_attn.settings import StoreSettings
+from dist_attn.wire.messages import Checkpoint
 from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import samples, value
 from tests.support.service_server import RunningService, model_folder, running_service
@@ -222,6 +223,15 @@ def test_a_store_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="cannot be opened"):
         asyncio.run(start())
+
+
+def test_a_state_of_no_open_request_is_deleted(tmp_path: Path) -> None:
+    """The engine has stored it when its request was over: nobody else knows its name."""
+    engine = FakeEngine()
+    with running_service(tmp_path, engine) as service:
+        blob, digest, size = engine.store.put(b"a state")
+        service.engine_port.inject(Checkpoint("over", 7, 0, blob, digest, size))
+        eventually(lambda: not engine.store.read(blob), "it to be deleted")
 
 
 def test_an_engine_with_another_store_has_no_states(tmp_path: Path) -> None:

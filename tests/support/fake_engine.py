@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from dist_attn_service.base.errors import Code, EngineUnavailable
-from dist_attn_service.engine.port import EngineHealth, OpenStreams
+from dist_attn_service.engine.port import DeleteBlob, EngineHealth, OpenStreams
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import Manifest
@@ -316,6 +316,10 @@ class FakeEnginePort:
         if self._loop is None:
             raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
         return self._streams.open(work, self._post)
+
+    def discard_with(self, delete_blob: DeleteBlob) -> None:
+        """As the real one."""
+        self._streams.delete_blob = delete_blob
 
     def tasks(self, name: str) -> int:
         """How many tasks of this name the service's loop has; callable from any thread."""

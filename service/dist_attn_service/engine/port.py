@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
     AnyMessage,
+    Checkpoint,
     GetStatus,
     OpenWork,
     Status,
@@ -31,6 +32,8 @@ from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
+DeleteBlob = Callable[[str], Coroutine[Any, Any, None]]
+
 
 class OpenStreams:
     """The requests in flight by id; each gets the messages of the controller that are its own."""
@@ -40,6 +43,9 @@ class OpenStreams:
         self._streams: dict[str, EngineStream] = {}
         self._memory = memory or GivenMemory(limits.resend_bytes)
         self._epoch, self._step = 0, 0
+        self._deletions: set[asyncio.Task[None]] = set()
+        self.delete_blob: DeleteBlob | None = None
+        """Deletes a state that the engine has stored and nobody takes: its request is over, or does not want it."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -50,7 +56,7 @@ class OpenStreams:
         if draw is not None and draw.seed is None:  # settled here: another controller draws the same tokens
             draw = msgspec.structs.replace(draw, seed=secrets.randbits(63))
         work = msgspec.structs.replace(work, request_id=_unique(work.request_id), draw=draw)
-        stream = EngineStream(work, post, self._forget, self._limits, self._memory)
+        stream = EngineStream(work, post, self._forget, self._discard, self._limits, self._memory)
         self._streams[work.request_id] = stream
         stream.trace.moved(self._epoch, self._step)
         post(work)
@@ -63,10 +69,12 @@ class OpenStreams:
             stream.trace.moved(epoch, step)
 
     def route(self, message: AnyMessage) -> None:
-        """Deliver a message to the stream it belongs to, or drop it if the request is over."""
+        """Deliver a message to the stream it belongs to; if the request is over, drop it, and discard its state."""
         stream = self._streams.get(getattr(message, "request_id", ""))
         if stream is not None:
             stream.deliver(message)
+        elif isinstance(message, Checkpoint):
+            self._discard(message)
 
     def fail(self, request_id: str, message: str) -> None:
         """End the open stream of this id, if there is one, with an error of the engine."""
@@ -101,6 +109,12 @@ class OpenStreams:
             self._streams[request_id] = stream
             stream.do_again(request_id)
         return len(held)
+
+    def _discard(self, state: Checkpoint) -> None:
+        if state.blob and self.delete_blob is not None:
+            task = asyncio.create_task(self.delete_blob(state.blob), name="state-discard")
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
 
     def _forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
@@ -145,6 +159,9 @@ class EnginePort(Protocol):
 
         Raises: EngineUnavailable without a connection to the controller.
         """
+
+    def discard_with(self, delete_blob: DeleteBlob) -> None:
+        """Have stored states that nobody takes deleted by this."""
 
 
 class ZmqEnginePort:
@@ -239,6 +256,10 @@ class ZmqEnginePort:
         if not self._connected:
             raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
         return self._streams.open(work, self._post)
+
+    def discard_with(self, delete_blob: DeleteBlob) -> None:
+        """Have stored states that nobody takes deleted by this."""
+        self._streams.delete_blob = delete_blob
 
     def _post(self, message: AnyMessage) -> None:
         if self._socket is None:

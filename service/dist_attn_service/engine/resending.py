@@ -198,10 +198,12 @@ class Inbox:
             self.bytes -= len(event.vectors)
         return event
 
-    def clear(self) -> None:
-        """Drop all events that were not taken."""
+    def clear(self) -> list[Checkpoint]:
+        """Drop all events that were not taken; return the stored states among them."""
+        states = [event for event in self._events if isinstance(event, Checkpoint)]
         self._events.clear()
         self.bytes = self._states = 0
+        return states
 
     def begin_again(self) -> None:
         """Expect the results from the first one on: another engine does the work from its beginning."""

@@ -45,6 +45,9 @@ class ServiceContext:
     threads: Executor
     log: Log
 
+    def __post_init__(self) -> None:
+        self.engine.discard_with(self.store.snapshots.discard)
+
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work`, which runs beside the event loop."""
         return await beside(self.threads, work, *args, **kwargs)
@@ -150,6 +153,8 @@ class EngineRun:
             case Done(position=position, drawn=drawn, rows=rows) if self.on_state is None or position == self.kept:
                 self._require(position - drawn, rows)
             case _:
+                if isinstance(event, Checkpoint):
+                    self.stream.discard(event)
                 at = f"up to {self.stream.sent}" + ", the last" * self.stream.final_sent
                 raise EngineFailure(f"the engine answered a request with tokens {at}, with {event!r:.200}")
 

@@ -57,8 +57,9 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     States of a completion's prompt (`keep.at`) go to `on_state`, beside its text. After the last token `close` leaves
     the stream open until the engine has said that there are no more.
 
-    `post` hands a message to the controller and never waits; `forget` ends the delivery of messages. Work that ends
-    with no state outlives its controller: the port has it `hold`, and `do_again` with the next one.
+    `post` hands a message to the controller and never waits; `forget` ends the delivery of messages; `discard` gets
+    the states that nobody will take. Work that ends with no state outlives its controller: the port has it `hold`, and
+    `do_again` with the next one.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         work: OpenWork,
         post: Callable[[AnyMessage], None],
         forget: Callable[[str], None],
+        discard: Callable[[Checkpoint], None],
         limits: StreamLimits,
         memory: GivenMemory,
     ) -> None:
@@ -74,6 +76,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._work = work
         self._post = post
         self._forget = forget
+        self.discard = discard
         self._limits = limits
         self._opened_at = self._heard = time.monotonic()
         self._inbox = Inbox(limits.inbox_hard_bytes)
@@ -87,7 +90,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._closed = False  # by its reader; it may stay open for states
         self._changed = Changes()
         self.on_state: Callable[[Checkpoint], None] | None = None
-        """Takes the states of a completion's prompt; None: they are not waited for."""
+        """Takes the states of a completion's prompt; None: they are not waited for, and discarded."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -104,7 +107,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
 
     def close(self) -> None:
         """Stop listening, and cancel the request unless it has ended; the class says when it stays open."""
-        self._inbox.clear()
+        for state in self._inbox.clear():
+            self.discard(state)
         self._closed = True
         if not self._drawn or self._ended or self._error is not None:
             self._leave()
@@ -124,6 +128,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     def deliver(self, message: AnyMessage) -> None:
         """Take one message of the controller; called by the port's reader, never waits."""
         if self._ended:
+            if isinstance(message, Checkpoint):
+                self.discard(message)
             return
         self._accepted = True
         if isinstance(message, Credit) and message.upto <= self._tokens.credit:
@@ -162,6 +168,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
                 self._inbox.put(message)
             case Checkpoint() if self.on_state is not None:
                 self.on_state(message)
+            case Checkpoint():
+                self.discard(message)
             case Done():
                 self._ended = True
                 if not self._drawn:  # else its tokens were the last that its reader waits for
