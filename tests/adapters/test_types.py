@@ -60,7 +60,7 @@ def test_a_model_that_was_loaded_with_another_attention_sees_the_other_ranks(kin
 
     found_BLV = torch.cat(run_simulated(read, 2), dim=1)
     assert (found_BLV - want_BLV).abs().max().item() <= FURTHEST
-    with pytest.raises(RuntimeError, match="call the adapted model instead"):
+    with pytest.raises(RuntimeError, match="call the whole model"):
         theirs(tokens_BL)
 
 

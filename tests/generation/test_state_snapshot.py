@@ -30,8 +30,8 @@ from tests.support.model_cases import MODEL_CASES, small_model
 TOKENS = torch.from_numpy(np.random.default_rng(3).integers(0, 96, 60))
 READ = 37
 IN_A_NEW_PROCESS = (
-    *("gated", "softmax", "key weights", "relative positions", "state space", "low-rank state space"),
-    *("memory of the whole past", "hybrid, with exact attention"),
+    *("gated", "softmax", "key weights", "relative positions", "rg_lru", "rwkv7"),
+    *("mlstm", "hybrid, with exact attention"),
 )
 
 

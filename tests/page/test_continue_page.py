@@ -92,7 +92,7 @@ def test_a_state_is_saved_and_opened_again(browser: "Browser", service: RunningS
         page.wait_for_selector("#write:enabled")
         page.set_input_files("#state-file", file)
         page.wait_for_selector(".session.current:has-text('kept')")
-        assert position(service, "kept") == position(service, "Kept for later")
+        eventually(lambda: position(service, "kept") == position(service, "Kept for later"), "the state", 60.0)
         page.wait_for_selector("#write:enabled")
         file.write_bytes(b"no state at all")
         page.set_input_files("#state-file", file)

@@ -262,5 +262,5 @@ def test_wild_states_are_refused_in_words_or_gone_on_from():
 
     `python -m tests.fuzz.wild_states` draws as many as are asked for, of models of every kind.
     """
-    outcomes = wild_states.run(300, 0, ("gated", "memory of the whole past", "hybrid, with exact attention"))
+    outcomes = wild_states.run(300, 0, ("gated", "mlstm", "hybrid, with exact attention"))
     assert outcomes["read"] > 50 and outcomes["refused before a rank"] > 50 and len(outcomes) > 8

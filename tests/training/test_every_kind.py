@@ -76,8 +76,9 @@ def _encoder(name: str) -> dict[str, Any]:
     return {**sizes, "mixer": _mixer(name, WHOLE[name]), "positions": "learned", "max_length": WINDOW}
 
 
-def _text_encoder(name: str) -> TextEncoder:
-    values = {"vocab_size": ByteTokeniser().vocab_size, "encoder": _encoder(name), "max_tokens": WINDOW}
+def _text_encoder(name: str, encoder: object = None) -> TextEncoder:
+    encoder = _encoder(name) if encoder is None else encoder
+    values = {"vocab_size": ByteTokeniser().vocab_size, "encoder": encoder, "max_tokens": WINDOW}
     return build_model(TextEncoderConfig.model_validate(values)).eval()
 
 
@@ -124,7 +125,7 @@ def assert_trains_and_encodes(tmp_path: Path, config: TrainingConfig, name: str)
     """A classifier learns, and a text encoder of its weights gives the same rows on one and on three ranks."""
     _assert_learns(config)
     trained = load_any_model(config.run.folder / "model")
-    model = _text_encoder(name)
+    model = _text_encoder(name, config.model.encoder)
     taken = {key: tensor for key, tensor in trained.state_dict().items() if key.startswith("encoder.")}
     missing, unexpected = model.load_state_dict(taken, strict=False)
     assert not unexpected
