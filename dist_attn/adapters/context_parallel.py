@@ -172,7 +172,7 @@ class ContextParallel:
         with running(one):
             out = self._compute(**arguments | {"use_cache": False, "return_dict": True})
         self._carried.take(one, part.layout.total)
-        out.logits = out.logits[:, :length] if not length else out.logits
+        out.logits = out.logits[:, :length]
         if labels_BL is not None:
             out.loss = self._loss(out, labels_BL[:, :length], part.labels)
         return out

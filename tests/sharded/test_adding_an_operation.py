@@ -81,6 +81,13 @@ def test_what_ranks_have_in_common_is_compared(outside: ModuleType) -> None:
 
     with pytest.raises(MismatchError, match=r"running_mean .* seen is 0 on rank 0 and 1 on rank 1"):
         run_simulated(on_rank, 2)
+
+    def with_a_function(comm: Communicator) -> None:
+        given = torch.zeros(1, 2, 3), torch.zeros(1, 3), torch.sin
+        outside.running_mean(*given, ops=ShardedSequenceOps(comm, layout))
+
+    with pytest.raises(TypeError, match=r"cannot compare .* list it in of_rank"):
+        run_simulated(with_a_function, 2)
     with pytest.raises(InputError, match="running_mean was given 1 packed documents"):
         outside.running_mean(torch.zeros(1, 2, 3), torch.zeros(1, 3), ops=LocalSequenceOps((0,)))
 
