@@ -27,6 +27,7 @@ from dist_attn.wire.messages import (
     decode,
     encode,
 )
+from dist_attn.wire.sockets import CLOSE_LINGER_MS
 from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable
 from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.engine.resending import GivenMemory
@@ -206,7 +207,7 @@ class ZmqEnginePort:
         """Connect (ZeroMQ keeps trying by itself) and start reading, polling and watching the connection."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)  # ms: a last Cancel may still leave
+        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)  # a last Cancel may still leave
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
