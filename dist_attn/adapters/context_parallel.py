@@ -22,6 +22,7 @@ from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerState
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded.gradients import drop_missing, sum_gradients
 
 __all__ = ["ContextParallel", "SequenceSlice", "context_parallel"]
 
@@ -134,22 +135,10 @@ class ContextParallel:
     def sum_gradients(self) -> None:
         """Give every parameter the sum of the ranks' gradients, where no wrapper such as FSDP2 brings them together.
 
-        Cost: an all-reduce of all gradients, those of one type at a time.
+        Cost: each rank sends and receives 2 (P-1)/P of the gradients' bytes.
         """
-        by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        known = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int64, device="cpu")
-        for parameter, ranks in zip(trained, self._comm.all_reduce_sum(known, label="gradients").tolist(), strict=True):
-            if not ranks:
-                continue
-            if parameter.grad is None:  # an expert that no token here has chosen
-                parameter.grad = torch.zeros_like(parameter)
-            by_type.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
-        for gradients in by_type.values():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            parts = self._comm.all_reduce_sum(flat, label="gradients").split([g.numel() for g in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        parameters = list(self._model.parameters())
+        drop_missing(parameters, sum_gradients(self._comm, parameters).tolist())
 
     def release(self) -> None:
         """Give the model back as it was before."""

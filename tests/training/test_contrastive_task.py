@@ -13,12 +13,12 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
 from dist_attn.models.dropout import use_dropout
+from dist_attn.sharded.gradients import drop_missing, sum_gradients
 from dist_attn.text import ByteTokeniser
 from dist_attn.training import TrainingConfig, task, train
 from dist_attn.training.chapters import Chapter, ChapterPairs, ContrastiveTask, contrast_loss, find_chapters
 from dist_attn.training.config import ContrastConfig
 from dist_attn.training.mesh import Mesh, Share
-from dist_attn.training.parallel import drop_missing, sum_gradients
 from tests.support.chapters import CONTRAST, book, chapters_run
 from tests.support.closeness import assert_close
 from tests.support.over_ranks import randomised

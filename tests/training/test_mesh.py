@@ -12,10 +12,10 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import CommError, ConfigError, EngineError
 from dist_attn.models import build_model
 from dist_attn.models.dropout import use_dropout
+from dist_attn.sharded.gradients import drop_missing, sum_gradients
 from dist_attn.training import TrainingConfig, task, train
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.mesh import Mesh, mesh_shape
-from dist_attn.training.parallel import drop_missing, sum_gradients
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, write_small_folder
 from tests.support.over_ranks import randomised
