@@ -26,7 +26,7 @@ def sum_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], bucket
     present_N = torch.tensor([p.grad is not None for p in learned], dtype=torch.int32, device="cpu")
     ranks_with_one_N = comm.all_reduce_sum(send(present_N, device), label="which gradients")
     bucket: list[nn.Parameter] = []
-    for parameter in learned:
+    for parameter in sorted(learned, key=lambda p: str(p.dtype)):  # types that alternate would make a bucket of each
         if bucket and (_bytes(bucket) + _bytes([parameter]) > bucket_bytes or _kind(bucket[0]) != _kind(parameter)):
             _sum_bucket(comm, bucket)
             bucket = []
