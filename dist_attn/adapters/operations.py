@@ -49,11 +49,10 @@ def attention(
         what = f"was given {', '.join(unknown)}" if unknown else "is not causal"
         raise InputError(f"attention of {type(module).__name__} {what}; only plain causal attention is bound")
     q, k, v = (one.own(t, 2) for t in (query, key, value))
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(
-        kind
-    ):  # rotary positions leave queries and keys in float32
-        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # Rotary positions leave queries and keys in float32.
+        q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
     cache = one.cache_before(k, v)
     after: KeyValueCache | CacheRows | CacheSlots
     options = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
