@@ -120,14 +120,11 @@ def _bind_functions(file: ModuleType) -> None:
             setattr(file, name, either(ours, theirs))
 
 
-def _attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    one = current_pass()
-    if one is None:
-        raise RuntimeError(
-            f"attention {ATTENTION!r} was called outside of a pass: call the whole model, and let its own "
-            "activation_checkpointing_enable compute layers again"
-        )
-    return operations.attention(one, *args, **kwargs)
+def _no_attention(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    raise RuntimeError(
+        f"attention {ATTENTION!r} was called outside of a pass: call the whole model, and let its own "
+        "activation_checkpointing_enable compute layers again"
+    )
 
 
 def _experts(
@@ -148,5 +145,5 @@ def _experts(
 
 # No mask is registered: operations know by themselves who sees whom, and before it calls for one transformers looks at
 # the positions of the pass, for which the host would wait.
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, either(operations.attention, _no_attention))
 ExpertsInterface.register(EXPERTS, _experts)

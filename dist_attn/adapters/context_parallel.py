@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -33,6 +33,11 @@ KNOWN = {
 }  # fmt: skip
 SLICE = "sequence_slice"
 PASSED_ON = {"labels", "input_ids", "inputs_embeds", "position_ids", "output_router_logits", "use_cache", "return_dict"}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# torch.compile takes the parts of the model that is called inside, between operations along the sequence.
+_around_compiled: Callable[[Function], Function] = torch.compiler.disable(recursive=False, reason="a pass begins")
+_never_compiled: Callable[[Function], Function] = torch.compiler.disable(reason="ranks exchange")
 
 
 @dataclass(frozen=True)
@@ -149,23 +154,28 @@ class ContextParallel:
             self._binding.release()
             self._binding = None
 
+    @_around_compiled
     def _run(self, part: SequenceSlice, arguments: dict[str, Any]) -> Any:
         if unknown := sorted(arguments.keys() - PASSED_ON):
             raise InputError(f"the model was called with {', '.join(unknown)} beside what shard gave; leave it out")
         if torch.is_grad_enabled():
             self._recompute.check(keeps_graph=self._carried.on and not self._carried.detach)
         labels_BL = arguments.pop("labels", None)
-        length = part.layout.lengths[self._comm.rank]
-        ops = ShardedSequenceOps(self._comm, part.layout, softmax="reshuffle")
-        one = Pass(ops, length, self._carried.states)
+        one = self._pass(part.layout)
         with running(one):
             out = self._compute(**arguments | {"use_cache": False, "return_dict": True})
         self._carried.take(one, part.layout.total)
-        out.logits = out.logits[:, :length]
+        out.logits = out.logits[:, : one.length]
         if labels_BL is not None:
-            out.loss = self._loss(out, labels_BL[:, :length], part.labels)
+            out.loss = self._loss(out, labels_BL[:, : one.length], part.labels)
         return out
 
+    @_never_compiled
+    def _pass(self, layout: SequenceLayout) -> Pass:
+        ops = ShardedSequenceOps(self._comm, layout, softmax="reshuffle")
+        return Pass(ops, layout.lengths[self._comm.rank], self._carried.states)
+
+    @_never_compiled
     def _loss(self, out: Any, labels_BL: torch.Tensor, count: torch.Tensor | float | None) -> torch.Tensor:
         """The loss of the whole batch, whose gradient is this rank's share.
 
@@ -186,6 +196,7 @@ class ContextParallel:
         return self._scale * (share - share.detach()) + whole
 
 
+@_around_compiled
 def _forward(parallel: ContextParallel, *args: Any, **kwargs: Any) -> Any:
     """The model's `forward`: over ranks with a part that `shard` made, else as it was before."""
     part = kwargs.pop(SLICE, None)
@@ -251,6 +262,11 @@ class _Recomputation:
                 )
             function: Any = getattr(module, "_gradient_checkpointing_func", None)
             again = module.training and getattr(module, "gradient_checkpointing", False) and function is not None
+            if again and any(part._compiled_call_impl is not None for part in module.modules()):
+                raise ConfigError(
+                    f"{type(module).__name__} is compiled and computed again, which leaves other tensors to the "
+                    "backward pass; compile the whole model with torch.compile(model), or do one of the two alone"
+                )
             if keeps_graph and again and function.args[0].keywords.get("use_reentrant", True):
                 raise ConfigError(
                     "carry(detach=False) wants the graph of states, which layers that are computed again with "
@@ -277,6 +293,7 @@ class _Recomputation:
             module._gradient_checkpointing_func = partial(_checkpointed, theirs)
 
 
+@_never_compiled  # as in the backward pass, which computes a layer again
 def _checkpointed(theirs: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call transformers' checkpointing of a layer so that the layer is computed again in the pass that runs now."""
     one = current_pass()

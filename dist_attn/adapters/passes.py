@@ -121,7 +121,7 @@ class Pass:
 
 def current_pass() -> Pass | None:
     """The pass that runs in this context."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _TRACED[-1] if _TRACED else None
     return _CURRENT.get()
 
@@ -129,7 +129,7 @@ def current_pass() -> Pass | None:
 @contextmanager
 def running(one: Pass) -> Iterator[None]:
     """Let operations of this context belong to `one`."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         _TRACED.append(one)
         try:
             yield
@@ -146,10 +146,17 @@ def running(one: Pass) -> Iterator[None]:
 def either(ours: Callable[Concatenate[Pass, Args], Result], theirs: Callable[Args, Result]) -> Callable[Args, Result]:
     """Ours in a pass, theirs outside of one."""
 
-    @wraps(theirs)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+    def chosen(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         one = current_pass()
         return theirs(*args, **kwargs) if one is None else ours(one, *args, **kwargs)
+
+    # A graph that is not of a whole pass would keep for ever that there was none: it breaks here.
+    apart = torch.compiler.disable(chosen, reason="operations along the sequence ask which pass runs")
+
+    @wraps(theirs)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        part: bool = torch.compiler.is_dynamo_compiling() and not _TRACED
+        return apart(*args, **kwargs) if part else chosen(*args, **kwargs)
 
     call.bound_by_dist_attn = True  # type: ignore[attr-defined]
     return call

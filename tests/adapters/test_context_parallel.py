@@ -334,6 +334,9 @@ def test_models_that_cannot_be_bound_are_refused() -> None:
         model.activation_checkpointing_enable({"use_reentrant": True})
         with parallel.carry(detach=False), pytest.raises(ConfigError, match="use_reentrant=False"):
             model(**parallel.shard({"input_ids": ids()}))
+        model.get_submodule("model.layers.0").compile(backend="eager")
+        with pytest.raises(ConfigError, match="compiled and computed again"):
+            model(**parallel.shard({"input_ids": ids()}))
         experts = context_parallel(made("qwen3_next", output_router_logits=True), comm)
         with pytest.raises(InputError, match="balance of experts"):
             experts.shard({"input_ids": ids(), "attention_mask": MASK.flip(1)})

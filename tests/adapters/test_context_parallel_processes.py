@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,11 +19,16 @@ from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.slow
 KINDS = ("qwen3_next", "mamba2")
+SHORT: dict[str, dict[str, Any]] = {  # to compile in seconds
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2},
+    "mamba2": {"num_hidden_layers": 1},
+}
+LAYERS = ("DecoderLayer", "Mamba2Block")
 
 
-def alone(kind: str, rows: int = 1) -> tuple[float, Gradients]:
+def alone(kind: str, rows: int = 1, **options: Any) -> tuple[float, Gradients]:
     """The mean loss of the rows, each by itself, and its gradients."""
-    model = made(kind)
+    model = made(kind, **options)
     losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss for row in ids(rows)]
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -60,7 +66,7 @@ def on_a_mesh(comm: Communicator, kind: str) -> tuple[float, Gradients]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "slices"))
     model = made(kind)
     parallel = context_parallel(model, mesh["slices"], reduction="mean")
-    layers = [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "Mamba2Block"))]
+    layers = [m for m in model.modules() if type(m).__name__.endswith(LAYERS)]
     assert layers
     for module in (*layers, model):
         fully_shard(module, mesh=mesh["rows", "slices"]._flatten())
@@ -98,3 +104,32 @@ def test_gradients_that_are_summed(kind: str) -> None:
     """`sum_gradients` gives every rank the gradients of one process, also where one rank did not use a parameter."""
     for got in run(partial(summed, kind=kind), 2):
         assert_same(got, alone(kind))
+
+
+def compiled(comm: Communicator, kind: str, way: str) -> tuple[float, Gradients]:
+    """A second step of a model that torch.compile has taken, as layers or whole, perhaps with layers computed again."""
+    model = made(kind, **SHORT[kind])
+    called, parallel = model, context_parallel(model, dist.group.WORLD)
+    if way == "layers":
+        for layer in (m for m in model.modules() if type(m).__name__.endswith(LAYERS)):
+            layer.compile(backend="aot_eager")
+    else:
+        called = torch.compile(model, backend="aot_eager")
+    if way == "computed again":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    for _ in range(2):
+        model.zero_grad()
+        loss = called(**parallel.shard({"input_ids": ids(), "labels": ids()}, lengths=(17, 0, 44))).loss
+        loss.backward()
+    parallel.sum_gradients()
+    assert counters["stats"]["unique_graphs"] > 1
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("way", ["whole", "layers", "computed again"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_model(kind: str, way: str) -> None:
+    """torch.compile changes neither loss nor gradients: graphs end where operations mix along the sequence."""
+    want = alone(kind, **SHORT[kind])
+    for got in run(partial(compiled, kind=kind, way=way), 3):
+        assert_same(got, want)
