@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_attn.comm import Communicator
+from dist_attn.comm.differentiable import all_gather
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import AffineState, LocalSequenceOps, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps
@@ -101,6 +102,14 @@ def detached(comm, layout, x, state, parameters):
     return sound(comm, layout, x, before, parameters)
 
 
+def turned(comm, layout, x, state, parameters):
+    """Outputs come back in the order from the last rank to the first."""
+    out, after = sound(comm, layout, x, state, parameters)
+    longest, other = max(layout.lengths), comm.size - 1 - comm.rank
+    of_ranks_RBLD = all_gather(comm, F.pad(out, (0, 0, 0, longest - out.shape[1])))
+    return of_ranks_RBLD[other][:, : layout.lengths[other]], after
+
+
 def own_state(comm, layout, x, state, parameters):
     """The state after is right on the last rank alone."""
     out, after = sound(comm, layout, x, state, parameters)
@@ -114,6 +123,7 @@ BUGS: dict[Callable[..., Outputs], set[str]] = {
     without_halo: {"cut", "halo"},
     even_alone: {"cut", "empty"},
     empty_left_out: {"hang"},
+    turned: {"order", "documents"},
     detached: {"gradient"},
     own_state: {"state"},
 }
