@@ -84,6 +84,7 @@ docs-refresh: setup  ## write the pages and figures of docs/ that come from the 
 	$(BIN)/python -m docs.making.reference
 	$(BIN)/python -m docs.making.figures
 	$(BIN)/python -m tests.adapters.supported
+	$(BIN)/python -m tests.adapters.context_parallel_table
 
 bench: setup  ## run the benchmarks once their tests are green, and file the results
 	PYTHONPATH=papers $(BIN)/python -m dist_attn_papers $(ARGS)

@@ -68,11 +68,15 @@ def over_ranks(
     return ranks[0][0], {name: torch.stack([g[name] for _, g in ranks]).sum(0) for name in ranks[0][1]}
 
 
+def errors(got: Gradients, want: Gradients) -> dict[str, float]:
+    """The largest difference of each gradient, relative to its largest number."""
+    return {n: float((got[n] - g).abs().max() / (g.abs().max() + 1e-4)) for n, g in want.items()}
+
+
 def assert_same(got: tuple[float, Gradients], want: tuple[float, Gradients]) -> None:
     """Losses and all gradients agree."""
     assert got[0] == pytest.approx(want[0], rel=1e-5)
-    errors = {n: float((got[1][n] - g).abs().max() / (g.abs().max() + 1e-4)) for n, g in want[1].items()}
-    assert not {n: e for n, e in errors.items() if not e < TOLERANCE}
+    assert not {n: e for n, e in errors(got[1], want[1]).items() if not e < TOLERANCE}
 
 
 @cache
@@ -90,14 +94,15 @@ def test_uneven_and_empty_slices(kind: str) -> None:
     assert_same(over_ranks(kind, [{"input_ids": ids(), "labels": ids()}]), alone(kind))
 
 
+def computed_again(model: Any) -> None:
+    """Let layers be computed again in the backward pass."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_activations(kind: str) -> None:
     """Layers that are computed again in the backward pass find the ranks and their states again."""
-
-    def prepare(model: Any) -> None:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-
-    assert_same(over_ranks(kind, [{"input_ids": ids(), "labels": ids()}], prepare), alone(kind))
+    assert_same(over_ranks(kind, [{"input_ids": ids(), "labels": ids()}], computed_again), alone(kind))
 
 
 def packed() -> dict[str, Tensor]:
@@ -108,19 +113,23 @@ def packed() -> dict[str, Tensor]:
     return {"input_ids": ids(), "labels": labels, "position_ids": positions_L[None]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents(kind: str) -> None:
-    """Documents in one row, over cuts and inside slices, give what they give one by one."""
+def one_by_one(kind: str) -> tuple[float, Gradients]:
+    """The loss and gradients of one process of transformers on each of the packed documents by itself."""
     model, parts = made(kind), [ids()[:, a:b] for a, b in pairwise((*STARTS, TOTAL))]
     losses = [model(input_ids=x, labels=x, use_cache=False).loss * (x.shape[1] - 1) for x in parts]
     loss = torch.stack(losses).sum() / (TOTAL - len(STARTS))
     loss.backward()
-    assert_same(over_ranks(kind, [packed()]), (loss.item(), gradients(model)))
+    return loss.item(), gradients(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_do_not_touch(kind: str) -> None:
-    """The gradient of a document's loss with respect to the tokens of every other one is exactly 0."""
+def test_packed_documents(kind: str) -> None:
+    """Documents in one row, over cuts and inside slices, give what they give one by one."""
+    assert_same(over_ranks(kind, [packed()]), one_by_one(kind))
+
+
+def of_the_middle_document(kind: str) -> tuple[Tensor, Tensor]:
+    """Absolute gradients of the second document's loss with respect to its own tokens, and to those of others."""
     models, batch = [made(kind) for _ in LENGTHS], packed()
     embeds_BLD = models[0].get_input_embeddings()(batch.pop("input_ids")).detach()
     batch["labels"][:, : STARTS[1]] = batch["labels"][:, STARTS[2] :] = -100
@@ -134,38 +143,60 @@ def test_documents_do_not_touch(kind: str) -> None:
 
     by_token_L = torch.stack(run_simulated(on_rank, len(LENGTHS), timeout_s=60.0)).sum(0).abs().sum((0, 2))
     own = slice(STARTS[1], STARTS[2] - 1)
-    assert bool((by_token_L[own] > 0).all())
-    by_token_L[own] = 0
-    assert not by_token_L.any()
+    return by_token_L[own], torch.cat([by_token_L[: own.start], by_token_L[own.stop :]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_do_not_touch(kind: str) -> None:
+    """The gradient of a document's loss with respect to the tokens of every other one is exactly 0."""
+    own_L, others_L = of_the_middle_document(kind)
+    assert bool((own_L > 0).all())
+    assert not others_L.any()
+
+
+MIDDLE = 40
+
+
+def labels_of_segments() -> Tensor:
+    """The tokens without what the last one of the first segment would be followed by."""
+    labels = ids()
+    labels[0, MIDDLE] = -100
+    return labels
+
+
+def unsegmented(kind: str) -> tuple[float, Gradients]:
+    """The loss and gradients of one process of transformers on both segments as one text."""
+    model = made(kind)
+    loss = model(input_ids=ids(), labels=labels_of_segments(), use_cache=False).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def in_segments(kind: str, detach: bool) -> tuple[float, Gradients]:
+    """The loss of two segments, the second from the state of the first, and the gradients of two ranks added up."""
+    models, labels = [made(kind) for _ in range(2)], labels_of_segments()
+
+    def on_rank(comm: Communicator) -> tuple[float, Gradients]:
+        parallel = context_parallel(models[comm.rank], comm)
+        with parallel.carry(detach=detach):
+            parts = [slice(0, MIDDLE), slice(MIDDLE, TOTAL)]
+            batches = [
+                {"input_ids": ids()[:, p], "labels": labels[:, p], "num_items_in_batch": TOTAL - 2} for p in parts
+            ]
+            loss = torch.stack([models[comm.rank](**parallel.shard(batch)).loss for batch in batches]).sum()
+        loss.backward()
+        return loss.item(), gradients(models[comm.rank])
+
+    (loss, first), (_, second) = run_simulated(on_rank, 2, timeout_s=60.0)
+    return loss, {name: first[name] + second[name] for name in first}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "falcon_h1", "recurrent_gemma", "xlstm", "mistral"])
 def test_a_text_in_segments(kind: str) -> None:
     """Segments that go on from each other's states, gradients included, are one text; detached, the loss is."""
-    model, labels, middle = made(kind), ids(), 40
-    labels[0, middle] = -100  # what the last token of the first segment would be followed by
-    loss = model(input_ids=ids(), labels=labels, use_cache=False).loss
-    loss.backward()
-    want = loss.item(), gradients(model)
-    for detach in (False, True):
-        models = [made(kind) for _ in range(2)]
-
-        def on_rank(comm: Communicator, models=models, detach=detach) -> tuple[float, Gradients]:
-            parallel = context_parallel(models[comm.rank], comm)
-            with parallel.carry(detach=detach):
-                parts = [slice(0, middle), slice(middle, TOTAL)]
-                batches = [
-                    {"input_ids": ids()[:, p], "labels": labels[:, p], "num_items_in_batch": TOTAL - 2} for p in parts
-                ]
-                loss = torch.stack([models[comm.rank](**parallel.shard(batch)).loss for batch in batches]).sum()
-            loss.backward()
-            return loss.item(), gradients(models[comm.rank])
-
-        ranks = run_simulated(on_rank, 2, timeout_s=60.0)
-        if detach:
-            assert ranks[0][0] == pytest.approx(want[0], rel=1e-5)
-        else:
-            assert_same((ranks[0][0], {n: ranks[0][1][n] + ranks[1][1][n] for n in want[1]}), want)
+    want = unsegmented(kind)
+    assert_same(in_segments(kind, detach=False), want)
+    assert in_segments(kind, detach=True)[0] == pytest.approx(want[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])

@@ -15,6 +15,7 @@ from dist_attn.ops import local_sequence_ops
 from dist_attn.ops.affine import AffineCall
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped.downloaded import SUPPORTED
+from tests.adapters import context_parallel_table
 from tests.adapters.supported import PAGE, listed
 from tests.support.foreign_models import (
     BLOCK,
@@ -159,3 +160,10 @@ def test_every_supported_type_is_compared() -> None:
 def test_the_page_lists_what_is_supported() -> None:
     """`docs/models/supported.md` has a row for each type and no other; `make docs-refresh` writes it."""
     assert listed(PAGE.read_text()) == list(TYPES)
+
+
+def test_the_page_of_gradients_lists_what_is_supported() -> None:
+    """`docs/measurements/context-parallel.md` has a row for each type, none with a gradient of another document."""
+    page = context_parallel_table.PAGE.read_text()
+    assert context_parallel_table.listed(page) == list(TYPES)
+    assert "**" not in page
