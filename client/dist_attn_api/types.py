@@ -1,7 +1,7 @@
 """The JSON of every answer, said once: the service builds these values, its clients parse into them.
 
 Units: times in seconds since 1970, positions and sizes of prompts in tokens, sizes of files in bytes.
-docs/reference/http.md lists what each holds. A client passes over members that it does not know, so that a
+docs/reference/service.md lists what each holds. A client passes over members that it does not know, so that a
 service may add some; a member with a default may be missing in the answer of an older service.
 """
 

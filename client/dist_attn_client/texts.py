@@ -15,7 +15,7 @@ Priority = Literal["high", "normal", "low"]
 
 
 class Drawing(TypedDict, total=False):
-    """The options of drawing tokens; docs/reference/http.md says what each does, and which values it takes."""
+    """The options of drawing tokens; docs/reference/service.md says what each does, and which values it takes."""
 
     max_tokens: int
     temperature: float

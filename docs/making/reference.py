@@ -15,27 +15,14 @@ from typer.models import ArgumentInfo
 from dist_attn.settings import Settings as SettingsTree
 from dist_attn.shipped import default_model_folder
 
-__all__ = ["PAGES", "commands_page", "configuration_page", "http_page", "write"]
+__all__ = ["PAGES", "commands_page", "configuration_page", "service_page", "write"]
 
-FOLDER = Path("docs/reference")
+FOLDER = Path(__file__).resolve().parents[1] / "reference"
 NOT_LOOKED_AT = "not looked at"
 SHARED_BY = 3  # commands with the very same option, which is then told once
 LARGE = 1 << 53  # numbers beyond which a bound is no news
-BEHAVIOUR = {
-    "completions": "completions",
-    "chat": "chats",
-    "encodings": "encodings",
-    "embeddings": "embeddings",
-    "tokens": "tokenise-and-detokenise",
-    "jobs": "jobs-work-that-outlives-its-connection",
-    "search": "search-passages-that-answer-a-query",
-    "sessions": "sessions",
-    "files": "files-and-uploads",
-    "uploads": "files-and-uploads",
-    "models": "two-models",
-}
-"""By tag of routes: the section of service.md that says how they behave."""
 METHODS = ("get", "head", "post", "put", "patch", "delete", "options")
+MARKED = re.compile(r"<!-- (?P<what>(?:routes|requests|answers)\b[^>]*?) -->.*?<!-- end -->", re.DOTALL)
 NOTE = "<!-- Written by `python -m docs.making.reference`; a test compares it with the code. -->\n"
 
 
@@ -147,51 +134,63 @@ def _settings(fields: Sequence[tuple[str, Any]], prefix: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def http_page() -> str:
-    """Every route and every shape of its bodies, from the service's own OpenAPI text."""
+def service_page() -> str:
+    """The page of the service: by hand, with routes and shapes between marks from the service's own OpenAPI text.
+
+    Raises:
+        ValueError: a route stands in no part of the page, or in two.
+    """
     from dist_attn_service.app import create_app
     from dist_attn_service.base.settings import Settings
-    from dist_attn_service.schemas.completions import AnswerOptions, DrawingOptions, HowSoon
-    from dist_attn_service.schemas.neutral_fields import NeutralDrawing
 
     app = create_app(Settings(api_address="ipc:///unused", model=default_model_folder()))
     document = app.openapi()
-    parts = [
-        "# Every route\n",
-        NOTE,
-        "What the service says of itself at `/openapi.json` and, for people, at `/docs`. [The service](service.md) has",
-        "what no option says. A field that is not needed may be null. Any other field or value is a 400 that names it.",
-        f"`model`, in nearly all of them, is {MODEL_WORDS}.",
-        "Every refusal is a [Problem](#problem). `GET /` and `/page/…` are the [web page](../page.md).\n",
-    ]
-    shapes = document["components"]["schemas"]
-    sent = _sent(document)
+    shapes, sent = document["components"]["schemas"], _sent(document)
     told: dict[str, str] = {}
-    requests: list[str] = []
+    requests = _requests(shapes, sent, told)
+    paths: list[str] = []
+
+    def part(mark: re.Match[str]) -> str:
+        kind, *prefixes = mark["what"].split()
+        if kind == "routes":
+            here = [path for path in document["paths"] if any(_within(path, prefix) for prefix in prefixes)]
+            paths.extend(here)
+            operations = [(path, method, document["paths"][path].get(method)) for path in here for method in METHODS]
+            lines = [_route(path, method, operation, told) for path, method, operation in operations if operation]
+        elif kind == "requests":
+            lines = requests
+        else:
+            lines = [_answer(name, shapes[name]) for name in sorted(shapes.keys() - sent)]
+        return f"<!-- {mark['what']} -->\n\n" + "\n".join(lines) + "\n<!-- end -->"
+
+    page = MARKED.sub(part, (FOLDER / "service.md").read_text())
+    if wrong := sorted(path for path in {*document["paths"], *paths} if paths.count(path) != 1):
+        raise ValueError(f"each route stands in one part of service.md, marked by its path; not so {', '.join(wrong)}")
+    return page
+
+
+def _within(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}/")
+
+
+def _requests(shapes: dict[str, Any], sent: set[str], told: dict[str, str]) -> list[str]:
+    """What may be sent, by shape; the fields that several have are shapes of their own."""
+    from dist_attn_service.schemas.completions import AnswerOptions, DrawingOptions, HowSoon
+    from dist_attn_service.schemas.neutral_fields import NeutralDrawing
+
+    lines: list[str] = []
     shared = {kind.__name__: kind for kind in (HowSoon, DrawingOptions, AnswerOptions, NeutralDrawing)}
     own = {name: set(kind.__annotations__) for name, kind in shared.items()}
     complete = shapes["CompletionRequest"]["properties"]
     for name, kind in shared.items():
         fields = {field: complete[field] for field in kind.__annotations__}
-        requests.append(_request(name, {"description": kind.__doc__, "properties": fields}, (), told))
+        lines.append(_request(name, {"description": kind.__doc__, "properties": fields}, (), told))
     for name in sorted(sent):
         fields = shapes[name].get("properties", {})
         has = [each for each, names in own.items() if all(fields.get(one) == complete[one] for one in names)]
         left = {field: value for field, value in fields.items() if not any(field in own[each] for each in has)}
-        requests.append(_request(name, {**shapes[name], "properties": left}, has, told))
-    groups: dict[str, list[str]] = {}
-    for path, operations in document["paths"].items():
-        for method in METHODS:
-            if method in operations:
-                operation = operations[method]
-                groups.setdefault(operation.get("tags", ["other"])[0], []).append(_route(path, method, operation, told))
-    for tag, routes in groups.items():
-        more = BEHAVIOUR.get(tag)
-        parts += [f"## {tag}\n", *([f"Behaviour: [{tag}](service.md#{more}).\n"] if more else []), *routes]
-    parts += ["## Shapes of requests\n", *requests]
-    parts += ["## Shapes of answers\n"]
-    parts += [_answer(name, shapes[name]) for name in sorted(shapes.keys() - sent)]
-    return "\n".join(parts)
+        lines.append(_request(name, {**shapes[name], "properties": left}, has, told))
+    return lines
 
 
 def _sent(document: dict[str, Any]) -> set[str]:
@@ -220,7 +219,7 @@ def _once(lines: Sequence[str], told: dict[str, str], name: str = "") -> list[st
 
 
 def _route(path: str, method: str, operation: dict[str, Any], told: dict[str, str]) -> str:
-    parts = [f"### {method.upper()} `{path}`\n", _sentence(operation.get("description") or operation["summary"]) + "\n"]
+    parts = [f"**{method.upper()} `{path}`**: {_sentence(operation.get('description') or operation['summary'])}\n"]
     given = [one for one in operation.get("parameters", ()) if one["in"] != "path"]
     given = [one for one in given if one["schema"].get("description") != MODEL_WORDS]
     if given:
@@ -232,7 +231,8 @@ def _route(path: str, method: str, operation: dict[str, Any], told: dict[str, st
         if status != "default"
     ]
     said = [("Body", _content(operation.get("requestBody", {}).get("content", {}))), ("Answer", "; ".join(answers))]
-    parts.append(" ".join(f"{what}: {words}." for what, words in said if words) + "\n")
+    if any(words for _, words in said):
+        parts.append(" ".join(f"{what}: {words}." for what, words in said if words) + "\n")
     return "\n".join(parts)
 
 
@@ -299,17 +299,17 @@ def _sentence(text: str) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "configuration.md": configuration_page,
-    "http.md": http_page,
+    "service.md": service_page,
 }
 """By file: what writes it."""
 
 
-def write(root: Path) -> None:
+def write() -> None:
     """Bring all pages up to the code."""
     for name, page in PAGES.items():
-        (root / FOLDER / name).write_text(page())
+        (FOLDER / name).write_text(page())
 
 
 if __name__ == "__main__":
-    write(Path(__file__).resolve().parents[2])
+    write()
     sys.exit(0)

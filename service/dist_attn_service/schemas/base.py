@@ -16,7 +16,7 @@ class Input(BaseModel):
 
 
 def optional(words: str) -> Any:
-    """A field that may be left out, and what it does in words for `/docs` and docs/reference/http.md."""
+    """A field that may be left out, and what it does in words for `/docs` and docs/reference/service.md."""
     return Field(default=None, description=words)
 
 
