@@ -174,16 +174,16 @@ def marked(comm: Communicator, x: Tensor, name: str) -> Tensor:
 class Launched:
     """An exchange with gradients that is under way; wait for it once, on every rank."""
 
-    def __init__(self, token: Tensor, thread: Tensor, flight: "_Flight") -> None:
-        self.token, self._thread, self._flight = token, thread, flight
+    def __init__(self, handle: Tensor, history: Tensor, flight: "_InFlight") -> None:
+        self.handle, self._history, self._flight = handle, history, flight
 
     def wait(self) -> Tensor:
         """Return the result of the exchange, connected to what was sent."""
-        return self.wait_from(self.token)
+        return self.wait_from(self.handle)
 
-    def wait_from(self, token: Tensor) -> Tensor:
-        """Wait with a token that came back through autograd."""
-        return cast(Tensor, _Wait.apply(token, self._thread, self._flight))  # type: ignore[no-untyped-call]
+    def wait_from(self, handle: Tensor) -> Tensor:
+        """Wait with a handle that came back through autograd."""
+        return cast(Tensor, _Wait.apply(handle, self._history, self._flight))  # type: ignore[no-untyped-call]
 
 
 @final
@@ -202,28 +202,28 @@ def _exchanged(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -
     if torch.compiler.is_compiling():
         kind, send, recv = exchange.kind, list(exchange.send), list(exchange.recv)
         return cast(Tensor, _in_graph(x, comm.number, comm.size, kind, send, recv, label))
-    return cast(Tensor, _Run.apply(x, _thread(x), comm, exchange, label))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Run.apply(x, _history(x), comm, exchange, label))  # type: ignore[no-untyped-call]
 
 
 def _started(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -> "Launched | FinishedExchange":
     if torch.compiler.is_compiling():
         return FinishedExchange(_exchanged(comm, exchange, x, label))
-    return _launched(x, _Flight(comm, exchange, label))
+    return _launched(x, _InFlight(comm, exchange, label))
 
 
-def _thread(x: Tensor) -> Tensor:
+def _history(x: Tensor) -> Tensor:
     """Make an empty tensor with the history of `x`: kept for the backward pass in its place, it holds no memory."""
     return x.reshape(-1)[:0].clone()
 
 
-def _on_thread(grad: Tensor, thread: Tensor) -> Tensor:
+def _on_history(grad: Tensor, history: Tensor) -> Tensor:
     """Connect a gradient to what the forward pass sent, where the backward pass is to be differentiated itself.
 
     A gradient may be a constant on one rank only, which a pass through the gradients' graph would then not go through.
     """
     if not torch.is_grad_enabled():
         return grad
-    return torch.cat([grad.reshape(-1), thread.to(grad.dtype)]).reshape(grad.shape)
+    return torch.cat([grad.reshape(-1), history.to(grad.dtype)]).reshape(grad.shape)
 
 
 def _backward_of(label: str) -> str:
@@ -237,19 +237,19 @@ def _compared_as(label: str, wants_gradient: bool) -> str:
 
 class _Run(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, thread: Tensor, comm: Communicator, exchange: _Exchange, label: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, history: Tensor, comm: Communicator, exchange: _Exchange, label: str) -> Tensor:
         ctx.comm, ctx.exchange, ctx.label = comm, exchange, label
-        ctx.save_for_backward(thread)
+        ctx.save_for_backward(history)
         return exchange.run(comm, x, _compared_as(label, ctx.needs_input_grad[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = _on_thread(grad, *ctx.saved_tensors)
+        grad = _on_history(grad, *ctx.saved_tensors)
         return _exchanged(ctx.comm, ctx.exchange.transposed, grad, _backward_of(ctx.label)), None, None, None, None
 
 
 @final
-class _Flight:
+class _InFlight:
     """One exchange from launch to wait, and the transposed one that the backward pass has launched."""
 
     def __init__(self, comm: Communicator, exchange: _Exchange, label: str) -> None:
@@ -258,42 +258,42 @@ class _Flight:
         self.back: Launched | None = None
 
 
-def _launched(x: Tensor, flight: _Flight) -> Launched:
-    return Launched(cast(Tensor, _Start.apply(x, flight)), _thread(x), flight)  # type: ignore[no-untyped-call]
+def _launched(x: Tensor, flight: _InFlight) -> Launched:
+    return Launched(cast(Tensor, _Start.apply(x, flight)), _history(x), flight)  # type: ignore[no-untyped-call]
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _InFlight) -> Tensor:
         ctx.flight = flight
         label = _compared_as(flight.label, ctx.needs_input_grad[0])
         flight.pending = flight.exchange.launch(flight.comm, x, label)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor) -> Any:
-        # The gradient of the token is the token of the transposed exchange, which the backward pass of the wait made.
+    def backward(ctx: Any, handle: Tensor) -> Any:
+        # The gradient of the handle is the handle of the transposed exchange, which the backward pass of the wait made.
         back = ctx.flight.back
         ctx.flight.back = None
-        return back.wait_from(token), None
+        return back.wait_from(handle), None
 
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, thread: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, history: Tensor, flight: _InFlight) -> Tensor:
         ctx.flight = flight
-        ctx.save_for_backward(thread)
+        ctx.save_for_backward(history)
         pending, flight.pending = flight.pending, None
-        assert pending is not None  # launched before there was a token
+        assert pending is not None  # launched before there was a handle
         # Not kept: the result leads to this node and the node to the flight, a circle that nobody would ever free.
         return pending.wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        flight: _Flight = ctx.flight
-        back = _Flight(flight.comm, flight.exchange.transposed, _backward_of(flight.label))
-        flight.back = _launched(_on_thread(grad, *ctx.saved_tensors), back)
-        return flight.back.token, None, None
+        flight: _InFlight = ctx.flight
+        back = _InFlight(flight.comm, flight.exchange.transposed, _backward_of(flight.label))
+        flight.back = _launched(_on_history(grad, *ctx.saved_tensors), back)
+        return flight.back.handle, None, None
 
 
 class _Marked(Function):

@@ -24,32 +24,32 @@ def before_start(
         return collectives.FinishedExchange(
             _in_graph(x_BHX, list(monoid.known), comm.number, monoid.name, False, label)
         )
-    return _start(x_BHX, _Flight(comm, monoid, label))
+    return _start(x_BHX, _InFlight(comm, monoid, label))
 
 
 @final
 class Running:
     """A scan with gradients that is under way; wait for it once, on every rank."""
 
-    def __init__(self, token: torch.Tensor, x_BHX: torch.Tensor, flight: "_Flight") -> None:
-        self._token, self._x_BHX, self._flight = token, x_BHX, flight
+    def __init__(self, handle: torch.Tensor, x_BHX: torch.Tensor, flight: "_InFlight") -> None:
+        self._handle, self._x_BHX, self._flight = handle, x_BHX, flight
 
     @property
-    def token(self) -> torch.Tensor:
+    def handle(self) -> torch.Tensor:
         """Nothing, connected to the launch."""
-        return self._token
+        return self._handle
 
     def wait(self) -> torch.Tensor:
         """The elements before this rank, combined, connected to what was sent."""
-        return self.wait_from(self._token)
+        return self.wait_from(self._handle)
 
-    def wait_from(self, token: torch.Tensor) -> torch.Tensor:
-        """`wait`, for a token that came back through autograd."""
-        return cast(torch.Tensor, _Wait.apply(token, self._x_BHX, self._flight))  # type: ignore[no-untyped-call]
+    def wait_from(self, handle: torch.Tensor) -> torch.Tensor:
+        """`wait`, for a handle that came back through autograd."""
+        return cast(torch.Tensor, _Wait.apply(handle, self._x_BHX, self._flight))  # type: ignore[no-untyped-call]
 
 
 @final
-class _Flight:
+class _InFlight:
     """One scan from launch to wait, and the one from the last rank that its backward pass has launched."""
 
     def __init__(self, comm: Communicator, monoid: Monoid, label: str, reverse: bool = False) -> None:
@@ -58,18 +58,18 @@ class _Flight:
         self.back: Running | None = None
         self.before: torch.Tensor | None = None
 
-    def transposed(self) -> "_Flight":
-        return _Flight(self.comm, self.monoid.transposed(), f"{self.label} backward".strip(), not self.reverse)
+    def transposed(self) -> "_InFlight":
+        return _InFlight(self.comm, self.monoid.transposed(), f"{self.label} backward".strip(), not self.reverse)
 
 
-def _start(x_BHX: torch.Tensor, flight: _Flight) -> Running:
-    token = _Start.apply(x_BHX, flight, *flight.monoid.known)  # type: ignore[no-untyped-call]
-    return Running(cast(torch.Tensor, token), x_BHX, flight)
+def _start(x_BHX: torch.Tensor, flight: _InFlight) -> Running:
+    handle = _Start.apply(x_BHX, flight, *flight.monoid.known)  # type: ignore[no-untyped-call]
+    return Running(cast(torch.Tensor, handle), x_BHX, flight)
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, x_BHX: torch.Tensor, flight: _Flight, *known: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_BHX: torch.Tensor, flight: _InFlight, *known: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         ctx.save_for_backward(x_BHX)
         label = f"{flight.label} with gradient".strip() if ctx.needs_input_grad[0] else flight.label
@@ -79,20 +79,20 @@ class _Start(Function):
         return x_BHX.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, token: torch.Tensor) -> Any:
-        # The gradient of the token is the token of the scan that the backward pass of the wait has launched.
+    def backward(ctx: Any, handle: torch.Tensor) -> Any:
+        # The gradient of the handle is the handle of the scan that the backward pass of the wait has launched.
         flight, (x_BHX,) = ctx.flight, ctx.saved_tensors
         (back, flight.back), (before_BHX, flight.before) = (flight.back, None), (flight.before, None)
-        of_x_BHX, *of_known = pulled_back(flight.monoid, x_BHX, before_BHX, back.wait_from(token))
+        of_x_BHX, *of_known = pulled_back(flight.monoid, x_BHX, before_BHX, back.wait_from(handle))
         return of_x_BHX, None, *of_known
 
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, x_BHX: torch.Tensor, flight: _Flight) -> torch.Tensor:
+    def forward(ctx: Any, handle: torch.Tensor, x_BHX: torch.Tensor, flight: _InFlight) -> torch.Tensor:
         ctx.flight = flight
         pending, flight.pending = flight.pending, None
-        assert pending is not None  # launched before there was a token
+        assert pending is not None  # launched before there was a handle
         before_BHX = pending.wait()
         ctx.save_for_backward(x_BHX, before_BHX)
         return before_BHX
@@ -103,7 +103,7 @@ class _Wait(Function):
         flight = ctx.flight
         flight.before = before_BHX
         flight.back = _start(flight.monoid.backward_message(x_BHX, grad_BHX), flight.transposed())
-        return flight.back.token, None, None
+        return flight.back.handle, None, None
 
 
 @torch.library.custom_op("dist_attn::exclusive_scan", mutates_args=())
