@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import threading
-import time
 from dataclasses import dataclass
 
 import zmq
@@ -86,7 +85,7 @@ class HeartbeatThread:
         try:
             while dealer.receive() is not None:
                 unanswered = 0
-            progress = (pulse.step_done, pulse.phase, time.time(), pulse.progress, peak_rss_bytes())
+            progress = (pulse.step_done, pulse.phase, pulse.progress, peak_rss_bytes())
             dealer.send(Heartbeat(self._settings.epoch, self._settings.rank, *progress))
         except WireError:
             # The queue is full because it is not read: one more beat without an answer.

@@ -294,7 +294,6 @@ class Heartbeat(Message, frozen=True):
     rank: Count
     step_done: Count
     phase: str
-    time: float
     progress: Count = 0  # operations and layers finished since start: "slow" still moves, "stuck" does not
     peak_rss_bytes: Count = 0
 

@@ -383,13 +383,13 @@ def test_a_step_that_is_not_due_ends_the_epoch(table, rank, k):
 def test_what_an_old_epoch_says_is_dropped(table):
     """Replies, hellos and heartbeats of ranks that are not of this epoch change nothing and are not answered."""
     before = len(table.others)
-    table.engine(beat_identity(0, 0), Heartbeat(0, 0, 5, "idle", 0.0))
+    table.engine(beat_identity(0, 0), Heartbeat(0, 0, 5, "idle"))
     table.engine(rank_identity(0, 0), StepDone(0, 1, 0, 0.1, [], []))
     table.engine(rank_identity(1, 1), StepDone(1, 1, 0, 0.1, [], []))
     table.engine(rank_identity(1, 7), StepDone(1, 1, 7, 0.1, [], []))
     assert len(table.others) == before
     assert table.controller.status(table.now).ready
-    table.engine(beat_identity(1, 0), Heartbeat(1, 0, 0, "idle", 0.0))
+    table.engine(beat_identity(1, 0), Heartbeat(1, 0, 0, "idle"))
     assert table.others[-1] == (beat_identity(1, 0), Ping())
 
 

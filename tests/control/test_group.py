@@ -72,7 +72,7 @@ class Scene:
             self.now = min(end, self.now + 0.5)
             self.agent()
             for rank in beats:
-                self.group.heartbeat(Heartbeat(self.group.epoch, rank, 0, "prefill", 0.0), self.now)
+                self.group.heartbeat(Heartbeat(self.group.epoch, rank, 0, "prefill"), self.now)
             self.group.tick(self.now, step_sent_at, step)
 
     def hello(self, rank, **fields):
@@ -183,7 +183,7 @@ def test_a_slow_step_is_not_a_stuck_one():
     sent_at = scene.now
     for progress in range(100):
         for rank in (0, 1):
-            scene.group.heartbeat(Heartbeat(1, rank, 0, "prefill", 0.0, progress), scene.now)
+            scene.group.heartbeat(Heartbeat(1, rank, 0, "prefill", progress), scene.now)
         scene.wait(1, step_sent_at=sent_at, step=1)
         scene.group.ranks[0].progress = scene.group.ranks[1].progress = progress
     assert scene.group.running
@@ -210,7 +210,7 @@ def test_a_rank_that_falls_silent_in_a_start_is_named(loaded, beaten):
     scene.wait(1, beats=())
     for _ in range(3 if beaten else 0):
         scene.wait(14, beats=(0,))
-        scene.group.heartbeat(Heartbeat(1, 1, 0, "loading", 0.0), scene.now)
+        scene.group.heartbeat(Heartbeat(1, 1, 0, "loading"), scene.now)
     for rank in loaded:
         scene.hello(rank)
     scene.wait(14, beats=(0,))

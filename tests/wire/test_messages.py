@@ -90,7 +90,7 @@ EXAMPLES = [
         [ranks.RequestFault(3, "NaN")],
         ranks.GuardCounts(4, [[0, 1]]),
     ),
-    ranks.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
+    ranks.Heartbeat(1, 0, 2, "idle", 3, 4),
     ranks.RankFailed(1, 0, 2, "why"),
     agents.StartGroup(
         1, "e", [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)], 1, "direct", {"backend": "gloo"}, "a:1"
