@@ -45,7 +45,7 @@ class Controller:
     """All open requests and the group of ranks that works on them."""
 
     def __init__(
-        self, settings: ControlSettings, to_api: Send, to_engine: Send, keeper: StateFiles, engine: str = ""
+        self, settings: ControlSettings, to_api: Send, to_engine: Send, state_files: StateFiles, engine: str = ""
     ) -> None:
         self._settings = settings
         self._engine = engine
@@ -64,9 +64,9 @@ class Controller:
         self._agents: set[bytes] = set()
         self._ticked_at = 0.0
         self._down_since = 0.0
-        self._keeper = keeper
-        self._requests = OpenRequests(settings, to_api, keeper)
-        self._states = States(self._requests, settings, keeper)
+        self._state_files = state_files
+        self._requests = OpenRequests(settings, to_api, state_files)
+        self._states = States(self._requests, settings, state_files)
         self._answers = Answers(self._requests, self._states, settings)
         self._pace = Pace()
         self._intake = Intake(self._requests, self._states, self._answers, settings, self._pace)
@@ -133,7 +133,7 @@ class Controller:
             case RankFailed():
                 self._group.rank_failed(message, now)
             case StatePart() if self._requests.get(message.request) is not None:
-                self._keeper.append(message.request, message.ordinal, message.start, message.data)
+                self._state_files.append(message.request, message.ordinal, message.start, message.data)
             case Draws() if self._group.running and message.rank in self._group.ranks:
                 self._round_done(message, now)
             case Faulted() if self._group.running and message.rank in self._group.ranks:
@@ -298,7 +298,7 @@ class Controller:
             lost_groups=self._lost_groups,
             replayed_tokens=self._replayed_tokens,
             manifest=model.manifest if model else None,
-            store=self._keeper.place,
+            store=self._state_files.place,
             state_bytes=model.state_bytes if model else None,
             token_bytes=model.token_bytes if model else 0,
         )

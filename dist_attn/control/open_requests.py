@@ -78,13 +78,13 @@ class Outboxes:
 class OpenRequests:
     """Open requests by number, in order of arrival; `send` is that of their API processes.
 
-    `keeper` holds the bytes of their states.
+    `state_files` holds the bytes of their states.
     """
 
-    def __init__(self, settings: ControlSettings, send: Send, keeper: StateFiles) -> None:
+    def __init__(self, settings: ControlSettings, send: Send, state_files: StateFiles) -> None:
         self._settings = settings
         self._outboxes = Outboxes(send, settings.reader_deadline_s)
-        self._keeper = keeper
+        self._state_files = state_files
         self._numbers = count(1)
         self._requests: dict[int, Request] = {}
         self._by_id: dict[tuple[bytes, str], Request] = {}
@@ -205,7 +205,7 @@ class OpenRequests:
         if self._requests.pop(request.number, None) is None:
             return
         del self._by_id[request.peer, request.request_id]
-        self._keeper.drop(request.number)
+        self._state_files.drop(request.number)
         if request.keeping.close():
             self.close(request.number)
         log.info(

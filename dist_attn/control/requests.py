@@ -63,7 +63,7 @@ class Request:
     def opened_by(work: OpenWork, number: int, peer: bytes, now: float, chunk: int) -> "Request":
         """A new request; blocks end at multiples of `chunk`, and so do the states that are kept on the way.
 
-        The seed is settled here, so that doing the work again elsewhere draws the same tokens.
+        A request without a seed gets one, so that work done again draws the same tokens; the API's requests have one.
         """
         draw = work.draw
         if draw is not None and draw.seed is None:

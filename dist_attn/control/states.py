@@ -32,11 +32,11 @@ log = structlog.get_logger("dist_attn.control")
 
 @final
 class States:
-    """The saved states of all open requests; `keeper` holds their bytes."""
+    """The saved states of all open requests; `state_files` holds their bytes."""
 
-    def __init__(self, requests: OpenRequests, settings: ControlSettings, keeper: StateFiles) -> None:
+    def __init__(self, requests: OpenRequests, settings: ControlSettings, state_files: StateFiles) -> None:
         self._requests = requests
-        self._keeper = keeper
+        self._state_files = state_files
         self._lag = min(FINISH_LAG, settings.save_draws)
         self._save_draws, self._save_s = settings.save_draws, settings.save_s
         self._ranks, self._state_bytes = settings.ranks, settings.state_bytes
@@ -65,7 +65,7 @@ class States:
             self._requests.fail(request, Code.INVALID_STATE, text)
             return False
         keeping.fetch()
-        self._keeper.fetch(request.number, begin, limit, lambda header: self._begin(request.number, header))
+        self._state_files.fetch(request.number, begin, limit, lambda header: self._begin(request.number, header))
         return True
 
     def finish_drawing(self, request: Request, drawn: int) -> None:
@@ -94,7 +94,7 @@ class States:
         """Begin the request with the state that is here now, if it belongs to this model."""
         request = self._requests.get(number)
         if request is None:
-            self._keeper.drop(number)
+            self._state_files.drop(number)
             return
         try:
             if isinstance(fetched, Exception):
@@ -124,7 +124,7 @@ class States:
         )
         if not request.is_session and not report.bit_exact:
             raise StateMismatchError(f"a completion goes on only from a state that changes no bit: {report.reason}")
-        if not self._keeper.begun(request.number):
+        if not self._state_files.begun(request.number):
             raise OSError("the state could not be kept on the controller's disk")
         request.keeping.keep(SavedState(request.number, header.position, 0, begin.num_bytes, snapshot=True))
         self._requests.post(request.peer, Restored(request.request_id, report))
@@ -135,7 +135,7 @@ class States:
         assert saved is not None
         if saved.position <= keeping.handed_out:
             return
-        if not self._keeper.hold(request.number, saved.ordinal):
+        if not self._state_files.hold(request.number, saved.ordinal):
             if request.is_session:  # a completion does without it
                 self._requests.fail(
                     request, Code.ENGINE_FAILED, "a state could not be written to the controller's disk"
@@ -144,14 +144,14 @@ class States:
             self._store(request.number, saved)
 
     def _store(self, number: int, saved: SavedState) -> None:
-        self._keeper.put(number, saved.ordinal, lambda stored: self._announce(number, stored))
+        self._state_files.put(number, saved.ordinal, lambda stored: self._announce(number, stored))
 
     def _announce(self, number: int, stored: StoredBlob | Exception) -> None:
         """Tell the API of a state that is in the store, or that it could not be stored; then store the next one."""
         request = self._requests.get(number)
         if request is None:
             if isinstance(stored, StoredBlob):
-                self._keeper.discard(stored.name)
+                self._state_files.discard(stored.name)
             return
         keeping, error = request.keeping, ""
         saved, blob = keeping.stored(), ("", "", 0)
@@ -238,7 +238,7 @@ class States:
 
     def parts(self, number: int) -> Iterator[bytes]:
         """The last saved state of a request, in parts that fit into messages."""
-        return self._keeper.parts(number)
+        return self._state_files.parts(number)
 
     # ---- from the ranks ------------------------------------------------------------------------
 
@@ -246,12 +246,12 @@ class States:
         """Take a state that a rank has sent whole; it counts once no other rank owes rows before its position."""
         request = self._requests.get(saved.request)
         if request is None:
-            self._keeper.drop(saved.request)
+            self._state_files.drop(saved.request)
             return
         saves = request.keeping.saves
         if not saves.awaits(saved.ordinal):
             return
-        if self._keeper.finish(saved.request, saved.ordinal, saved.num_bytes):
+        if self._state_files.finish(saved.request, saved.ordinal, saved.num_bytes):
             saves.take(saved)
         elif request.is_session:
             text = "the session's state could not be written to the controller's disk"
@@ -271,7 +271,7 @@ class States:
             keeping.saves.pop()
             if saved.draws > request.drawing.most:
                 continue  # its reader has had enough before
-            if self._keeper.commit(request.number, saved.ordinal):
+            if self._state_files.commit(request.number, saved.ordinal):
                 request.commit(saved)
                 if request.hands_out(saved):
                     self._hand_out(request)
@@ -328,7 +328,7 @@ class States:
 
     def ranks_lost(self) -> None:
         """Drop states that had not come whole; requests that only wait for such a state end."""
-        self._keeper.forget_unfinished()
+        self._state_files.forget_unfinished()
         for request in self._requests:
             # Also of one that the lost ranks no longer worked on: its place went to another as soon as an earlier state
             # of the same position was here.

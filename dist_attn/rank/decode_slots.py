@@ -187,7 +187,7 @@ class DecodeSlots:
         """Draw from the logits after the request's last token; what it gave the first time is what will be fed."""
         if drawing.ended:
             return None
-        (result,) = self._drawn([(entry.request, drawing, logits_V)])
+        (result,) = self._sample_each([(entry.request, drawing, logits_V)])
         if isinstance(result, Drawn):
             drawing.token = result.token if entry.token is None else entry.token
             drawing.ended = drawing.token in drawing.ends
@@ -225,13 +225,13 @@ class DecodeSlots:
                 drawing.logits_V = logits_V.clone()
             else:
                 due.append((request, drawing, logits_V))
-        results = self._drawn(due)
+        results = self._sample_each(due)
         for (_, drawing, _), result in zip(due, results, strict=True):
             if isinstance(result, Drawn):
                 drawing.token = result.token
         return results
 
-    def _drawn(self, due: list[tuple[int, _Drawing, torch.Tensor]]) -> list[Drawn | RequestFault]:
+    def _sample_each(self, due: list[tuple[int, _Drawing, torch.Tensor]]) -> list[Drawn | RequestFault]:
         """A token for each of them, here or on the rank that has their logits."""
         if self._layers_apart is None or not due:
             return [_draw(*each) for each in due]
