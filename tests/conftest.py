@@ -53,6 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture
+def running_sum(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of a small mixer that takes no packed texts."""
+    from tests.support.running_sum import register_running_sum
+
+    return register_running_sum(monkeypatch)
+
+
 @cache
 def has_cuda() -> bool:
     """Whether tests marked gpu can run; asked only if there are any."""

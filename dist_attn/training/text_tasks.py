@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
-from dist_attn.mixers import ScaleformerConfig
 from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models import Model, TextClassifier, TextClassifierConfig
 from dist_attn.ops.device import send
@@ -75,10 +74,7 @@ class TextClassificationTask(ClassificationTask[TextExamples], TextTask):
 def _check_packs(model: TextClassifierConfig) -> None:
     """Raise ConfigError for mixers that would tell packed texts from single ones."""
     for mixer in mixers_of_layers(model.encoder.mixer, model.encoder.num_layers):
-        if isinstance(mixer, ScaleformerConfig):
-            raise ConfigError(
-                "model.encoder.mixer scaleformer is causal and takes no packed texts; take kind bidirectional with "
-                'attention = "scaleformer", or another mixer'
-            )
         if not mixer.packs:
-            raise ConfigError(f"model.encoder.mixer {mixer.kind} takes no packed texts; take another mixer")
+            raise ConfigError(
+                f"model.encoder.mixer {mixer.kind} takes no packed texts; take kind bidirectional, or another mixer"
+            )

@@ -39,6 +39,7 @@ def test_a_preset_takes_any_causal_mixer(kind: str) -> None:
         {"kind": "lssl", "hidden_size": 16},
         {"kind": "hippo", "hidden_size": 16},
         {"kind": "s4", "hidden_size": 16, "form": "scan"},
+        {"kind": "scaleformer", "hidden_size": 16, "num_heads": 2},
         {"kind": "mlp_mixer", "hidden_size": 16, "length": 9, "token_mlp_size": 4},
     ],
 )

@@ -269,10 +269,10 @@ def test_short_texts_are_read_together(spec: RowSpec, ranks: int) -> None:
                 assert_close(vectors[0], vectors[1])
 
 
-def test_a_model_that_takes_no_packed_texts_reads_each_alone() -> None:
+def test_a_model_that_takes_no_packed_texts_reads_each_alone(running_sum: str) -> None:
     """Short texts of a step have their rows in turn where the mixer refuses to read them together."""
     values = CONFIG.model_dump()
-    values["encoder"]["mixer"] = {"kind": "scaleformer", "hidden_size": DIM, "num_heads": 2}
+    values["encoder"]["mixer"] = {"kind": running_sum, "hidden_size": DIM}
     made = SequenceExecutor(build_model(TextEncoderConfig.model_validate(values)).eval(), 0, name="small")
     ops = [PrefillOp(number, 0, [5], TOKENS[number : number + 5].tobytes()) for number in range(3)]
     for op in ops:

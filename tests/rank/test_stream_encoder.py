@@ -175,11 +175,9 @@ def test_denominators_of_short_texts_are_counted():
     assert counts[0] == counts[1] and counts[0].denominators == 3 * 7 * 2 * 2
 
 
-def test_blocks_of_a_mixer_that_takes_no_packed_texts_are_read_in_turn():
+def test_blocks_of_a_mixer_that_takes_no_packed_texts_are_read_in_turn(running_sum):
     """Texts of a step have the rows that each has alone where the sentence encoder refuses to read them together."""
-    values = teacher().config.encoder.model_dump() | {
-        "mixer": {"kind": "scaleformer", "hidden_size": DIM, "num_heads": 2}
-    }
+    values = teacher().config.encoder.model_dump() | {"mixer": {"kind": running_sum, "hidden_size": DIM}}
     model = randomised(begin_stream_encoder(teacher(encoder=values), BLOCK, context(GATED_DELTA))).float()
     made = ModelExecutor(model, LocalCommunicator(), name="small")
     ops = [PrefillOp(number, 0, [5], TOKENS[number : number + 5].tobytes()) for number in range(3)]

@@ -129,6 +129,11 @@ class ScaleformerConfig(HeadSizes, MixerConfig):
     kind: Literal["scaleformer"]
     reach: int = Field(default=16, ge=0, le=1024)
 
+    @property
+    def packs(self) -> bool:
+        """Return False: a window goes on from token to token."""
+        return False
+
     def weights(self) -> Weights:
         """The weights of the projections, and k + 1 rows of positions."""
         size, values = self.hidden_size, self.values_size
