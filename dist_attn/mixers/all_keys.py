@@ -39,6 +39,7 @@ from dist_attn.ops import (
     linear_attention_read,
 )
 from dist_attn.ops.device import without_autocast
+from dist_attn.ops.relative_attention import relative_attention
 from dist_attn.ops.relative_rows import sum_by_row, take_by_row
 from dist_attn.ops.running_maximum import NO_TOKENS
 
@@ -94,7 +95,7 @@ class AllKeys(RandomMatrices):
                 return ops.softmax_attention(q_BHLK, k_BHSK, v_BHSV, causal=False, relative=relative), None
             case "scaleformer":
                 phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.positions_HRK))
-                return ops.relative_attention(phi_q, phi_k, v_BHSV, phi_rp, causal=False), None
+                return relative_attention(phi_q, phi_k, v_BHSV, phi_rp, causal=False, ops=ops), None
         log_gate = key_scale = None
         weights_BHS = self._log_key_weights(k_BHSK)
         if weights_BHS is not None:

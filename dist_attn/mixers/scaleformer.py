@@ -12,7 +12,7 @@ from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.attention import ScaleformerConfig
 from dist_attn.ops import RelativeState, SequenceOps, relative_attention_step
-from dist_attn.ops.relative_attention import WindowState
+from dist_attn.ops.relative_attention import WindowState, relative_attention_streaming
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class ScaleformerAttention(TokenMixer):
     ) -> tuple[torch.Tensor, ScaleformerState]:
         before = self._own(state, x_BLD.shape[0])
         q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
-        out_BHLV, after = ops.relative_attention_streaming(
-            elu_plus_one(q), elu_plus_one(k), v, self._rows(), before.attention
+        out_BHLV, after = relative_attention_streaming(
+            elu_plus_one(q), elu_plus_one(k), v, self._rows(), before.attention, ops=ops
         )
         return self.out(merge_heads(out_BHLV)), ScaleformerState(after)
 

@@ -15,7 +15,6 @@ from dist_attn.ops.documents import DocumentPlaces, SumCall
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
-from dist_attn.ops.relative_attention import RelativeCall, RelativeState, RelativeStreamCall
 from dist_attn.ops.running_maximum import Maxima, MaximumCall
 from dist_attn.ops.selective_scan import GatedCall, SelectiveCall
 from dist_attn.ops.sequence_call import Result, SequenceCall
@@ -100,29 +99,6 @@ class SequenceOps(ABC):
     ) -> tuple[torch.Tensor, AffineState]:
         """See `dist_attn.ops.gated_delta_rule`."""
         return self.run(AffineCall(q_BHLK, k_BHLK, v_BHLV, log_decay_BHLK, beta_BHL=beta_BHL, state=state))
-
-    def relative_attention(
-        self,
-        phi_q_BHLK: torch.Tensor,
-        phi_k_BHSK: torch.Tensor,
-        v_BHSV: torch.Tensor,
-        phi_rp_HRK: torch.Tensor,
-        *,
-        causal: bool,
-    ) -> torch.Tensor:
-        """See `dist_attn.ops.relative_attention`."""
-        return self.run(RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal))
-
-    def relative_attention_streaming(
-        self,
-        phi_q_BHLK: torch.Tensor,
-        phi_k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        phi_rp_HRK: torch.Tensor,
-        state: RelativeState | None = None,
-    ) -> tuple[torch.Tensor, RelativeState]:
-        """See `dist_attn.ops.relative_attention_streaming`."""
-        return self.run(RelativeStreamCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state))
 
     def softmax_attention(
         self,

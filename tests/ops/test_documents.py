@@ -17,6 +17,7 @@ from dist_attn.ops.documents import (
     sums_of_documents,
 )
 from dist_attn.ops.linear_attention import linear_attention_naive
+from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
@@ -116,8 +117,8 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "linear full": lambda ops, x, rp: ops.linear_attention(
         x, x.square(), x, log_gate_BHS=-x[..., 0].square(), causal=False
     )[0],
-    "relative causal": lambda ops, x, rp: ops.relative_attention(x.square(), x.square(), x, rp, causal=True),
-    "relative full": lambda ops, x, rp: ops.relative_attention(x.square(), x.square(), x, rp, causal=False),
+    "relative causal": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=True, ops=ops),
+    "relative full": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=False, ops=ops),
     "softmax causal": lambda ops, x, rp: ops.softmax_attention(x, x[:, :2], x[:, :2], causal=True),
     "softmax full": lambda ops, x, rp: ops.softmax_attention(x, x, x, causal=False),
     "convolve": lambda ops, x, rp: ops.convolve(x[0], rp[0]),
@@ -206,7 +207,7 @@ def test_ten_thousand_documents_of_one_token():
     for causal in (True, False):
         for out in (
             ops.linear_attention(x.square() + 1, x.square() + 1, x, causal=causal)[0],
-            ops.relative_attention(x.square(), x.square(), x, rp, causal=causal),
+            relative_attention(x.square(), x.square(), x, rp, causal=causal, ops=ops),
             ops.softmax_attention(x, x, x, causal=causal),
         ):
             assert_close(out, x)
@@ -240,7 +241,7 @@ def test_documents_that_do_not_fit_are_named():
     for call in (
         lambda: ops.linear_attention(x, x, x),
         lambda: ops.softmax_attention(x, x, x, causal=True),
-        lambda: ops.relative_attention(x, x, x, rp, causal=True),
+        lambda: relative_attention(x, x, x, rp, causal=True, ops=ops),
         lambda: ops.convolve(x[0], torch.ones(3, 4)),
         lambda: ops.convolve_streaming(x[0], torch.ones(3, 4)),
     ):
@@ -249,4 +250,4 @@ def test_documents_that_do_not_fit_are_named():
     with pytest.raises(ShapeError, match="5 queries and 4 keys"):
         LocalSequenceOps((0,)).linear_attention(x, x[:, :, :4], x[:, :, :4])
     with pytest.raises(InputError, match="one unbroken sequence"):
-        ops.relative_attention_streaming(x, x, x, rp)
+        relative_attention_streaming(x, x, x, rp, ops=ops)

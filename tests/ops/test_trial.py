@@ -25,7 +25,12 @@ from dist_attn.ops.linear_attention.implementation import (
     why_not_by_default,
 )
 from dist_attn.ops.linear_attention.trial import LinearKind, compared
-from dist_attn.ops.relative_attention import RelativeCall, choose_relative
+from dist_attn.ops.relative_attention import (
+    RelativeCall,
+    choose_relative,
+    relative_attention,
+    relative_attention_streaming,
+)
 from dist_attn.ops.relative_attention.trial import RelativeKind
 from dist_attn.ops.relative_attention.trial import compared as relative_compared
 from dist_attn.ops.state import steps_in_place
@@ -190,8 +195,8 @@ def test_ranks_try_before_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None
             lambda: ShardedSequenceOps(comm, LAYOUT).linear_attention(x, x, x, causal=False),
             lambda: ShardedSequenceOps(comm, packed).linear_attention(x, x, x),
             lambda: ShardedSequenceOps(comm, deterministic, deterministic=True).linear_attention(many, many, many),
-            lambda: ShardedSequenceOps(comm, LAYOUT).relative_attention_streaming(x, x, x, rp),
-            lambda: ShardedSequenceOps(comm, packed).relative_attention(x, x, x, rp, causal=True),
+            lambda: relative_attention_streaming(x, x, x, rp, ops=ShardedSequenceOps(comm, LAYOUT)),
+            lambda: relative_attention(x, x, x, rp, causal=True, ops=ShardedSequenceOps(comm, packed)),
         ):
             before[comm.rank] = len(comm.traffic.events)
             work()

@@ -12,6 +12,7 @@ from dist_attn.comm import run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, LocalSequenceOps, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import LinearCall, absorb, complete_sums, local_sums
+from dist_attn.ops.relative_attention import relative_attention_streaming
 from dist_attn.sharded import ShardedSequenceOps
 from tests.ops.test_triton import DEVICE, SMALL, few, moved
 from tests.support import fixed_order
@@ -157,7 +158,7 @@ def test_ranks_with_kernels_equal_one_without(kind, monkeypatch):
     def attend(ops, start, stop):
         leaves = [t[:, :, start:stop].clone().requires_grad_() for t in (q, k, v)]
         if kind == "relative":
-            out, _ = ops.relative_attention_streaming(leaves[0].exp(), leaves[1].exp(), leaves[2], rp)
+            out, _ = relative_attention_streaming(leaves[0].exp(), leaves[1].exp(), leaves[2], rp, ops=ops)
         else:
             cut = {name: t[:, :, start:stop] if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
             out, _ = ops.linear_attention(*leaves, causal=kind == "causal", **cut)

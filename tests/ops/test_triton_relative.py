@@ -148,10 +148,10 @@ def test_kernels_by_name_through_the_operations(monkeypatch):
     ops = LocalSequenceOps(implementation="triton")
     want = relative_attention(*given, causal=True)
     moved = [x.to(DEVICE) for x in given]
-    assert_close(ops.relative_attention(*moved, causal=True).cpu(), want)
+    assert_close(relative_attention(*moved, causal=True, ops=ops).cpu(), want)
     state = RelativeState.identity(1, 2, 5, 4, 2)
     if DEVICE == "cpu":
-        assert_close(ops.relative_attention_streaming(*moved, state)[0].cpu(), want)
+        assert_close(relative_attention_streaming(*moved, state, ops=ops)[0].cpu(), want)
         assert "on cpu" in choose_relative(RelativeCall(*given)).reason
     assert choose_relative(RelativeCall(*moved, implementation="triton")).reason == "asked for by name"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dist_attn import feature_maps
 from dist_attn.ops import AffineState, Denominator, LinearState, RelativeState, SequenceOps
-from dist_attn.ops.relative_attention import WindowState
+from dist_attn.ops.relative_attention import WindowState, relative_attention, relative_attention_streaming
 
 __all__ = ["AFFINE_CASES", "CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax", "tokens"]
 
@@ -63,7 +63,7 @@ def _relative(*, causal: bool, reach: int) -> Case:
 
     def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
         q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
-        return (ops.relative_attention(q, k, x["v"], rp, causal=causal),)
+        return (relative_attention(q, k, x["v"], rp, causal=causal, ops=ops),)
 
     return Case(sliced, {"rp": (HEADS, 2 * reach + 1, SIZE)}, run)
 
@@ -79,7 +79,7 @@ def _relative_streaming(*, reach: int) -> Case:
         q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
         # Sums of positive weights, so that no denominator comes near 0.
         state = RelativeState(x["sums"].exp(), WindowState(x["far"].exp(), x["near"].exp(), 3))
-        out, after = ops.relative_attention_streaming(q, k, x["v"], rp, state)
+        out, after = relative_attention_streaming(q, k, x["v"], rp, state, ops=ops)
         return out, after.sz_BHMW, after.window.far_BHW, after.window.near_BHTW
 
     return Case(sliced, replicated, run)

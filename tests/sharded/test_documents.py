@@ -12,6 +12,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
+from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
@@ -106,10 +107,10 @@ def test_linear_attention_over_processes():
 
 
 CALLS: dict[str, Callable[..., torch.Tensor]] = {
-    "relative causal": lambda ops, x, rp: ops.relative_attention(x.square(), x.square(), x, rp, causal=True),
-    "relative full": lambda ops, x, rp: ops.relative_attention(x.square(), x.square(), x, rp, causal=False),
-    "relative without window": lambda ops, x, rp: ops.relative_attention(
-        x.square(), x.square(), x, rp[:, :1], causal=False
+    "relative causal": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=True, ops=ops),
+    "relative full": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=False, ops=ops),
+    "relative without window": lambda ops, x, rp: relative_attention(
+        x.square(), x.square(), x, rp[:, :1], causal=False, ops=ops
     ),
     "softmax causal": lambda ops, x, rp: ops.softmax_attention(x, x[:, :2], x[:, :2], causal=True),
     "softmax full": lambda ops, x, rp: ops.softmax_attention(x, x, x, causal=False),
@@ -277,7 +278,7 @@ def test_ten_thousand_documents_of_one_token_over_ranks():
         outs = [
             ops.linear_attention(part.square() + 1, part.square() + 1, part)[0],
             ops.linear_attention(part.square() + 1, part.square() + 1, part, causal=False)[0],
-            ops.relative_attention(part.square(), part.square() + 1, part, torch.ones(1, 3, 4), causal=True),
+            relative_attention(part.square(), part.square() + 1, part, torch.ones(1, 3, 4), causal=True, ops=ops),
             ops.softmax_attention(part, part, part, causal=True),
         ]
         assert comm.traffic.calls == 0
@@ -294,7 +295,7 @@ def test_what_takes_no_documents_says_so():
 
     def body(comm: Communicator) -> None:
         ops, x = ShardedSequenceOps(comm, layout), torch.zeros(1, 1, layout.lengths[comm.rank], 2)
-        for call in (lambda: ops.relative_attention_streaming(x, x, x, torch.zeros(1, 3, 2)),):
+        for call in (lambda: relative_attention_streaming(x, x, x, torch.zeros(1, 3, 2), ops=ops),):
             with pytest.raises(InputError, match="one unbroken sequence"):
                 call()
         y = torch.zeros(1, 1, memory.lengths[comm.rank], 2)

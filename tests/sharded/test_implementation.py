@@ -12,6 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import FeatureMap, LinearState, RelativeState
 from dist_attn.ops.linear_attention import Implementation, LinearCall
+from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from tests.support.closeness import assert_close
@@ -44,7 +45,7 @@ def relative(state: RelativeState | None = None, implementation: Implementation 
 
     def call(comm: Communicator, x: torch.Tensor) -> object:
         ops = ShardedSequenceOps(comm, LAYOUT, implementation=implementation)
-        return ops.relative_attention_streaming(x, x, x, torch.ones(2, 5, 4), state)
+        return relative_attention_streaming(x, x, x, torch.ones(2, 5, 4), state, ops=ops)
 
     return call
 
@@ -199,6 +200,6 @@ def test_relative_attention_over_ranks_has_no_c_kernels() -> None:
 
     def call(comm: Communicator, x: torch.Tensor) -> object:
         ops = ShardedSequenceOps(comm, LAYOUT, implementation="native")
-        return ops.relative_attention(x, x, x, torch.ones(2, 5, 4), causal=True)
+        return relative_attention(x, x, x, torch.ones(2, 5, 4), causal=True, ops=ops)
 
     assert len(set(refusals(call, X))) == 1

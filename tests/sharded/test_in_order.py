@@ -11,6 +11,7 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
 from dist_attn.ops import KeyValueCache, linear_attention
+from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs
@@ -189,8 +190,8 @@ def test_operations_without_the_promise_are_refused():
         calls = (
             lambda: ops.linear_attention(heads, heads, heads, causal=True, prefix=5),
             lambda: ops.sum_over_sequence(x),
-            lambda: ops.relative_attention(heads, heads, heads, rp, causal=True),
-            lambda: ops.relative_attention_streaming(heads, heads, heads, rp),
+            lambda: relative_attention(heads, heads, heads, rp, causal=True, ops=ops),
+            lambda: relative_attention_streaming(heads, heads, heads, rp, ops=ops),
             lambda: ops.softmax_attention(heads, heads, heads, causal=True),
             lambda: ops.softmax_attention_streaming(
                 heads, heads, heads, KeyValueCache(heads[:, :, :0], heads[:, :, :0])

@@ -9,6 +9,7 @@ from dist_attn import costs
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
+from dist_attn.ops.relative_attention import relative_attention
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.examples import examples
 from tests.support.sharded_call import check_sharded, random_tensor
@@ -28,7 +29,7 @@ def test_relative_attention(lengths, reach, causal):
         random_tensor(3, 2 * reach + 1, 6, seed=3),
     )
     check_sharded(
-        lambda ops, t: (ops.relative_attention(t[0].exp(), t[1].exp(), t[2], t[3].exp(), causal=causal),),
+        lambda ops, t: (relative_attention(t[0].exp(), t[1].exp(), t[2], t[3].exp(), causal=causal, ops=ops),),
         SequenceLayout.from_lengths(lengths),
         [q, k, random_tensor(2, 3, total, 4, seed=2)],
         whole=[rp],
@@ -37,8 +38,8 @@ def test_relative_attention(lengths, reach, causal):
 
 RP = random_tensor(3, 5, 3, seed=1).exp()
 ON_HEADS = {
-    "relative causal": lambda ops, t: (ops.relative_attention(t[0], t[0], t[0], RP, causal=True),),
-    "relative full": lambda ops, t: (ops.relative_attention(t[0], t[0], t[0], RP, causal=False),),
+    "relative causal": lambda ops, t: (relative_attention(t[0], t[0], t[0], RP, causal=True, ops=ops),),
+    "relative full": lambda ops, t: (relative_attention(t[0], t[0], t[0], RP, causal=False, ops=ops),),
     "softmax": lambda ops, t: (ops.softmax_attention(t[0], t[0], t[0], causal=True),),
 }
 
@@ -93,8 +94,11 @@ def test_relative_attention_keeps_its_precision_under_autocast(causal):
         start, stop = layout.range(comm.rank)
         part = x[:, :, start:stop]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            whole = LocalSequenceOps().relative_attention(x, x, x, rp, causal=causal)
-            return [whole, ShardedSequenceOps(comm, layout).relative_attention(part, part, part, rp, causal=causal)]
+            whole = relative_attention(x, x, x, rp, causal=causal, ops=LocalSequenceOps())
+            return [
+                whole,
+                relative_attention(part, part, part, rp, causal=causal, ops=ShardedSequenceOps(comm, layout)),
+            ]
 
     for without, under in zip(*(run_simulated(lambda c, e=e: run(c, e), 2) for e in (False, True)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(without, under, strict=True))

@@ -10,7 +10,12 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import RelativeState
-from dist_attn.ops.relative_attention import WindowState, relative_attention_naive
+from dist_attn.ops.relative_attention import (
+    WindowState,
+    relative_attention,
+    relative_attention_naive,
+    relative_attention_streaming,
+)
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
@@ -33,7 +38,7 @@ def _positive(*shape: int, seed: int) -> torch.Tensor:
 
 def _check_memory(queries: tuple[int, ...], keys: tuple[int, ...], reach: int, causal: bool) -> None:
     check_sharded(
-        lambda ops, t: (ops.relative_attention(*t, causal=causal),),
+        lambda ops, t: (relative_attention(*t, causal=causal, ops=ops),),
         SequenceLayout.from_lengths(queries),
         [_positive(2, 2, sum(queries), 5, seed=0)],
         memory_layout=SequenceLayout.from_lengths(keys),
@@ -73,7 +78,7 @@ def test_streams_over_ranks(lengths, reach, given_state):
     def call(ops, t):
         q, k, v, rp, sums, far, near = t
         state = RelativeState(sums, WindowState(far, near, 9)) if given_state else None
-        out, after = ops.relative_attention_streaming(q, k, v, rp, state)
+        out, after = relative_attention_streaming(q, k, v, rp, state, ops=ops)
         return out, after.sz_BHMW, after.window.far_BHW, after.window.near_BHTW
 
     check_sharded(
@@ -99,7 +104,7 @@ def test_late_outputs_of_a_long_sequence_in_single_precision(causal):
 
     def body(comm: Communicator) -> torch.Tensor:
         own = (t[:, :, slice(*layout.range(comm.rank))] for t in (q, k, v))
-        return ShardedSequenceOps(comm, layout).relative_attention(*own, rp, causal=causal)
+        return relative_attention(*own, rp, causal=causal, ops=ShardedSequenceOps(comm, layout))
 
     out = torch.cat(run_simulated(body, layout.size), 2)
     rows = [*range(6), *range(layout.total - 6, layout.total)]
@@ -132,8 +137,8 @@ def test_bytes_sent(queries, keys, causal, reach):
         (a, b), (c, d) = layout.range(comm.rank), memory.range(comm.rank)
         comm.traffic.clear()
         k, v = torch.rand(2, 2, d - c, features), torch.rand(2, 2, d - c, values)
-        ops.relative_attention(
-            torch.rand(2, 2, b - a, features), k, v, torch.rand(2, 2 * reach + 1, features), causal=causal
+        relative_attention(
+            torch.rand(2, 2, b - a, features), k, v, torch.rand(2, 2 * reach + 1, features), causal=causal, ops=ops
         )
         behind = memory.total > layout.total
         windows = 1 if causal else 2 + behind
@@ -153,8 +158,13 @@ def test_no_key_at_all_gives_zeros():
         q = torch.rand(1, 2, layout.lengths[comm.rank], 4).requires_grad_()
         rp = torch.rand(2, 5, 4)
         out = [
-            ShardedSequenceOps(comm, layout, memory).relative_attention(
-                q, torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 0, 3), rp, causal=causal
+            relative_attention(
+                q,
+                torch.zeros(1, 2, 0, 4),
+                torch.zeros(1, 2, 0, 3),
+                rp,
+                causal=causal,
+                ops=ShardedSequenceOps(comm, layout, memory),
             )
             for causal in (True, False)
         ]
@@ -175,7 +185,7 @@ def test_a_state_of_another_window_is_refused():
         x, rp = torch.rand(1, 2, 2, 4), torch.rand(2, 7, 4)
         state = RelativeState.identity(1, 2, 4, 4, reach=2)
         with pytest.raises(ShapeError, match="these inputs need"):
-            ShardedSequenceOps(comm, layout).relative_attention_streaming(x, x, x, rp, state)
+            relative_attention_streaming(x, x, x, rp, state, ops=ShardedSequenceOps(comm, layout))
 
     run_simulated(body, 2)
 
@@ -190,7 +200,7 @@ def test_the_oracle_over_ranks():
         def body(comm: Communicator, causal: bool = causal) -> torch.Tensor:
             (a, b), (c, d) = layout.range(comm.rank), memory.range(comm.rank)
             ops = ShardedSequenceOps(comm, layout, memory)
-            return ops.relative_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], rp, causal=causal)
+            return relative_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], rp, causal=causal, ops=ops)
 
         want = relative_attention_naive(q, k, v, rp, causal=causal)
         assert_close(torch.cat(run_simulated(body, 2), 2), want)

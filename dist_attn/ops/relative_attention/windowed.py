@@ -20,12 +20,14 @@ import torch.nn.functional as F
 from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
+from dist_attn.ops.local_sequence_ops import LocalSequenceOps
 from dist_attn.ops.relative_attention.call import Form, RelativeCall, RelativeStreamCall, choose_relative
 from dist_attn.ops.relative_attention.numerators import WindowCarry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
 from dist_attn.ops.relative_rows import take_by_row
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 from dist_attn.ops.sequence_call import Implementation, local_form
+from dist_attn.ops.sequence_ops import SequenceOps
 
 # So many tokens of whole documents share one masked score matrix.
 TOGETHER_TOKENS = 128
@@ -40,6 +42,7 @@ def relative_attention(
     causal: bool,
     form: Form = "windowed",
     implementation: Implementation = "auto",
+    ops: SequenceOps | None = None,
 ) -> torch.Tensor:
     """Kernel attention with Shaw's relative positions, normalised by its own row sums.
 
@@ -49,14 +52,14 @@ def relative_attention(
 
     `implementation` names what computes the windowed form, see `call.choose_relative`: "triton" the kernels
     for a GPU, which "auto" takes where their trial comes out right; elsewhere torch's own operations ("streaming").
+    Given `ops` run it by their own implementation, over ranks always in the windowed form.
 
     Shapes: phi_q [B, H, L, K], phi_k [B, H, S, K], v [B, H, S, V], phi_rp [H, R, K] -> [B, H, L, V].
     Raises: ShapeError when shapes do not fit together; InputError for an unknown form; ConfigError for an
         implementation that cannot take this call.
     """
-    return attend_relative(
-        RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal, form, implementation=implementation)
-    )
+    ops = ops or LocalSequenceOps(implementation=implementation)
+    return ops.run(RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal, form))
 
 
 def relative_attention_naive(
@@ -121,6 +124,7 @@ def relative_attention_streaming(
     state: RelativeState | None = None,
     *,
     implementation: Implementation = "auto",
+    ops: SequenceOps | None = None,
 ) -> tuple[torch.Tensor, RelativeState]:
     """Causal `relative_attention` that continues after `state` (of no tokens when None), and the state after it.
 
@@ -132,9 +136,8 @@ def relative_attention_streaming(
     Raises: ShapeError when shapes do not fit together, or the state is of another window; ConfigError for an
         implementation that cannot take this call.
     """
-    return stream_relative(
-        RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state, implementation=implementation)
-    )
+    ops = ops or LocalSequenceOps(implementation=implementation)
+    return ops.run(RelativeStreamCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state))
 
 
 @local_form(RelativeStreamCall)
