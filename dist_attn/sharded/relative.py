@@ -35,12 +35,20 @@ from dist_attn.ops.relative_attention import (
     check_relative_choice,
     stream_relative,
 )
+from dist_attn.ops.relative_attention.call import attempt_relative
 from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
 from dist_attn.ops.relative_attention.state import normalised
+from dist_attn.ops.relative_attention.trial import RelativeForm
 from dist_attn.sharded.document_exchange import Heard, hear_from, ranks_heard
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding, over_ranks
-from dist_attn.sharded.trials import try_relative
+from dist_attn.sharded.trials import try_together
+
+
+def try_relative(comm: Communicator, call: RelativeCall, form: RelativeForm | None = None) -> None:
+    """`try_together` for relative attention, as a stream or of one sequence."""
+    if call.implementation == "auto" and call.v_BHSV.device.type == "cuda":
+        try_together(comm, [attempt_relative(call, form)])
 
 
 @over_ranks(RelativeCall)

@@ -13,12 +13,9 @@ from dist_attn.comm import Communicator
 from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.linear_attention.implementation import attempt
 from dist_attn.ops.linear_attention.trial import Form
-from dist_attn.ops.relative_attention import RelativeCall
-from dist_attn.ops.relative_attention.call import attempt_relative
-from dist_attn.ops.relative_attention.trial import RelativeForm
 from dist_attn.ops.trial import WAIT_S, Attempt, end_trials, found_right, overrule
 
-__all__ = ["end_trials_together", "try_linear", "try_relative", "try_together"]
+__all__ = ["end_trials_together", "try_linear", "try_together"]
 
 KINDS_KEPT = 1024  # of calls that ranks have told each other of; all ranks forget together
 
@@ -63,12 +60,6 @@ def try_linear(comm: Communicator, call: LinearCall, sums: torch.dtype, *forms: 
         # Kernels also go by these types, which are no part of a kind: calls that they refuse have met nobody for it.
         types = [sums, *(t.dtype for t in (call.q_BHLK, call.k_BHSK, call.v_BHSV))]
         try_together(comm, attempts, [*(one.kind.words for one in attempts), *types])
-
-
-def try_relative(comm: Communicator, call: RelativeCall, form: RelativeForm | None = None) -> None:
-    """`try_together` for relative attention, as a stream or of one sequence."""
-    if call.implementation == "auto" and call.v_BHSV.device.type == "cuda":
-        try_together(comm, [attempt_relative(call, form)])
 
 
 def end_trials_together(comm: Communicator) -> list[str]:

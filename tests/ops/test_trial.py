@@ -150,10 +150,15 @@ def test_ranks_try_all_that_their_parts_take(begun: list[str], monkeypatch: pyte
     tried_by: dict[str, list[str]] = {}
     for tokens in (0, 3):
         calls: list[list[trial.Attempt]] = []
-        monkeypatch.setattr(trials, "try_together", lambda _, attempts, *met_by, calls=calls: calls.append(attempts))
+
+        def note(_: object, attempts: list[trial.Attempt], *met_by: object, calls=calls) -> None:
+            calls.append(attempts)
+
+        monkeypatch.setattr(trials, "try_together", note)
+        monkeypatch.setattr(relative, "try_together", note)
         call = call_of("cuda", tokens)
         trials.try_linear(None, call, torch.float32, "full", "parts")
-        trials.try_relative(None, relative_of("cuda"), "stream")
+        relative.try_relative(None, relative_of("cuda"), "stream")
         found = [(one.kind.words, one.why_not()) for attempts in calls for one in attempts]
         assert [reason for _, reason in found] == [None] * 3
         tried_by[str(tokens)] = [words for words, _ in found]
