@@ -1,6 +1,5 @@
 """Token mixers: one template, one file per family."""
 
-from dist_attn.mixers.all_keys import CrossAttention, MemoryState
 from dist_attn.mixers.base import (
     GrowingState,
     MixerState,
@@ -15,7 +14,7 @@ from dist_attn.mixers.random_matrices import redraw_pools
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.model_config.figures import ScanMessage, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
-from dist_attn.model_config.mixers.attention import BidirectionalConfig, CrossConfig, ScaleformerConfig, SoftmaxConfig
+from dist_attn.model_config.mixers.attention import BidirectionalConfig, ScaleformerConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.convolutions import ConvolutionConfig
 from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig, KimiDeltaConfig, Rwkv7Config
 from dist_attn.model_config.mixers.heads import DenominatorConfig, RelativeConfig, RotaryConfig
@@ -31,8 +30,6 @@ from dist_attn.model_config.mixers.scans import MambaConfig, MLstmConfig, RgLruC
 __all__ = [
     "BidirectionalConfig",
     "ConvolutionConfig",
-    "CrossAttention",
-    "CrossConfig",
     "DenominatorConfig",
     "EfficientConfig",
     "EluConfig",
@@ -44,7 +41,6 @@ __all__ = [
     "Mamba2Config",
     "MLstmConfig",
     "MambaConfig",
-    "MemoryState",
     "MixerConfig",
     "MixerState",
     "Paradigm",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dist_attn.mixers.all_keys import AllKeys
-from dist_attn.model_config.mixers.attention import CrossConfig
 from dist_attn.models import build_model
 from dist_attn.ops import LocalSequenceOps
+from dist_attn_papers.mixers.cross_config import CrossConfig
 from dist_attn_papers.tables.experiment import Budget, Done
 from dist_attn_papers.tables.rfa_floors import (
     BASE,

@@ -5,16 +5,13 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
-from dist_attn.comm import Communicator, run_simulated
 from dist_attn.feature_maps import Gaussian
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import BidirectionalConfig, CrossAttention, CrossConfig, RandomFeatureConfig, build_mixer
+from dist_attn.mixers import BidirectionalConfig, RandomFeatureConfig, build_mixer
 from dist_attn.mixers.heads import log_key_weights, stable_key_weights
 from dist_attn.ops import Denominator, LocalSequenceOps, linear_attention, softmax_attention
 from dist_attn.ops.linear_attention import linear_attention_naive
-from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 from tests.support.sharded_call import check_sharded, random_tensor
@@ -132,23 +129,6 @@ def test_packed_documents_are_alone() -> None:
     got, _ = mixer(x, LocalSequenceOps((0, 6)))
     alone = [mixer(part, LocalSequenceOps())[0] for part in x.split([6, 8], dim=1)]
     assert_close(got, torch.cat(alone, dim=1))
-
-
-def test_cross_attention_reads_later_queries_from_the_state() -> None:
-    """Decoding over an absorbed memory gives what the parallel form gave, on each of several ranks."""
-    mixer = CrossAttention(CrossConfig(attention="rfa", **_options())).double()
-    x, memory = random_tensor(2, 5, SIZE, seed=0), 3 * random_tensor(2, 9, SIZE, seed=1)
-    want, _ = mixer(x, memory, LocalSequenceOps())
-    layout = SequenceLayout.from_lengths([5, 4])
-
-    def body(comm: Communicator) -> Tensor:
-        ops = ShardedSequenceOps(comm, SequenceLayout.from_lengths([1, 0]), layout)
-        own = x[:, :1] if comm.rank == 0 else x[:, :0]
-        _, state = mixer(own, memory[:, slice(*layout.range(comm.rank))], ops)
-        return mixer.read(x, state, torch.arange(5).expand(2, 5)).detach()
-
-    for got in run_simulated(body, 2):
-        assert_close(got, want)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from dist_attn.mixers import (
     BidirectionalConfig,
-    CrossAttention,
-    CrossConfig,
     RandomFeatureAttention,
     RandomFeatureConfig,
     build_mixer,
@@ -116,8 +114,6 @@ def test_orthogonal_matrices_are_those_of_every_mixer() -> None:
     values = {"hidden_size": 12, "num_heads": 3, "num_random": 8, "orthogonal": True}
     seen = build_mixer(BidirectionalConfig(attention="rfa", **values))
     assert torch.equal(seen.attend.w_HDK, _mixer(orthogonal=True).w_HDK)
-    cross = CrossAttention(CrossConfig(attention="rfa", **values, pool=5))
-    assert torch.equal(cross.attend.w_HDK, _mixer(orthogonal=True, pool=5).w_HDK)
     for options in (
         {"pool": 2},
         {"attention": "softmax", "pool": 200},

@@ -9,8 +9,6 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import BidirectionalConfig, RelativeConfig, build_mixer
-from dist_attn.mixers.all_keys import CrossAttention
-from dist_attn.model_config.mixers.attention import CrossConfig
 from dist_attn.models import LanguageModelConfig, build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
@@ -49,16 +47,13 @@ def test_one_sequence_of_one_head(kind: str) -> None:
 
 @pytest.mark.parametrize("attention", ["scaleformer", "softmax"])
 def test_relative_positions(attention: str) -> None:
-    """Gradients of a table's row come from many pairs: of packed documents, of decode steps over a memory."""
+    """Gradients of a table's row come from many pairs of packed documents."""
     sizes = {"hidden_size": 16, "num_heads": 2, "attention": attention}
     sizes |= {"reach": 3} if attention == "scaleformer" else {"relative": RelativeConfig(reach=3)}
     own = build_mixer(BidirectionalConfig(**sizes)).to("meta")
-    cross = CrossAttention(CrossConfig(**sizes)).to("meta")
     x_BLD = torch.zeros(2, 150, 16, device="meta", requires_grad=True)
     with FixedOrder():
         own(x_BLD, LocalSequenceOps((0, 20, 50)))[0].sum().backward()
-        _, memory = cross(x_BLD, x_BLD, LocalSequenceOps())
-        cross.read(x_BLD[:, :3], memory, torch.arange(3, device="meta").expand(2, 3)).sum().backward()
 
 
 def test_what_is_refused() -> None:

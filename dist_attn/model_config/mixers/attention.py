@@ -292,10 +292,4 @@ class BidirectionalConfig(AttentionConfig, MixerConfig):
         return kind.model_validate({name: value for name, value in named.items() if name in kind.model_fields})
 
 
-class CrossConfig(AttentionConfig):
-    """Attention of a decoder's tokens over all tokens of a memory."""
-
-    kind: Literal["cross"] = "cross"
-
-
 register_mixer(BidirectionalConfig, "dist_attn.mixers.all_keys:BidirectionalAttention")

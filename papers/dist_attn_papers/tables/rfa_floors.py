@@ -17,7 +17,7 @@ from dist_attn.mixers import all_keys
 from dist_attn.mixers.feature_map_attention import RandomFeatureAttention
 from dist_attn.mixers.heads import HeadInputs
 from dist_attn.model_config.mixer import register_mixer, registered_mixers
-from dist_attn.model_config.mixers.attention import BidirectionalConfig, CrossConfig
+from dist_attn.model_config.mixers.attention import AttentionConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 from dist_attn.text import load_tokeniser
@@ -82,7 +82,7 @@ class NormedReadOut(RandomFeatureAttention):  # type: ignore[misc]
 class NormedOverAllKeys(all_keys.AllKeys):
     """`NormedReadOut` over all keys: of an encoder, or of a decoder over its memory."""
 
-    def __init__(self, config: BidirectionalConfig | CrossConfig) -> None:
+    def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
         self.denominator = Denominator("one")
 
@@ -164,7 +164,7 @@ def normed_random_features() -> AbstractContextManager[object]:
     """
     divided = all_keys.AllKeys
 
-    def built(config: BidirectionalConfig | CrossConfig) -> all_keys.AllKeys:
+    def built(config: AttentionConfig) -> all_keys.AllKeys:
         return (NormedOverAllKeys if config.attention == "rfa" else divided)(config)
 
     return patch.object(all_keys, "AllKeys", built)

@@ -13,9 +13,9 @@ from dist_attn.model_config.language_model import (
     check_streams,
     check_uses_all,
 )
-from dist_attn.model_config.mixers.attention import CrossConfig
 from dist_attn.model_config.model import ModelConfig, register_model
 from dist_attn.model_config.registry import FrozenConfig
+from dist_attn_papers.mixers.cross_config import CrossConfig
 
 
 class DecoderConfig(FrozenConfig):

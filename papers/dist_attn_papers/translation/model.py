@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.errors import ShapeError
-from dist_attn.mixers import BidirectionalConfig, CrossAttention, MemoryState, MixerConfig, MixerState
+from dist_attn.mixers import MixerConfig, MixerState
 from dist_attn.model_config.language_model import mixers_of_layers, with_layer_seed
 from dist_attn.models.blocks import Block, Recomputable, build_norm
 from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import Encoder, check_tokens, initialise, position_layers, with_positions
 from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn_papers.mixers.cross import CrossAttention, MemoryState
 from dist_attn_papers.translation.config import DecoderConfig, EncoderDecoderConfig
 
 
@@ -35,7 +36,7 @@ class DecoderState:
 class DecoderBlock(Recomputable):
     """x + self-attention, x + attention over the memory, x + MLP, each over normed tokens."""
 
-    def __init__(self, config: DecoderConfig, layer: int, mixer: MixerConfig | BidirectionalConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, mixer: MixerConfig) -> None:
         super().__init__()
         self.block = Block(mixer, config.mlp_size, config.block)
         self.cross_norm = build_norm(config.block.norm, config.cross.hidden_size)
