@@ -13,6 +13,7 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, Paradigm, build_mixer
 from dist_attn.model_config.mixer import MIXERS, registered_mixers
+from dist_attn.model_config.mixers.attention import ATTENTIONS
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def _configs(hidden_size: int, num_heads: int, tokens: int) -> list[tuple[str, M
     Kinds that need more than sizes have no row.
     """
     MIXERS.load_offered()
+    ATTENTIONS.load_offered()
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "length": tokens, "token_mlp_size": hidden_size}
     configs: list[tuple[str, MixerConfig]] = []
     for kind, config in sorted(registered_mixers().items()):

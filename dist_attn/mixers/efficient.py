@@ -13,8 +13,10 @@ from typing import final
 
 import torch
 
+from dist_attn.mixers.all_keys import KernelOverAllKeys
 from dist_attn.mixers.heads import HeadInputs
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
+from dist_attn.model_config.mixers.heads import DenominatorConfig
 from dist_attn.model_config.mixers.kernels import EfficientConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 
@@ -92,7 +94,6 @@ class EfficientAttention(CausalKernelAttention):
     """Multi-head efficient attention; each feature of a query reads its own mean of the values so far.
 
     The keys' softmax is over the sequence, here up to the token that asks, and is carried by its maximum and its sums.
-    Attention `efficient` of encoders and over a memory is the paper's, over all tokens.
 
     Reference: Shen et al. 2021, Efficient Attention: Attention with Linear Complexities, Sec. 3.
     """
@@ -110,3 +111,23 @@ class EfficientAttention(CausalKernelAttention):
         mass_BH1 = after.mass_BH[..., None]
         num_BH1V, den_BH1 = after.read(query_features(heads.q, after.z_BHM / mass_BH1)[:, :, None])
         return self.denominator.divide(num_BH1V, den_BH1, mass_BH1).squeeze(2).to(heads.v.dtype), after
+
+
+@final
+class EfficientOverAllKeys(KernelOverAllKeys):
+    """The paper's efficient attention, whose keys' softmax is over all tokens.
+
+    Reference: Shen et al. 2021, Efficient Attention: Attention with Linear Complexities, Sec. 3.
+    """
+
+    divisor = DenominatorConfig(kind="floor", eps=1e-12)  # weights may underflow together
+
+    def log_key_weights(self, k_BHSK: torch.Tensor) -> torch.Tensor:
+        return log_key_sizes(k_BHSK)
+
+    def attend(self, heads: HeadInputs, ops: SequenceOps) -> tuple[torch.Tensor, LinearState]:
+        return efficient_attention(heads, ops, causal=False, denominator=self.denominator)
+
+    def read(self, q_BHLK: torch.Tensor, sums: LinearState) -> torch.Tensor:
+        means_BH1M = (sums.z_BHM / sums.mass_BH[..., None])[:, :, None]
+        return super().read(query_features(q_BHLK, means_BH1M), sums)

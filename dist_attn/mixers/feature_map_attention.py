@@ -1,4 +1,4 @@
-"""Causal attention by a feature map: random features (RFA, RFA-Gate), positive ones (Performer), and elu + 1."""
+"""Causal attention by a feature map: random features (RFA, RFA-Gate) and elu + 1."""
 
 from abc import abstractmethod
 from typing import final
@@ -6,11 +6,11 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.feature_maps import EluPlusOne, PositiveRatios
-from dist_attn.mixers.heads import HeadInputs, log_key_weights, log_positive_weights
+from dist_attn.feature_maps import EluPlusOne
+from dist_attn.mixers.heads import HeadInputs, log_key_weights
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
 from dist_attn.mixers.random_matrices import RandomMatrices, random_features
-from dist_attn.model_config.mixers.kernels import EluConfig, PerformerConfig, RandomFeatureConfig
+from dist_attn.model_config.mixers.kernels import EluConfig, RandomFeatureConfig
 from dist_attn.ops import FeatureMap, LinearState, SequenceOps, linear_attention_step
 
 
@@ -70,32 +70,6 @@ class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
 
     def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
         return log_key_weights(k, self.sigma_H1K) if self.config.weighting == "norm" else None
-
-
-@final
-class PerformerAttention(FeatureMapAttention, RandomMatrices):
-    """Multi-head attention whose weights estimate exp(q.k / sqrt(K)): features exp(w x - |x|^2 / 2) of x / K^(1/4).
-
-    Every token's features are taken relative to its largest one. Of a query that factor cancels; of a key it is a
-    weight, held relative to the largest so far (docs/decisions/0010): exact, without a look at later keys, and the same
-    over ranks, in a stream and step by step.
-
-    Reference: Choromanski et al. 2021, Rethinking Attention with Performers, Eq. 7 (FAVOR+).
-    """
-
-    config: PerformerConfig
-
-    def __init__(self, config: PerformerConfig) -> None:
-        super().__init__(config)
-        self.hold_matrices()
-
-    def feature_map(self) -> FeatureMap:
-        """The ratios of positive features, with softmax's temperature in the random vectors."""
-        return PositiveRatios(self.config.softmax_scale * self.matrices())
-
-    def log_key_weights(self, k: torch.Tensor) -> torch.Tensor:
-        scale = self.config.softmax_scale
-        return log_positive_weights(k, scale * self.matrices(), scale)
 
 
 @final

@@ -1,4 +1,4 @@
-"""Causal kernel attention with Shaw's relative positions (Scaleformer); its state has constant size."""
+"""Kernel attention with Shaw's relative positions (Scaleformer), causal with a constant state and over all keys."""
 
 from dataclasses import dataclass
 from typing import final
@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from dist_attn.feature_maps import elu_plus_one
+from dist_attn.mixers.all_keys import AllKeys
 from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
-from dist_attn.model_config.mixers.attention import ScaleformerConfig
-from dist_attn.ops import RelativeState, SequenceOps, relative_attention_step
+from dist_attn.model_config.mixers.attention import AttentionConfig, ScaleformerConfig
+from dist_attn.ops import LinearState, RelativeState, SequenceOps, relative_attention, relative_attention_step
 from dist_attn.ops.relative_attention import WindowState, relative_attention_streaming
+from dist_attn.ops.relative_rows import take_by_row
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,30 @@ class ScaleformerAttention(TokenMixer):
             (*heads, max(0, config.reach - 1), columns),
         ]
         return require_own(state, ScaleformerState, config.kind, shapes)
+
+
+@final
+class ScaleformerOverAllKeys(AllKeys):
+    """`ScaleformerAttention` over all keys.
+
+    Reference: Scaleformer, Eq. 9 without a mask, and Sec. 2.3 with L_Q != L_K.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.positions_HRK = nn.Parameter(0.02 * torch.randn(config.num_heads, 2 * config.reach + 1, config.head_size))
+
+    def forward(
+        self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, ops: SequenceOps
+    ) -> tuple[torch.Tensor, LinearState | None]:
+        phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.positions_HRK))
+        return relative_attention(phi_q, phi_k, v_BHSV, phi_rp, causal=False, ops=ops), None
+
+    def read(
+        self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, rows_B1LS: torch.Tensor
+    ) -> torch.Tensor:
+        """The weights by definition, for queries that may stand anywhere: `rows` has the row of each pair."""
+        phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.positions_HRK))
+        scores_BHLS = phi_q @ phi_k.transpose(-1, -2)
+        scores_BHLS = scores_BHLS + take_by_row(phi_q @ phi_rp.transpose(-1, -2), rows_B1LS)
+        return scores_BHLS @ v_BHSV / scores_BHLS.sum(-1, keepdim=True)

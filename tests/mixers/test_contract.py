@@ -32,7 +32,7 @@ from dist_attn.mixers import (
     build_mixer,
     contract,
 )
-from dist_attn.mixers.all_keys import AllKeys
+from dist_attn.mixers.all_keys import build_attention
 from tests.support.model_cases import streaming_kinds
 
 SIZE, HEADS = 12, 3
@@ -246,4 +246,4 @@ def check_divisors(config):
     assert config.model_validate(new.model_dump()).denominator == DenominatorConfig(kind="floor", eps=0.03)
     before = config.model_validate({**sizes, "denominator": None})
     assert before.denominator is None
-    assert (AllKeys(new).denominator.eps, AllKeys(before).denominator.eps) == (0.03, 0.3)
+    assert (build_attention(new).denominator.eps, build_attention(before).denominator.eps) == (0.03, 0.3)

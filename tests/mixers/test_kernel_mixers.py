@@ -18,10 +18,10 @@ from dist_attn.mixers import (
     build_mixer,
     redraw_pools,
 )
-from dist_attn.mixers.all_keys import AllKeys
+from dist_attn.mixers.all_keys import build_attention
 from dist_attn.mixers.efficient import EfficientAttention, efficient_attention, log_key_sizes
-from dist_attn.mixers.feature_map_attention import PerformerAttention
 from dist_attn.mixers.heads import HeadInputs, stable_key_weights
+from dist_attn.mixers.performer import PerformerAttention
 from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, SequenceOps, softmax_attention
 from dist_attn.ops.running_maximum import NO_TOKENS
 from tests.support.closeness import assert_close
@@ -130,7 +130,7 @@ def test_performer_draws_from_its_pool() -> None:
 def test_bidirectional_performer_over_ranks(documents: tuple[int, ...] | None) -> None:
     """Without a mask, documents too, the outputs are the definition's, and those and all gradients those of ranks."""
     config = BidirectionalConfig(attention="performer", hidden_size=SIZE, num_heads=HEADS, num_random=6)
-    attend = AllKeys(config).double()
+    attend = build_attention(config).double()
     q, k, v = (3 * random_tensor(2, HEADS, 20, 4, seed=seed) for seed in range(3))
 
     def call(ops: SequenceOps, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -224,7 +224,7 @@ def test_efficient_of_features_that_are_far_apart() -> None:
 def test_bidirectional_efficient_over_ranks(documents: tuple[int, ...] | None) -> None:
     """Without a mask, documents too, the outputs are the definition's, and those and all gradients those of ranks."""
     config = BidirectionalConfig(attention="efficient", hidden_size=SIZE, num_heads=HEADS)
-    attend = AllKeys(config).double()
+    attend = build_attention(config).double()
     q, k, v = (2 * random_tensor(2, HEADS, 20, 4, seed=seed) for seed in range(3))
 
     def call(ops: SequenceOps, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

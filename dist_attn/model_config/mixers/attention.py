@@ -5,8 +5,8 @@ of relative positions.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,7 @@ from dist_attn.model_config.mixers.heads import (
     check_key_weights,
 )
 from dist_attn.model_config.mixers.kernels import BLOCK_GROUP_TOKENS, CHUNK_TOKENS
+from dist_attn.model_config.registry import Build, Registry, place_of
 
 TILE_QUERIES, TILE_KEYS, TILE_ELEMENTS = 256, 1024, 1 << 19  # of exact attention with relative positions
 
@@ -188,51 +189,71 @@ class ScaleformerConfig(HeadSizes, MixerConfig):
 register_mixer(ScaleformerConfig, "dist_attn.mixers.scaleformer:ScaleformerAttention")
 
 
-RANDOM_KERNELS = ("rfa", "performer")
 # The floor of rfa over all keys, as a share of their number: 0.3 of them would hide one key among a hundred.
 ALL_KEYS_FLOOR = 0.03
+# Options of `AttentionConfig` that only some kinds take, and the values with which they are not used.
+UNUSED: Mapping[str, Any] = {"weighting": "unit_norm", "sigma": None, "pool": 0, "orthogonal": False, "relative": None}
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """A kind of attention over all keys, named after the causal mixer by the same kernel, and its costs beside that's.
+
+    build           makes the module, a `dist_attn.mixers.all_keys.AllKeys`, of an `AttentionConfig`.
+    options         those of `UNUSED` that it takes.
+    defaults        of options, where they differ from those of `AttentionConfig`.
+    weighs_keys     whether keys have weights, so that no fixed number divides.
+    """
+
+    build: Build
+    options: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    weighs_keys: bool = False
+
+    def weights(self, causal: MixerConfig) -> Weights:
+        """The weights, by those of the causal mixer."""
+        return causal.weights()
+
+    def traffic(self, causal: MixerConfig, batch: int) -> Traffic:
+        """The traffic between ranks."""
+        return causal.traffic(batch)
+
+    def prefill_flops(self, causal: MixerConfig, tokens: int) -> TokenFlops:
+        """The operations: no scores in a chunk, and no second walk over keys."""
+        return replace(causal.prefill_flops(tokens), scores=0.0)
+
+
+ATTENTIONS: Registry[AttentionKind] = Registry("dist_attn.attentions", "attention")
 
 
 class AttentionConfig(FeaturesConfig):
     """Attention that sees all keys, by one of the kernels; the options of features are those of `rfa`."""
 
-    attention: Literal["rfa", "elu", "performer", "efficient", "scaleformer", "softmax"]
-    # The division of rfa, elu, performer and efficient; one that is not given is filled in for rfa
-    # (docs/decisions/0036). None: exact division for elu, whose weights are positive; a floor that only keeps 0 / 0
-    # away for performer and efficient; for rfa the floor of 0.3, which is what null means in the files of models that
-    # were trained under it.
+    attention: str
+    # The division of kernels. One that is not given is filled in for rfa (docs/decisions/0036). None: exact division
+    # for elu, whose weights are positive; a floor that only keeps 0 / 0 away for performer and efficient; for rfa the
+    # floor of 0.3, which is what null means in the files of models that were trained under it.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
-    relative: RelativeConfig | None = None  # of softmax
+    relative: RelativeConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_kernels(cls, values: Any) -> Any:
-        """Make performer orthogonal by default, as the causal mixer, and the floor of rfa low."""
-        match values.get("attention") if isinstance(values, Mapping) else None:
-            case "performer":
-                return {"orthogonal": True, **values}
-            case "rfa":
-                return {"denominator": {"kind": "floor", "eps": ALL_KEYS_FLOOR}, **values}
-        return values
+    def _defaults_of_kind(cls, values: Any) -> Any:
+        """Fill in what a kind has by default."""
+        if not isinstance(values, Mapping) or "attention" not in values:
+            return values
+        return {**ATTENTIONS.find(values["attention"]).defaults, **values}
 
     @model_validator(mode="after")
     def _options_fit(self) -> "AttentionConfig":
-        if self.weighting == "norm" or self.attention in ("performer", "efficient"):
+        kind = ATTENTIONS.find(self.attention)
+        if self.weighting == "norm" or kind.weighs_keys:
             check_key_weights(self.denominator, "attention by weighted keys")
-        if self.attention != "rfa" and self.weighting != "unit_norm":
-            raise ValueError(f"weighting is an option of 'rfa'; attention is {self.attention!r}")
-        if self.attention != "rfa" and self.sigma is not None:
-            raise ValueError(f"sigma is learned by 'rfa' alone; attention is {self.attention!r}")
-        if self.attention not in RANDOM_KERNELS and (self.pool or self.orthogonal):
-            raise ValueError(
-                f"pool and orthogonal are options of 'rfa' and 'performer'; attention is {self.attention!r}"
-            )
-        if self.relative is not None and self.attention != "softmax":
-            raise ValueError(
-                f"relative positions in the manner of Shaw were given to attention {self.attention!r}; take 'softmax', "
-                "or 'scaleformer', which has its own"
-            )
+        for option, unused in UNUSED.items():
+            if option not in kind.options and getattr(self, option) != unused:
+                takers = ", ".join(sorted(name for name, one in ATTENTIONS.loaded().items() if option in one.options))
+                raise ValueError(f"{option} is an option of {takers}; attention is {self.attention!r}")
         return self
 
     @property
@@ -244,10 +265,7 @@ class AttentionConfig(FeaturesConfig):
 class BidirectionalConfig(AttentionConfig, MixerConfig):
     """Self-attention in which every token sees every other: for encoders and classifiers."""
 
-    forms = {  # noqa: RUF012
-        attention: {"attention": attention}
-        for attention in ("rfa", "elu", "performer", "efficient", "scaleformer", "softmax")
-    }
+    forms: ClassVar[dict[str, Mapping[str, Any]]] = {}
 
     kind: Literal["bidirectional"] = "bidirectional"
     projection_bias: bool = False  # of q, k, v and the output
@@ -255,35 +273,22 @@ class BidirectionalConfig(AttentionConfig, MixerConfig):
     def weights(self) -> Weights:
         """The weights of the causal kind, and rows for later keys too."""
         causal = self._causal()
-        bias = 3 * self.hidden_size + self.values_size if self.projection_bias else 0
-        match causal:
-            case ScaleformerConfig():
-                return causal.weights() + Weights(others=causal.reach * self.hidden_size + bias)
-            case SoftmaxConfig(relative=RelativeConfig(reach=reach)):
-                return causal.weights() + Weights(others=causal.relative_weights(reach))
-        return causal.weights()
+        weights = ATTENTIONS.find(self.attention).weights(causal)
+        if self.projection_bias and not hasattr(causal, "projection_bias"):
+            weights += Weights(others=3 * self.hidden_size + self.values_size)
+        return weights
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """No bytes: a later token could not go on from them."""
         return 0
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The traffic of the causal kind; of `scaleformer` with windows on both sides."""
-        causal = self._causal()
-        if isinstance(causal, ScaleformerConfig):
-            return Traffic(gathered_bytes=causal.sums_bytes(batch, windows=2))
-        return causal.traffic(batch)
+        """The traffic of the causal kind, and of what its kind sends besides."""
+        return ATTENTIONS.find(self.attention).traffic(self._causal(), batch)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The operations: twice the scores of softmax; no scores in a chunk and no second walk over keys of kernels."""
-        causal = self._causal()
-        parts = causal.prefill_flops(tokens)
-        if isinstance(causal, SoftmaxConfig):
-            return replace(parts, scores=2 * parts.scores)
-        if isinstance(causal, ScaleformerConfig):
-            ahead = 2.0 * self.num_heads * (self.value_size + 1) * max(0, self.reach - 1)
-            return replace(parts, features=2 * parts.features, scores=0.0, state=parts.state + ahead)
-        return replace(parts, scores=0.0)
+        """The operations per token, those of the causal kind without a mask."""
+        return ATTENTIONS.find(self.attention).prefill_flops(self._causal(), tokens)
 
     def _causal(self) -> MixerConfig:
         """Make the causal mixer by the same kernel, without a short convolution."""
@@ -292,4 +297,72 @@ class BidirectionalConfig(AttentionConfig, MixerConfig):
         return kind.model_validate({name: value for name, value in named.items() if name in kind.model_fields})
 
 
+def register_attention(kind: str, attention: AttentionKind) -> None:
+    """Make a kind of attention over all keys known, and a form of `bidirectional`.
+
+    Raises: ConfigError for a kind that is registered already.
+    """
+    ATTENTIONS.register([kind], attention, place_of(mixer_config_class(kind)))
+    BidirectionalConfig.forms[kind] = {"attention": kind}
+
+
+class SoftmaxAttentionKind(AttentionKind):
+    """Softmax over all keys, which looks at twice as many and has rows for later ones."""
+
+    def weights(self, causal: MixerConfig) -> Weights:
+        """The weights, with rows for later keys."""
+        assert isinstance(causal, SoftmaxConfig)
+        rows = 0 if causal.relative is None else causal.relative_weights(causal.relative.reach)
+        return causal.weights() + Weights(others=rows)
+
+    def prefill_flops(self, causal: MixerConfig, tokens: int) -> TokenFlops:
+        """The operations, with twice the scores."""
+        parts = causal.prefill_flops(tokens)
+        return replace(parts, scores=2 * parts.scores)
+
+
+class ScaleformerAttentionKind(AttentionKind):
+    """Scaleformer over all keys, with a window on each side of a token."""
+
+    def weights(self, causal: MixerConfig) -> Weights:
+        """The weights, with rows for later keys."""
+        assert isinstance(causal, ScaleformerConfig)
+        return causal.weights() + Weights(others=causal.reach * causal.hidden_size)
+
+    def traffic(self, causal: MixerConfig, batch: int) -> Traffic:
+        """The traffic of a state with two windows."""
+        assert isinstance(causal, ScaleformerConfig)
+        return Traffic(gathered_bytes=causal.sums_bytes(batch, windows=2))
+
+    def prefill_flops(self, causal: MixerConfig, tokens: int) -> TokenFlops:
+        """The operations, with the sums of a window more and twice the position scores."""
+        assert isinstance(causal, ScaleformerConfig)
+        parts = causal.prefill_flops(tokens)
+        ahead = 2.0 * causal.num_heads * (causal.value_size + 1) * max(0, causal.reach - 1)
+        return replace(parts, features=2 * parts.features, scores=0.0, state=parts.state + ahead)
+
+
 register_mixer(BidirectionalConfig, "dist_attn.mixers.all_keys:BidirectionalAttention")
+register_attention(
+    "rfa",
+    AttentionKind(
+        "dist_attn.mixers.all_keys:RandomFeaturesOverAllKeys",
+        options=("weighting", "sigma", "pool", "orthogonal"),
+        defaults={"denominator": {"kind": "floor", "eps": ALL_KEYS_FLOOR}},
+    ),
+)
+register_attention("elu", AttentionKind("dist_attn.mixers.all_keys:EluOverAllKeys"))
+register_attention(
+    "performer",
+    AttentionKind(
+        "dist_attn.mixers.performer:PerformerOverAllKeys",
+        options=("pool", "orthogonal"),
+        defaults={"orthogonal": True},
+        weighs_keys=True,
+    ),
+)
+register_attention("efficient", AttentionKind("dist_attn.mixers.efficient:EfficientOverAllKeys", weighs_keys=True))
+register_attention("scaleformer", ScaleformerAttentionKind("dist_attn.mixers.scaleformer:ScaleformerOverAllKeys"))
+register_attention(
+    "softmax", SoftmaxAttentionKind("dist_attn.mixers.all_keys:SoftmaxOverAllKeys", options=("relative",))
+)

@@ -279,4 +279,4 @@ class PerformerConfig(_PositiveConfig, MatricesConfig):
 register_mixer(RandomFeatureConfig, "dist_attn.mixers.feature_map_attention:RandomFeatureAttention")
 register_mixer(EluConfig, "dist_attn.mixers.feature_map_attention:EluAttention")
 register_mixer(EfficientConfig, "dist_attn.mixers.efficient:EfficientAttention")
-register_mixer(PerformerConfig, "dist_attn.mixers.feature_map_attention:PerformerAttention")
+register_mixer(PerformerConfig, "dist_attn.mixers.performer:PerformerAttention")

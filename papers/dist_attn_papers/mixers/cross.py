@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.feature_maps import elu_plus_one
-from dist_attn.mixers import all_keys
-from dist_attn.mixers.heads import merge_heads, split_heads
+from dist_attn.mixers.all_keys import KernelOverAllKeys, SoftmaxOverAllKeys, build_attention
+from dist_attn.mixers.heads import RelativeRows, merge_heads, split_heads
+from dist_attn.mixers.scaleformer import ScaleformerOverAllKeys
 from dist_attn.ops import LinearState, LocalSequenceOps, RelativePositions, SequenceOps
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.relative_rows import sum_by_row, take_by_row
@@ -50,7 +50,7 @@ class CrossAttention(nn.Module):
         self.q = nn.Linear(size, size, bias=False)
         self.kv = nn.Linear(size, sum(self.sizes), bias=False)
         self.out = nn.Linear(values, size, bias=False)
-        self.attend = all_keys.AllKeys(config)
+        self.attend = build_attention(config)
 
     def forward(
         self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps
@@ -79,19 +79,22 @@ class CrossAttention(nn.Module):
         Raises: InputError where keys are needed and spread over ranks.
         """
         q_BHLK = split_heads(self.q(x_BLD), self.config.num_heads)
-        if state.sums is not None:
-            out_BHLV = self.attend.read(q_BHLK, state.sums)
-        elif state.kept is None:
-            raise InputError(
-                f"{self.config.attention} cross attention reads every key of the memory, which is spread over ranks; "
-                "decode on one rank, or take another kernel, whose memory is a state"
-            )
-        elif self.config.attention == "scaleformer":
-            out_BHLV = self._read_scaleformer(q_BHLK, *state.kept, positions_BL)
-        elif self.attend.relative is not None:
-            out_BHLV = self._read_relative(q_BHLK, *state.kept, positions_BL, self.attend.relative())
-        else:
-            out_BHLV, _ = self.attend(q_BHLK, *state.kept, LocalSequenceOps())
+        match self.attend:
+            case KernelOverAllKeys():
+                assert state.sums is not None
+                out_BHLV = self.attend.read(q_BHLK, state.sums)
+            case _ if state.kept is None:
+                raise InputError(
+                    f"{self.config.attention} cross attention reads every key of the memory, which is spread over "
+                    "ranks; decode on one rank, or take another kernel, whose memory is a state"
+                )
+            case ScaleformerOverAllKeys():
+                rows_B1LS = self._rows(positions_BL, state.kept[0], self.config.reach)
+                out_BHLV = self.attend.read(q_BHLK, *state.kept, rows_B1LS)
+            case SoftmaxOverAllKeys(relative=RelativeRows() as relative):
+                out_BHLV = self._read_relative(q_BHLK, *state.kept, positions_BL, relative())
+            case _:
+                out_BHLV, _ = self.attend(q_BHLK, *state.kept, LocalSequenceOps())
         out_BLD: torch.Tensor = self.out(merge_heads(out_BHLV))
         return out_BLD
 
@@ -122,14 +125,3 @@ class CrossAttention(nn.Module):
         """The row of each pair in a table of relative positions, [B, 1, L, S]."""
         keys_S = torch.arange(k_BHSK.shape[2], device=positions_BL.device)
         return ((keys_S - positions_BL[..., None]).clamp(-reach, reach) + reach)[:, None]
-
-    def _read_scaleformer(
-        self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, positions_BL: torch.Tensor
-    ) -> torch.Tensor:
-        """Scaleformer's weights by definition, for queries that may stand anywhere."""
-        reach = self.config.reach
-        phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.attend.positions_HRK))
-        near_BHLR = phi_q @ phi_rp.transpose(-1, -2)
-        scores_BHLS = phi_q @ phi_k.transpose(-1, -2)
-        scores_BHLS = scores_BHLS + take_by_row(near_BHLR, self._rows(positions_BL, k_BHSK, reach))
-        return scores_BHLS @ v_BHSV / scores_BHLS.sum(-1, keepdim=True)

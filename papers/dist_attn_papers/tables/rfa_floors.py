@@ -79,7 +79,7 @@ class NormedReadOut(RandomFeatureAttention):  # type: ignore[misc]
         return _normed(out), after
 
 
-class NormedOverAllKeys(all_keys.AllKeys):
+class NormedOverAllKeys(all_keys.RandomFeaturesOverAllKeys):
     """`NormedReadOut` over all keys: of an encoder, or of a decoder over its memory."""
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -162,12 +162,7 @@ def normed_random_features() -> AbstractContextManager[object]:
 
     Configurations and folders do not say so: such a model is for its job alone.
     """
-    divided = all_keys.AllKeys
-
-    def built(config: AttentionConfig) -> all_keys.AllKeys:
-        return (NormedOverAllKeys if config.attention == "rfa" else divided)(config)
-
-    return patch.object(all_keys, "AllKeys", built)
+    return patch.object(all_keys, "RandomFeaturesOverAllKeys", NormedOverAllKeys)
 
 
 def _job_over_all_keys(job: Job, policy: str) -> Job:

@@ -1,0 +1,60 @@
+"""Attention by positive random features (Performer), causal and over all keys."""
+
+from typing import final
+
+import torch
+
+from dist_attn.feature_maps import PositiveRatios
+from dist_attn.mixers.all_keys import KernelOverAllKeys
+from dist_attn.mixers.feature_map_attention import FeatureMapAttention
+from dist_attn.mixers.heads import log_positive_weights
+from dist_attn.mixers.random_matrices import RandomMatrices
+from dist_attn.model_config.mixers.attention import AttentionConfig
+from dist_attn.model_config.mixers.heads import DenominatorConfig
+from dist_attn.model_config.mixers.kernels import PerformerConfig
+from dist_attn.ops import FeatureMap
+
+
+@final
+class PerformerAttention(FeatureMapAttention, RandomMatrices):
+    """Multi-head attention whose weights estimate exp(q.k / sqrt(K)): features exp(w x - |x|^2 / 2) of x / K^(1/4).
+
+    Every token's features are taken relative to its largest one. Of a query that factor cancels; of a key it is a
+    weight, held relative to the largest so far (docs/decisions/0010): exact, without a look at later keys, and the same
+    over ranks, in a stream and step by step.
+
+    Reference: Choromanski et al. 2021, Rethinking Attention with Performers, Eq. 7 (FAVOR+).
+    """
+
+    config: PerformerConfig
+
+    def __init__(self, config: PerformerConfig) -> None:
+        super().__init__(config)
+        self.hold_matrices()
+
+    def feature_map(self) -> FeatureMap:
+        """The ratios of positive features, with softmax's temperature in the random vectors."""
+        return PositiveRatios(self.config.softmax_scale * self.matrices())
+
+    def log_key_weights(self, k: torch.Tensor) -> torch.Tensor:
+        scale = self.config.softmax_scale
+        return log_positive_weights(k, scale * self.matrices(), scale)
+
+
+@final
+class PerformerOverAllKeys(KernelOverAllKeys, RandomMatrices):
+    """`PerformerAttention` over all keys."""
+
+    config: AttentionConfig
+    divisor = DenominatorConfig(kind="floor", eps=1e-12)  # weights may underflow together
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.hold_matrices()
+
+    def feature_map(self) -> FeatureMap:
+        return PositiveRatios(self.config.softmax_scale * self.matrices())
+
+    def log_key_weights(self, k_BHSK: torch.Tensor) -> torch.Tensor:
+        scale = self.config.softmax_scale
+        return log_positive_weights(k_BHSK, scale * self.matrices(), scale)
