@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from benchmarks import scaleformer
 from benchmarks.peers import sdpa
 from benchmarks.timing import rate_works
 from dist_attn.feature_maps import Gaussian
@@ -102,34 +101,6 @@ def _backward(length: int) -> Works:
     }
 
 
-def _scaleformer(figure: int, *, causal: bool) -> Case:
-    works_of, flops_of, what = {
-        4: (scaleformer.position_works, scaleformer.position_flops, "S_rel V"),
-        5: (scaleformer.kernel_works, scaleformer.kernel_flops, "phi(Q) phi(K)^T V"),
-    }[figure]
-    masked = "masked" if causal else "bidirectional"
-    return Case(
-        f"scaleformer-{figure}-{masked}",
-        f"Scaleformer, Figure {figure}: {what}, {masked}, B10 H1 d64 k16, float32, without gradients: the quadratic "
-        "form and ours. A form is left out from where it would hold more than 4 GB.",
-        _SCALEFORMER_TESTS,
-        tuple(2**power for power in range(4, 17)),
-        lambda length: {**works_of(length, causal=causal), **rate_works()},
-        lambda length: flops_of(length, causal=causal),
-        # Queries, values, keys where there are any, and the outputs.
-        lambda length: scaleformer.moved_bytes(length, tensors=figure - 1),
-        rounds=100,
-        budget_s=1.5,
-        statistic="fastest",
-    )
-
-
-_SCALEFORMER_TESTS = (
-    "tests/ops/test_relative_attention.py",
-    "tests/ops/test_linear_attention.py",
-    "tests/benchmarks/test_scaleformer.py",
-)
-
 SHAPE = f"B1 H{HEADS} d{HEAD_SIZE}, {NUM_RANDOM} random vectors, float32, causal, feature map included"
 TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "tests/ops/test_softmax_attention.py")
 
@@ -156,6 +127,5 @@ CASES = {
             lambda length: 4 * attention_flops(length),
             lambda length: 11 * tensor_bytes(length),
         ),
-        *(_scaleformer(figure, causal=causal) for figure in (4, 5) for causal in (True, False)),
     )
 }

@@ -47,7 +47,8 @@ END_S = 5.0  # for commands to end what they have started
 class Piece:
     """Cases that `processes` share: a function of a module that makes them, and seconds of its part.
 
-    `beside`: nothing of it is timed, so it runs beside its neighbours that are so too.
+    `beside`: nothing of it is timed, so it runs beside its neighbours that are so too. `program`: the module that its
+    processes start, which knows the piece.
     """
 
     part: int
@@ -56,6 +57,7 @@ class Piece:
     seconds: float
     processes: int = 1
     beside: bool = False
+    program: str = "benchmarks.gpu_check"
 
 
 # What is worth most first. flash-linear-attention's kernels last: it compiles hundreds to choose from.
@@ -191,7 +193,7 @@ def _run(results: Results, name: str, seconds: float) -> None:
 
 def _one_round(results: Results, name: str, deadline: float, said: IO[str]) -> bool:
     """Whether the processes of a piece have tried all of it."""
-    words = [sys.executable, "-m", "benchmarks.gpu_check", f"--work={name}", f"--json={results.file}"]
+    words = [sys.executable, "-m", PIECES[name].program, f"--work={name}", f"--json={results.file}"]
     words += ["--tiny"] * results.setting["tiny"]
     # Of a machine with many cores each takes its share.
     environment = {"OMP_NUM_THREADS": str(max(1, len(own_cores()) // PIECES[name].processes)), **os.environ}

@@ -37,10 +37,6 @@ class Watched:
 # Of cases whose one size takes seconds; the shortest first, since what larger ones leave to the allocator slows them.
 # Together under three minutes on two cores, tests included.
 QUICK = (
-    Watched("scaleformer-4-masked", "naive / ours at 512", "higher"),
-    Watched("scaleformer-5-masked", "naive / ours at 512", "higher"),
-    Watched("scaleformer-5-bidirectional", "naive / ours at 512", "higher"),
-    Watched("scaleformer-5-bidirectional", "naive / ours at 2048", "higher"),
     Watched("forward", "sdpa / ours at 2048", "higher"),
     Watched("forward", "sdpa / ours at 8192", "higher"),
     Watched("forward", "ours / limit at 8192", "lower"),

@@ -94,7 +94,6 @@ def as_json(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:
 
 
 _MIB, _PERCENT, _WHOLE, _COUNT, _TENTH, _THIRD = "{:.0f} MiB", "{:.1%}", "{:.0%}", "{:,.0f}x", "{:.1f}x", "{:.3f}x"
-_QUADRATIC = "naive / ours at 512"
 
 TARGETS = (
     Target("forward", "sdpa / ours at 512", "forward against SDPA, 512 tokens", "at least", 1.0),
@@ -119,14 +118,6 @@ TARGETS = (
     Target("delta", "carry / formula, scalar", "carry bytes of a scalar transition", "equal to", 1.0, "{:g}x"),
     Target("delta", "carry / formula, diagonal", "carry bytes of a diagonal transition", "equal to", 1.0, "{:g}x"),
     Target("delta", "carry / formula, matrix", "carry bytes of a matrix transition", "equal to", 1.0, "{:g}x"),
-    Target("scaleformer-4-masked", _QUADRATIC,
-           "Scaleformer's position scores, masked, linear against quadratic, 512 tokens", "at least", 1.0),
-    Target("scaleformer-4-bidirectional", _QUADRATIC,
-           "Scaleformer's position scores, bidirectional, linear against quadratic, 512 tokens", "at least", 1.0),
-    Target("scaleformer-5-masked", _QUADRATIC,
-           "Scaleformer's kernel scores, masked, linear against quadratic, 512 tokens", "at least", 1.0),
-    Target("scaleformer-5-bidirectional", _QUADRATIC,
-           "Scaleformer's kernel scores, bidirectional, linear against quadratic, 512 tokens", "at least", 1.0),
     Target("two-ranks", "ungated forward", "2 ranks against 1, a thread each, forward, ungated", "at least", 1.6),
     Target("two-ranks", "gated forward", "2 ranks against 1, forward, decaying gates", "at least", 1.9),
     Target("two-ranks", "ungated forward and backward", "2 ranks against 1, forward and backward", "at least", 1.6),

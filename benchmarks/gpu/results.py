@@ -17,7 +17,7 @@ __all__ = ["DID_NOT_END", "Results", "is_right", "keep", "record_from", "take_ov
 
 QUESTION = "How fast are the kernels on this GPU, against SDPA, flash-linear-attention and a copy?"
 DID_NOT_END = "it did not end"
-RIGHT_OR_WRONG, TIMED = ("kernels", "affine", "fla"), ("ratios", "peers", "fla-times")
+RIGHT_OR_WRONG, TIMED = ("kernels", "relative", "affine", "fla"), ("ratios", "peers", "fla-times")
 
 
 class Results:

@@ -14,7 +14,7 @@ from dist_attn.mixers.random_matrices import redraw_pools
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.model_config.figures import ScanMessage, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
-from dist_attn.model_config.mixers.attention import BidirectionalConfig, ScaleformerConfig, SoftmaxConfig
+from dist_attn.model_config.mixers.attention import BidirectionalConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.convolutions import ConvolutionConfig
 from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig, KimiDeltaConfig, Rwkv7Config
 from dist_attn.model_config.mixers.heads import DenominatorConfig, RelativeConfig, RotaryConfig
@@ -51,7 +51,6 @@ __all__ = [
     "RgLruConfig",
     "RotaryConfig",
     "Rwkv7Config",
-    "ScaleformerConfig",
     "ScanMessage",
     "SoftmaxConfig",
     "TokenFlops",

@@ -71,7 +71,7 @@ def check_streams(mixer: MixerConfig | HybridConfig, model: str) -> None:
             where = f" in entry {place} of the pattern" if isinstance(mixer, HybridConfig) else ""
             raise ValueError(
                 f"a mixer of kind {one.kind} as configured{where} takes a sequence whole; a {model} needs one that "
-                "goes on from a state, as rfa_gate, scaleformer, convolution or s4d as a scan do"
+                "goes on from a state, as rfa_gate, convolution or s4d as a scan do"
             )
 
 

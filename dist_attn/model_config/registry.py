@@ -1,7 +1,8 @@
 """Registries of kinds: those built in, and those that installed packages offer.
 
 A package offers a kind by an entry point that is named after it, in the group of its registry; the module of the entry
-point registers the kind when it is loaded. So it is with mixers, models, tasks and data for training.
+point registers the kind when it is loaded. So it is with mixers, attentions, models, tasks and
+data for training.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ Build = str | Callable[..., Any]
 
 PAPERS_KINDS = frozenset({
     "encoder_decoder", "fnet", "hippo", "images", "lssl", "masked_autoencoder", "million", "mlp_mixer", "parallel_text",
-    "s4", "s4d", "sgconv", "static_kernel", "vision_classifier",
+    "s4", "s4d", "scaleformer", "sgconv", "static_kernel", "vision_classifier",
 })  # fmt: skip
 """The kinds of dist-attn-papers, for the error where it is not installed."""
 

@@ -12,12 +12,6 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_read, linear_attention_step
 from dist_attn.ops.local_sequence_ops import LocalSequenceOps
-from dist_attn.ops.relative_attention import (
-    RelativeState,
-    relative_attention,
-    relative_attention_step,
-    relative_attention_streaming,
-)
 from dist_attn.ops.selective_scan import gated_scan, gated_step, selective_scan, selective_step
 from dist_attn.ops.sequence_call import SequenceCall, local_form
 from dist_attn.ops.sequence_ops import SequenceOps
@@ -40,7 +34,6 @@ __all__ = [
     "LinearState",
     "LocalSequenceOps",
     "RelativePositions",
-    "RelativeState",
     "SequenceCall",
     "SequenceOps",
     "SoftmaxOptions",
@@ -59,9 +52,6 @@ __all__ = [
     "linear_attention_read",
     "linear_attention_step",
     "local_form",
-    "relative_attention",
-    "relative_attention_step",
-    "relative_attention_streaming",
     "selective_scan",
     "selective_step",
     "softmax_attention",

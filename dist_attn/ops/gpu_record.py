@@ -18,10 +18,9 @@ from dist_attn.ops.kernel_target import kernel_target
 
 FILE = Path(__file__).with_name("gpu_record.json")
 
-# Kernels of relative attention may be wrong on a device where those of linear attention are right; "fla" is linear
-# attention by flash-linear-attention's kernels; those of affine recurrences are wrong or right one by one.
+# Of affine recurrences by flash-linear-attention's kernels, which are wrong or right one by one. Other operations are
+# "linear", "affine", "fla" (linear attention by those kernels), and what packages name.
 FlaOperation = Literal["fla_simple_gla", "fla_gla", "fla_gated_delta", "fla_kda", "fla_dplr", "fla_rwkv6"]
-Operation = Literal["linear", "relative", "affine", "fla"] | FlaOperation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ def recorded_names() -> tuple[str, ...]:
     return tuple(_records(FILE))
 
 
-def why_wrong(operation: Operation, device: torch.device, triton: str) -> str | None:
+def why_wrong(operation: str, device: torch.device, triton: str) -> str | None:
     """The case by which Triton's kernels are known to be wrong on such GPUs with this Triton, in words, or None."""
     record = record_of(device)
     wrong = None if record is None or record.triton != triton else record.wrong(f"{operation} ")
@@ -92,7 +91,7 @@ def why_wrong(operation: Operation, device: torch.device, triton: str) -> str | 
     return f"Triton's did not come out right on {torch.cuda.get_device_name(device)} ({wrong})"
 
 
-def why_not_right(operation: Operation, name: str, record: GpuRecord | None) -> str | None:
+def why_not_right(operation: str, name: str, record: GpuRecord | None) -> str | None:
     """The reason why kernels are not proven on devices of this name by their record; None where all cases are right."""
     whose = "flash-linear-attention's" if operation.startswith("fla") else "Triton's"
     if record is None or not any(_operation(case) == operation for case in record.kernels):

@@ -27,7 +27,7 @@ class LocalSequenceOps(SequenceOps):
     """
 
     documents: tuple[int, ...] | None = None
-    implementation: Implementation = "auto"  # of linear and relative attention, see `ops.linear_attention.choose`
+    implementation: Implementation = "auto"  # of linear attention, see `ops.linear_attention.choose`
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation)

@@ -5,7 +5,7 @@ exchanged by `prefix_scan`: `scan` begins it, `exchanges` has a function for eac
 combined.
 Linear attention is `linear`, which prepares a call and attends within packed documents, and `carry_scan`, which attends
 before and behind the scan. In deterministic mode `linear` passes the state from rank to rank in turn; packed documents
-that begin on an earlier rank, and relative attention, gather it (`document_exchange`, `relative`).
+that begin on an earlier rank gather it (`document_exchange`).
 """
 
 # The forms over ranks are registered as these are imported.
@@ -14,7 +14,6 @@ from dist_attn.sharded import (  # noqa: F401
     convolution,
     gated_scans,
     linear,
-    relative,
     softmax,
     sums,
 )

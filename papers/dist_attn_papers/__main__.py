@@ -30,6 +30,7 @@ PROGRAMS = {
     "page-tokens": ("page.tokens", "What does a tab hold after a million drawn tokens?"),
     "page-screenshots": ("page.screenshots", "What does the page look like?"),
     "gpu-longest": ("gpu.longest", "How long an attention do four ranks of 24 GB on one GPU hold?"),
+    "gpu-relative": ("gpu.relative_check", "Are relative attention's kernels right on this GPU?"),
     "kernel-registers": ("gpu.kernel_registers", "How many registers do the GPU's kernels take?"),
 }
 

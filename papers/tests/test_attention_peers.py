@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from benchmarks import scaleformer
 from benchmarks.cases import OURS, attention_inputs
 from benchmarks.peers import absent
 from benchmarks.timing import RATES
 from dist_attn.feature_maps import ArcCosine
 from dist_attn.ops import Denominator, linear_attention
 from dist_attn_papers.studies.attention_peers import CASES, performer
+from dist_attn_papers.tables import scaleformer_works
 from dist_attn_papers.tables.printed_attention import cumulative_sums, printed_kernel, printed_positions
 from dist_attn_papers.tables.scaleformer_figures import works
 from tests.support.closeness import assert_close
@@ -28,10 +28,10 @@ def test_cases_compare_like_with_like(name: str) -> None:
 @pytest.mark.parametrize("length", [5, 16, 40, 150])
 def test_scaleformers_algorithms_are_the_same_sums(length: int, causal: bool) -> None:
     """As printed they give what the quadratic forms give, at lengths below and above k too."""
-    q, k, v = (random_tensor(2, 1, length, scaleformer.SIZE, seed=s) for s in range(3))
-    rp = random_tensor(1, 2 * scaleformer.REACH + 1, scaleformer.SIZE, seed=3)
-    assert_close(printed_positions(q, v, rp, causal), scaleformer.naive_positions(q, v, rp, causal))
-    assert_close(printed_kernel(q, k, v, causal), scaleformer.naive_kernel(q, k, v, causal))
+    q, k, v = (random_tensor(2, 1, length, scaleformer_works.SIZE, seed=s) for s in range(3))
+    rp = random_tensor(1, 2 * scaleformer_works.REACH + 1, scaleformer_works.SIZE, seed=3)
+    assert_close(printed_positions(q, v, rp, causal), scaleformer_works.naive_positions(q, v, rp, causal))
+    assert_close(printed_kernel(q, k, v, causal), scaleformer_works.naive_kernel(q, k, v, causal))
 
 
 def test_algorithms_that_need_too_much_are_left_out() -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError, ShapeError
@@ -11,13 +13,23 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.ops.documents import document_ranges
 from dist_attn.sharded import ShardedSequenceOps
-from dist_attn_papers.ops import diagonal_scan, fourier_mix, long_convolve, mix_tokens
+from dist_attn_papers.ops import (
+    diagonal_scan,
+    fourier_mix,
+    long_convolve,
+    mix_tokens,
+    relative_attention,
+    relative_attention_streaming,
+)
 from tests.ops import test_documents as local
 from tests.ops.test_documents import LENGTH, TABLES, _random
 from tests.sharded import test_documents as sharded
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 
 CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "relative causal": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=True, ops=ops),
+    "relative full": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=False, ops=ops),
     "fourier": lambda ops, x, rp: fourier_mix(x[0], ops=ops),
     "fourier ortho": lambda ops, x, rp: fourier_mix(x[0], norm="ortho", ops=ops),
     "long convolution": lambda ops, x, rp: long_convolve(x[0], rp[0], ops=ops),
@@ -25,6 +37,14 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "diagonal": lambda ops, x, rp: diagonal_scan(x[0], *_diagonal(rp), ops=ops)[0],
 }
 local.CALLS.update(CALLS)
+RELATIVE = {
+    "relative causal": CALLS["relative causal"],
+    "relative full": CALLS["relative full"],
+    "relative without window": lambda ops, x, rp: relative_attention(
+        x.square(), x.square(), x, rp[:, :1], causal=False, ops=ops
+    ),
+}
+sharded.CALLS.update(RELATIVE)
 
 
 def _diagonal(rp: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -90,10 +110,53 @@ def test_every_operation_over_ranks(name, layout):
     sharded._check_call(CALLS[name], layout)
 
 
+@pytest.mark.parametrize("name", RELATIVE)
+def test_relative_attention_without_a_message(name):
+    """Where every document lies on one rank, no rank calls any exchange; no bit of another document shows."""
+    if name in CALLS:
+        local.test_no_bit_of_another_document_shows(name)
+    sharded.test_no_document_over_a_cut_no_message(name)
+    sharded.test_no_bit_of_another_document_shows(name)
+
+
+@pytest.mark.parametrize("layout", sharded.LAYOUTS.values(), ids=sharded.LAYOUTS.keys())
+def test_relative_attention_without_a_window_over_ranks(layout):
+    """With positions that are all alike, documents over ranks equal those on one rank."""
+    sharded._check_call(RELATIVE["relative without window"], layout)
+
+
+@examples(30, deadline=None)
+@given(st.sampled_from(sorted(RELATIVE)), sharded.layouts())
+def test_relative_attention_for_any_layout(name, layout):
+    """So they do however ranks and documents lie."""
+    sharded._check_call(RELATIVE[name], layout)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_ten_thousand_documents_of_one_token(causal):
+    """Every token attends to itself alone: v comes out of relative attention, over ranks without a message."""
+    documents = tuple(range(10_000))
+    x, rp = _random(1, 2, 10_000, 8, seed=0).float(), _random(2, 5, 8, seed=1, positive=True).float()
+    local_ops = LocalSequenceOps(documents)
+    assert_close(relative_attention(x.square(), x.square(), x, rp, causal=causal, ops=local_ops), x)
+    layout = SequenceLayout.even(10_000, 3, documents=documents)
+
+    def body(comm: Communicator) -> torch.Tensor:
+        ops, part = ShardedSequenceOps(comm, layout), x[:, :, slice(*layout.range(comm.rank))]
+        comm.traffic.clear()
+        out = relative_attention(part.square(), part.square() + 1, part, rp, causal=causal, ops=ops)
+        assert comm.traffic.calls == 0
+        return out
+
+    assert_close(torch.cat(run_simulated(body, 3), 2), x)
+
+
 def test_documents_that_do_not_fit_are_named():
     """Starts that lie behind the sequence are refused in words, and so are documents where none are taken."""
     ops, x = LocalSequenceOps((0, 5)), torch.zeros(1, 5, 4)
+    heads, rp = torch.zeros(1, 2, 5, 4), torch.ones(2, 3, 4)
     for call in (
+        lambda: relative_attention(heads, heads, heads, rp, causal=True, ops=ops),
         lambda: fourier_mix(x, ops=ops),
         lambda: long_convolve(x, x[0], ops=ops),
         lambda: diagonal_scan(x, *(torch.zeros(4, 2, dtype=torch.complex64) for _ in range(3)), ops=ops),
@@ -102,6 +165,8 @@ def test_documents_that_do_not_fit_are_named():
             call()
     with pytest.raises(InputError, match="one unbroken sequence"):
         mix_tokens(x, torch.zeros(5, 3), torch.zeros(3, 5), ops=ops)
+    with pytest.raises(InputError, match="one unbroken sequence"):
+        relative_attention_streaming(heads, heads, heads, rp, ops=ops)
 
 
 def test_what_takes_no_documents_says_so_over_ranks():
@@ -112,6 +177,8 @@ def test_what_takes_no_documents_says_so_over_ranks():
         ops, x = ShardedSequenceOps(comm, layout), torch.zeros(1, layout.lengths[comm.rank], 2)
         with pytest.raises(InputError, match="one unbroken sequence"):
             mix_tokens(x, torch.zeros(7, 3), torch.zeros(3, 7), ops=ops)
+        with pytest.raises(InputError, match="one unbroken sequence"):
+            relative_attention_streaming(x[None], x[None], x[None], torch.zeros(1, 3, 2), ops=ops)
 
     assert run_simulated(body, 2) == [None, None]
 
@@ -123,6 +190,8 @@ def test_operations_without_the_promise_are_refused():
         ops = ShardedSequenceOps(comm, SequenceLayout((0, 64, 128)), deterministic=True)
         x, modes, w = torch.zeros(1, 64, 2), torch.zeros(2, 2, dtype=torch.complex64), torch.zeros(128, 3)
         for call in (
+            lambda: relative_attention(x[None], x[None], x[None], torch.ones(1, 3, 2), causal=True, ops=ops),
+            lambda: relative_attention_streaming(x[None], x[None], x[None], torch.ones(1, 3, 2), ops=ops),
             lambda: fourier_mix(x, ops=ops),
             lambda: long_convolve(x, w[:, :2], ops=ops),
             lambda: diagonal_scan(x, modes, modes, modes, ops=ops),

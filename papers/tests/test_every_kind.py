@@ -11,6 +11,7 @@ from tests.training import test_every_kind as core
 from tests.training.test_every_kind import PATCHES, RUN, TEXT, WINDOW, _encode, _encoder, _text_encoder
 
 CAUSAL = {
+    "scaleformer": {"num_heads": 2, "reach": 3},
     "static_kernel": {"num_heads": 2},
     "s4d": {"state_size": 4},
     "s4": {"state_size": 4},
@@ -18,6 +19,7 @@ CAUSAL = {
     "hippo": {"state_size": 5},
 }
 WHOLE = {
+    "bidirectional-scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "num_heads": 2},
     "fnet": {},
     "mlp_mixer": {"length": WINDOW, "token_mlp_size": 8},
     "sgconv": {"length": WINDOW, "piece": 4},

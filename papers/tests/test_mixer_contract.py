@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from dist_attn.commands.mixer_table import mixer_facts
-from dist_attn.mixers import Paradigm, build_mixer, contract
+from dist_attn.mixers import BidirectionalConfig, Paradigm, build_mixer, contract
 from dist_attn.model_config.mixer import MIXERS
 from dist_attn.ops import LocalSequenceOps
 from dist_attn_papers.mixers.convolution_configs import FourierConfig, SgConvConfig, TokenMlpConfig
+from dist_attn_papers.mixers.scaleformer_config import ScaleformerConfig
 from dist_attn_papers.mixers.state_space_configs import HippoConfig, LsslConfig, S4Config, S4DConfig
 from dist_attn_papers.mixers.static_kernel_config import StaticKernelConfig
 from tests.mixers.test_contract import CONFIGS as CORE
@@ -20,6 +21,9 @@ CONFIGS = {
     "static_kernel-random": StaticKernelConfig(
         kind="static_kernel", hidden_size=SIZE, num_heads=3, feature="gaussian", num_random=6, divisor="length"
     ),
+    "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=3, reach=5),
+    "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=3, reach=0),
+    "scaleformer-rank-5": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=3, reach=4, value_rank=5),
     "s4d": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=8),
     "s4": S4Config(kind="s4", hidden_size=SIZE, state_size=6),
     "lssl": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=6, outputs=2),
@@ -42,6 +46,12 @@ WHOLE = {
     "lssl-learned": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=4, transition="learned"),
 }
 ALL = CONFIGS | WHOLE
+OVER_ALL_KEYS = {
+    attention: BidirectionalConfig(
+        hidden_size=SIZE, num_heads=3, attention=attention, num_random=5, reach=3, projection_bias=True
+    )
+    for attention in ("scaleformer",)
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -85,6 +95,37 @@ def test_states_of_other_mixers_are_refused(name):
 def test_costs_are_the_mixers(name):
     """Weights, the bytes of the state after some tokens, and what every rank sends are what was said, exactly."""
     contract.check_costs(ALL[name], TOKENS)
+
+
+@pytest.mark.parametrize("config", OVER_ALL_KEYS.values(), ids=OVER_ALL_KEYS)
+def test_costs_over_all_keys_are_the_mixers(config):
+    """So they are of attention over all keys by the papers' kernels."""
+    contract.check_costs(config, TOKENS)
+
+
+@pytest.mark.parametrize("attention", OVER_ALL_KEYS)
+def test_attention_over_all_keys_has_a_row_of_its_own(attention):
+    """It is beside the causal form of its kind, which streams, as a form of `bidirectional`, which does not."""
+    found = {(one.kind, one.form): one for one in mixer_facts(4096, hidden_size=32, num_heads=4, ranks=4)}
+    assert found[attention, ""].streams and not found["bidirectional", attention].streams
+    assert found["bidirectional", attention].travels == found[attention, ""].travels == "a state"
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("scaleformer")])
+def test_states_that_are_gathered_are_the_same_at_any_length(name):
+    """A state and what travels for it are the same at any length."""
+    costs = build_mixer(CONFIGS[name]).costs()
+    short, long = ([n] * 3 for n in (100, 10_000))
+    assert costs.bytes_sent(short, 0) == costs.bytes_sent(long, 0)
+    assert costs.state_bytes(100) == costs.state_bytes(10_000)
+
+
+def test_second_pass_of_several_ranks():
+    """With several ranks Scaleformer reads a token's keys twice: once more into a state."""
+    config = ScaleformerConfig(kind="scaleformer", hidden_size=64, num_heads=4, reach=5)
+    one, several = config.prefill_flops(1, ranks=1), config.prefill_flops(1, ranks=5)
+    assert several.state - one.state == 2 * 4 * 16 * 17
+    assert (several.projections, several.features, several.scores) == (one.projections, one.features, one.scores)
 
 
 def test_no_kind_is_left_out():

@@ -11,6 +11,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 def test_the_kinds_that_are_offered_are_those_that_are_known_as_the_papers() -> None:
     """Entry points of mixers, models and data have the names that errors of dist_attn know."""
     offers = PROJECT["entry-points"]
-    assert set(offers) == {"dist_attn.data", "dist_attn.mixers", "dist_attn.models", "dist_attn.tasks"}
+    groups = ("attentions", "data", "mixers", "models", "tasks")
+    assert set(offers) == {f"dist_attn.{group}" for group in groups}
     assert {kind for group, kinds in offers.items() if group != "dist_attn.tasks" for kind in kinds} == PAPERS_KINDS
     assert offers["dist_attn.tasks"].keys() == offers["dist_attn.models"].keys()

@@ -13,11 +13,27 @@ from dist_attn.errors import InputError
 from dist_attn.models import Model, ModelConfig, build_model
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn_papers.translation.model import EncoderDecoder
-from tests.models.test_positions import HEADS, LAYOUT, LENGTH, ORDER, POSITIONS, VOCAB, _causal, _encoder, _share
+from tests.models import test_positions as core
+from tests.models.test_positions import HEADS, LAYOUT, LENGTH, ORDER, VOCAB, WIDTHS, _share
 from tests.support.over_ranks import assert_ranks_change_nothing, randomised
 
 IMAGE = {"height": 3, "width": 4, "channels": 1, "patch": 1}
 KINDS = ("vision_classifier", "masked_autoencoder", "encoder_decoder")
+SCALEFORMER = "relative in Scaleformer"
+POSITIONS = (*core.POSITIONS, SCALEFORMER)
+
+
+def _causal(positions: str) -> dict[str, Any]:
+    if positions == SCALEFORMER:
+        return {"mixer": {"kind": "scaleformer", **HEADS, "reach": 3}, "positions": "none"}
+    return core._causal(positions)
+
+
+def _encoder(positions: str) -> dict[str, Any]:
+    if positions == SCALEFORMER:
+        mixer = {"kind": "bidirectional", **HEADS, "attention": "scaleformer", "reach": 3}
+        return {**WIDTHS, "mixer": mixer, "positions": "none"}
+    return core._encoder(positions)
 
 
 def _model(kind: str, positions: str) -> Model:
@@ -87,3 +103,19 @@ def test_a_decoder_s_positions_end_where_they_end() -> None:
     assert F.softmax(logits, dim=-1).isfinite().all()
     with pytest.raises(InputError, match="reaches 13 tokens; this model has learned positions for 12"):
         model.step(tokens[:, 0], state)
+
+
+@pytest.fixture
+def scaleformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core's models with these positions too."""
+    causal, encoder = _causal(SCALEFORMER), _encoder(SCALEFORMER)
+    monkeypatch.setattr(core, "_causal", lambda positions: causal)
+    monkeypatch.setattr(core, "_encoder", lambda positions: encoder)
+
+
+@pytest.mark.usefixtures("scaleformer")
+@pytest.mark.parametrize("kind", core.KINDS)
+def test_texts_with_relative_positions(kind: str) -> None:
+    """A language model and a classifier see the order by them alone, over ranks as on one."""
+    core.test_the_order_is_seen_by_positions_alone(kind, SCALEFORMER)
+    core.test_positions_are_global(kind, SCALEFORMER)

@@ -13,6 +13,9 @@ from tests.models import test_classifiers as core
 from tests.models import test_packed_texts as packed_texts
 
 MIXERS: dict[str, dict[str, Any]] = {
+    "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
+    "scaleformer, rank 3": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3, "value_rank": 3},
+    "causal scaleformer": {"kind": "scaleformer", "reach": 3},
     "fnet": {"kind": "fnet"},
     "s4d both ways": {"kind": "s4d", "state_size": 4, "form": "convolution", "bidirectional": True},
 }
@@ -25,12 +28,17 @@ def test_a_text_over_ranks_is_classified_as_on_one(mixer: str) -> None:
     core.test_a_text_over_ranks_is_classified_as_on_one(mixer, core.CUTS[1])
 
 
-@pytest.mark.parametrize("kind", ["lssl", "s4", "s4d"])
-def test_a_preset_takes_any_causal_mixer(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "heads"), [("lssl", None), ("s4", None), ("s4d", None), ("scaleformer", 4)])
+def test_a_preset_takes_any_causal_mixer(kind: str, heads: int | None) -> None:
     """Only the kind of a mixer has to be said; those without heads are given none."""
     values = {"preset": "tiny", "vocab_size": 300, "mixer": {"kind": kind}}
     mixer = LanguageModelConfig.model_validate(expand_preset(values)).mixer
-    assert (mixer.kind, mixer.hidden_size, getattr(mixer, "num_heads", None)) == (kind, 128, None)
+    assert (mixer.kind, mixer.hidden_size, getattr(mixer, "num_heads", None)) == (kind, 128, heads)
+
+
+def test_relative_positions_see_the_order() -> None:
+    """Scaleformer without other positions tells an order from another."""
+    core.check_the_order_is_seen("scaleformer")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +60,8 @@ def test_mixers_that_packing_would_change_are_refused(tmp_path, mixer: dict[str,
 
 
 PACKED = {
+    "scaleformer": {"kind": "scaleformer", "num_heads": 2},
+    "bidirectional scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "num_heads": 2},
     "s4d": {"kind": "s4d"},
     "s4d as a convolution": {"kind": "s4d", "form": "convolution"},
     "s4 as a convolution": {"kind": "s4", "form": "convolution"},
@@ -69,5 +79,20 @@ def test_each_text_is_read_as_if_alone(mixer: str, monkeypatch: pytest.MonkeyPat
     """Texts that are read together have the hidden states that each has by itself, or are refused together."""
     values = {"hidden_size": packed_texts.SIZE, **PACKED[mixer]}
     monkeypatch.setattr(packed_texts, "_every_mixer", lambda: {mixer: values})
-    monkeypatch.setattr(packed_texts, "ALONE", ("hippo", "lssl", "mlp_mixer", "s4"))
+    monkeypatch.setattr(packed_texts, "ALONE", ("hippo", "lssl", "mlp_mixer", "s4", "scaleformer"))
     packed_texts.test_each_text_is_read_as_if_alone(mixer, "sinusoidal")
+
+
+SCALEFORMER = {"kind": "bidirectional", "attention": "scaleformer", "reach": 3}
+packed_texts.MIXERS["scaleformer"] = SCALEFORMER
+
+
+@pytest.mark.parametrize("pooling", ["mean", "class_token"])
+def test_each_text_is_classified_as_if_alone(pooling: str) -> None:
+    """Logits of packed texts are those of each text by itself, for positions of every kind."""
+    packed_texts.test_each_text_is_classified_as_if_alone("scaleformer", pooling)
+
+
+def test_ranks_change_nothing_of_packed_texts() -> None:
+    """Loss and gradients of every parameter are those of one process, wherever texts are cut, empty slices too."""
+    packed_texts.test_ranks_change_nothing("scaleformer")

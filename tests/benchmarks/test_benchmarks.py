@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from benchmarks import report, run, timing
-from benchmarks.cases import CASES, OURS, Case
+from benchmarks.cases import CASES, OURS, Case, Works
 from benchmarks.filed import RESULTS
-from benchmarks.report import file_finding, finding_of, read_finding
+from benchmarks.memory import peak_bytes
+from benchmarks.report import file_finding, finding_of, measure, read_finding
 from benchmarks.run import STUDIES, main
 from benchmarks.setting import ROOT, look_around, own_cores, why_red
 from benchmarks.timing import COPY, MATMUL, RATES, Roofline, Times, interleaved, matmul_flops
@@ -182,3 +183,37 @@ def test_the_newest_result_of_each_case_is_filed() -> None:
     assert 40 < len(filed) < 80
     cases = [json.loads(path.read_text())["case"].replace(" ", "-") for path in filed]
     assert [f"{case}.json" for case in cases] == [path.name for path in filed]
+
+
+def test_the_peak_of_memory():
+    """What is held at the same time counts, what was freed before does not."""
+    size = 1 << 20
+
+    def work() -> torch.Tensor:
+        first = torch.ones(size)
+        second = first + 1
+        del first
+        return second + 1
+
+    assert 0 <= peak_bytes(work) - 2 * 4 * size < 1024
+
+
+def test_a_spent_budget_ends_the_rounds():
+    """When the time of a size is up there are three rounds, not all that were asked for."""
+    taken = interleaved({"a": lambda: None}, 50, budget_s=0.0)
+    assert len(taken["a"].seconds) == 3
+
+
+def test_missing_peers_are_dashes_and_results_are_drawn(tmp_path: Path):
+    """A table has a dash where a form was too large, and the figure has what is there."""
+    whole = replace(CASES["forward"], statistic="fastest")
+
+    def works(size: int) -> Works:
+        return {name: work for name, work in whole.works(size).items() if size == 16 or name != "sdpa"}
+
+    cut = measure(replace(whole, works=works), (16, 32), 2)
+    table = cut.as_markdown()
+    assert "The fastest of 2 rounds" in table
+    assert "| – |" in table
+    cut.draw(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -17,6 +17,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.rank_link import rows as control_rows
 from dist_attn.sharded import Algorithm, ScanExchange, ShardedSequenceOps
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
+from tests.support.models import small_config
 
 
 def _edges(model: LanguageModelCosts) -> int:
@@ -72,13 +73,13 @@ def test_bytes_of_a_chosen_exchange(exchange: Algorithm, tmp_path: Path) -> None
     assert result.exchange == exchange
 
 
-def test_the_exchange_that_is_estimated(tmp_path: Path) -> None:
+def test_the_exchange_that_is_estimated(tmp_path: Path, running_sum: str) -> None:
     """Without a choice it is the rule's for so many ranks; states that are always gathered have no choice."""
     kernel = read_model_costs(write_config("gated", tmp_path / "kernel"))
-    relative = read_model_costs(write_config("relative positions", tmp_path / "relative"))
+    gathered = LanguageModelCosts(small_config(mixer={"kind": running_sum, "hidden_size": 16}))
     exact = read_model_costs(write_config("softmax", tmp_path / "exact"))
     assert [estimate(kernel, 1000, ranks=p).exchange for p in (1, 2, 8, 9)] == ["", "pair", "gather", "log_step"]
-    assert estimate(relative, 1000, ranks=9, exchange="log_step").exchange == "gather"
+    assert estimate(gathered, 1000, ranks=9, exchange="log_step").exchange == "gather"
     assert estimate(exact, 1000, ranks=9, exchange="log_step").exchange == ""
     # What a rank holds of the others' states grows with them only where it gathers them.
     held = [estimate(kernel, 10**6, ranks=p, exchange="log_step").memory.exchange for p in (16, 64)]

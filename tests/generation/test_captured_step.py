@@ -14,7 +14,7 @@ from dist_attn.generation.decode import prefill
 from dist_attn.mixers.softmax import SoftmaxSlots, SoftmaxState
 from dist_attn.model_config.figures import SLOTS
 from dist_attn.model_config.mixer import MixerConfig
-from dist_attn.model_config.mixers.attention import ScaleformerConfig, SoftmaxConfig
+from dist_attn.model_config.mixers.attention import SoftmaxConfig
 from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
@@ -28,12 +28,11 @@ VOCAB = 30
 MIXERS: dict[str, MixerConfig] = {
     "rfa_gate": RandomFeatureConfig(kind="rfa_gate", hidden_size=8, num_heads=2, num_random=4),
     "gated_delta": GatedDeltaConfig(kind="gated_delta", hidden_size=8, num_heads=2),
-    "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=8, num_heads=2, reach=3),
     "softmax": SoftmaxConfig(kind="softmax", hidden_size=8, num_heads=2),
 }
 
 HOW = {"rfa_gate": "a CUDA graph" if torch.cuda.is_available() else "on cpu"}
-HOW |= dict.fromkeys(("gated_delta", "scaleformer", "softmax"), HOW["rfa_gate"])
+HOW |= dict.fromkeys(("gated_delta", "softmax"), HOW["rfa_gate"])
 
 
 def model_of(kind: str) -> LanguageModel:

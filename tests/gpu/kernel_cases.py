@@ -3,7 +3,6 @@
 Outputs, states and gradients are held to those of the streaming forms in float64.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,13 +15,11 @@ from dist_attn.ops import (
     LinearState,
     linear_attention,
     linear_attention_step,
-    relative_attention,
-    relative_attention_streaming,
 )
 from dist_attn.ops.linear_attention import Implementation, LinearCall, absorb, complete_sums, local_sums
 from tests.gpu.judging import judged, name_of
 
-__all__ = ["fla_linear_cases", "kernel_cases", "linear_case", "relative_case"]
+__all__ = ["fla_linear_cases", "kernel_cases", "linear_case"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,10 +28,10 @@ def kernel_cases(*, tiny: bool) -> Cases:
     """The sizes of the models that ship first; the first word of a name is the operation, as the record has it."""
     sizes = [(8, 8, 8)] if tiny else [(64, 64, 64), (128, 128, 128), (80, 96, 72)]
     shapes = [Shape(1, 1, *size) if tiny else Shape(2, 2, *size) for size in sizes]
-    cases = {**_linear_cases(shapes, tiny), **_relative_cases(tiny)}
+    cases = _linear_cases(shapes, tiny)
     if not tiny:
         return cases
-    few = ("linear step gaussian float32", "linear causal gaussian float32", "relative causal float32")
+    few = ("linear step gaussian float32", "linear causal gaussian float32")
     return {name: work for name, work in cases.items() if name.startswith(few) and "documents=2" not in name}
 
 
@@ -161,70 +158,3 @@ def _by_parts(
     before = absorb(call)
     sums, after = local_sums(call)
     return complete_sums(replace(call, state=before), sums), before.combine(after)
-
-
-def _relative_cases(tiny: bool) -> Cases:
-    shapes = [Shape(1, 1, 8, 8, 8)] if tiny else [Shape(2, 2, 64, 64, 64), Shape(1, 2, 80, 80, 300)]
-    lengths = ((20, 20, 3),) if tiny else ((1_003, 1_003, 16), (700, 1_003, 100), (1_003, 130, 0))
-    found = [
-        (kind, dtype, shape, *length)
-        for shape in shapes
-        for length in lengths
-        for dtype in DTYPES
-        for kind in ("causal", "full", "stream")
-        if kind != "stream" or length[0] == length[1]
-        # All types of the first sizes, the others in one: each case compiles kernels of its own.
-        if dtype == torch.bfloat16 or (shape == shapes[0] and length == lengths[0])
-    ]
-    return {
-        f"relative {kind} {name_of(dtype)} {shape.words} {queries}x{keys} k={reach}": partial(
-            relative_case, kind, dtype, shape, queries, keys, reach
-        )
-        for kind, dtype, shape, queries, keys, reach in found
-    }
-
-
-def _relative_inputs(shape: Shape, queries: int, keys: int, reach: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Positive features, as those of elu + 1 are, and values."""
-    sizes = {
-        "phi_q_BHLK": (shape.batch, shape.heads, queries, shape.head_size),
-        "phi_k_BHSK": (shape.batch, shape.heads, keys, shape.head_size),
-        "phi_rp_HRK": (shape.heads, 2 * reach + 1, shape.head_size),
-    }
-    found = {name: torch.rand(size, device=DEVICE).add(0.1).to(dtype) for name, size in sizes.items()}
-    values = torch.randn(shape.batch, shape.heads, keys, shape.values, device=DEVICE, dtype=dtype)
-    return found | {"v_BHSV": values}
-
-
-def relative_case(kind: str, dtype: torch.dtype, shape: Shape, queries: int, keys: int, reach: int) -> Row:
-    """The errors of one kind of relative attention: outputs and gradients."""
-    torch.manual_seed(0)
-    given = _relative_inputs(shape, queries, keys, reach, dtype)
-    weight = torch.randn(shape.batch, shape.heads, queries, shape.values, device=DEVICE)
-    attend: Callable[..., torch.Tensor] = _in_two_blocks if kind == "stream" else relative_attention
-    options = {} if kind == "stream" else {"causal": kind == "causal"}
-    found = []
-    for implementation in ("streaming", "triton"):
-        wide = implementation == "streaming"
-        leaves = {n: (t.double() if wide else t).detach().clone().requires_grad_() for n, t in given.items()}
-        out = attend(**leaves, implementation=implementation, **options)
-        (out.double() * weight).sum().backward()
-        found.append({"out": out, **{f"grad {name}": t.grad for name, t in leaves.items()}})
-    return judged(found[0], found[1], dtype)
-
-
-def _in_two_blocks(
-    phi_q_BHLK: torch.Tensor,
-    phi_k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    phi_rp_HRK: torch.Tensor,
-    implementation: Implementation,
-) -> torch.Tensor:
-    """A stream with a state between its blocks."""
-    first = phi_q_BHLK.shape[2] // 3
-    sizes = (first, phi_q_BHLK.shape[2] - first)
-    outs, state = [], None
-    for q, k, v in zip(*(t.split(sizes, 2) for t in (phi_q_BHLK, phi_k_BHSK, v_BHSV)), strict=True):
-        out, state = relative_attention_streaming(q, k, v, phi_rp_HRK, state, implementation=implementation)
-        outs.append(out)
-    return torch.cat(outs, dim=2)

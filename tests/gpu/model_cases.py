@@ -16,14 +16,22 @@ from benchmarks.gpu.cases import DEVICE, Cases, Row, seconds
 from benchmarks.setting import ROOT
 from dist_attn.control.ranks import child_environment
 from dist_attn.generation import CapturedStep
-from dist_attn.model_config.mixer import MixerConfig
-from dist_attn.model_config.mixers.attention import ScaleformerConfig, SoftmaxConfig
-from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
+from dist_attn.model_config.mixer import mixer_config_class
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.ops import Watch, watching
 from tests.gpu.judging import ACCEPTED, judged
 
-__all__ = ["MODEL", "SHARED", "captured_cases", "compared", "dist_attn", "small_gpt", "training_cases", "write_book"]
+__all__ = [
+    "MODEL",
+    "SHARED",
+    "captured_cases",
+    "captured_values",
+    "compared",
+    "dist_attn",
+    "small_gpt",
+    "training_cases",
+    "write_book",
+]
 
 MODEL = "books-6m"
 # Where several ranks are to share the one GPU; of a CPU there is only one.
@@ -58,22 +66,18 @@ def compared(want: Path, got: Path, dtype: torch.dtype) -> Row:
 
 
 BATCH = 8  # as many sequences as `engine.decode_slots` puts side by side
-KINDS = ("rfa_gate", "scaleformer", "softmax")
+KINDS = ("rfa_gate", "softmax")
 
 
 def captured_cases(*, tiny: bool) -> Cases:
     """Values of steps."""
-    return {f"values, {kind}": partial(_captured_values, kind, tiny) for kind in KINDS}
+    return {f"values, {kind}": partial(captured_values, kind, tiny) for kind in KINDS}
 
 
 def small_gpt(kind: str, tiny: bool) -> LanguageModel:
     """Of the size of GPT-2 small, or of two small layers."""
     size, heads, layers, vocabulary = (16, 2, 2, 64) if tiny else (768, 12, 12, 16_384)
-    mixer: MixerConfig = RandomFeatureConfig(kind="rfa_gate", hidden_size=size, num_heads=heads)
-    if kind == "scaleformer":
-        mixer = ScaleformerConfig(kind="scaleformer", hidden_size=size, num_heads=heads)
-    if kind == "softmax":
-        mixer = SoftmaxConfig(kind="softmax", hidden_size=size, num_heads=heads)
+    mixer = mixer_config_class(kind).model_validate({"kind": kind, "hidden_size": size, "num_heads": heads})
     config = LanguageModelConfig(
         vocab_size=vocabulary, hidden_size=size, num_layers=layers, mlp_size=4 * size, mixer=mixer
     )
@@ -81,7 +85,7 @@ def small_gpt(kind: str, tiny: bool) -> LanguageModel:
     return build_model(config).eval().to(DEVICE)
 
 
-def _captured_values(kind: str, tiny: bool) -> Row:
+def captured_values(kind: str, tiny: bool) -> Row:
     """Logits, states and guarded denominators after steps over buffers; on a GPU also that they are a graph."""
     model = small_gpt(kind, tiny)
     state = model.initial_state(BATCH)

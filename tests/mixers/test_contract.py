@@ -26,7 +26,6 @@ from dist_attn.mixers import (
     RgLruConfig,
     RotaryConfig,
     Rwkv7Config,
-    ScaleformerConfig,
     SoftmaxConfig,
     TokenMixer,
     build_mixer,
@@ -72,9 +71,6 @@ CONFIGS = {
     "softmax-rank-2": SoftmaxConfig(
         kind="softmax", hidden_size=SIZE, num_heads=HEADS, value_rank=2, relative=RelativeConfig(reach=3)
     ),
-    "scaleformer-rank-5": ScaleformerConfig(
-        kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=4, value_rank=5
-    ),
     "rfa-one-gate": RandomFeatureConfig(
         kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, shared_gate=True, orthogonal=True, pool=5
     ),
@@ -90,8 +86,6 @@ CONFIGS = {
     "efficient-gated": EfficientConfig(
         kind="efficient", hidden_size=SIZE, num_heads=HEADS, gated=True, short_convolution=0, value_rank=5
     ),
-    "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
-    "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),
     "convolution": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=7),
     "convolution-wider-than-a-slice": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=50),
     "convolution-pointwise": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=1),

@@ -24,14 +24,11 @@ MIXERS: dict[str, dict[str, Any]] = {
     "arc-cosine": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "feature": "arc_cosine"},
     "elu": {"kind": "bidirectional", "attention": "elu"},
     "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
-    "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
     "softmax, relative": {"kind": "bidirectional", "attention": "softmax", "value_rank": 3, "relative": {"reach": 2}},
     "full rank": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "value_rank": SIZE},
     "softmax, rank 1": {"kind": "bidirectional", "attention": "softmax", "value_rank": 1},
-    "scaleformer, rank 3": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3, "value_rank": 3},
     "causal": {"kind": "rfa_gate", "num_random": 6},
-    "causal scaleformer": {"kind": "scaleformer", "reach": 3},
     "hybrid": {
         "kind": "hybrid",
         "pattern": [
@@ -108,9 +105,14 @@ def test_value_maps_have_the_rank_that_was_asked_for() -> None:
 
 
 def test_relative_positions_see_the_order() -> None:
-    """Scaleformer without other positions tells an order from another, and not where the text stands."""
+    """Softmax with relative positions and no others tells an order from another."""
+    check_the_order_is_seen("softmax, relative")
+
+
+def check_the_order_is_seen(mixer: str) -> None:
+    """This mixer, without positions of tokens, gives another class for another order of the tokens."""
     order = torch.arange(13).flip(0)
-    tokens, model = _tokens(13), _text("scaleformer", "mean", positions="none")
+    tokens, model = _tokens(13), _text(mixer, "mean", positions="none")
     assert not torch.allclose(model.classify(tokens[:, order]), model.classify(tokens), atol=1e-4)
 
 

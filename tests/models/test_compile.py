@@ -9,12 +9,11 @@ from torch import Tensor
 
 from dist_attn.comm import Communicator, differentiable, run_simulated
 from dist_attn.errors import InputError
-from dist_attn.feature_maps import elu_plus_one
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import BidirectionalConfig
 from dist_attn.models import EncoderConfig, hold_weights_as
 from dist_attn.models.encoder import Encoder
-from dist_attn.ops import LocalSequenceOps, Watch, relative_attention, watching
+from dist_attn.ops import LocalSequenceOps, Watch, watching
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.wire.choices import WeightPrecision
 from tests.support.closeness import assert_close
@@ -118,21 +117,6 @@ def test_an_exchange_is_one_node(kind: str) -> None:
         return want
 
     assert len(run_simulated(on_rank, 2, timeout_s=120.0)) == 2
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_relative_attention_is_one_graph(causal: bool) -> None:
-    """Relative attention compiles with `fullgraph`, forward and backward."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(s, generator=generator).requires_grad_() for s in (*[(1, 2, 70, 3)] * 3, (2, 7, 3))]
-
-    def attend() -> Tensor:
-        q, k, v, rp = inputs
-        return relative_attention(elu_plus_one(q), elu_plus_one(k), v, elu_plus_one(rp), causal=causal)
-
-    got = _results(torch.compile(attend, fullgraph=True, backend="eager"), inputs)
-    for a, b in zip(got, _results(attend, inputs), strict=True):
-        assert_close(a, b, kind="gradient")
 
 
 def test_nobody_watches_inside_a_graph() -> None:

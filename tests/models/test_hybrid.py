@@ -28,7 +28,7 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "rfa_gate", "num_heads": 2, "num_random": 8},
     {"kind": "softmax", "num_heads": 4},
     {"kind": "mamba", "state_size": 4},
-    {"kind": "scaleformer", "num_heads": 2, "reach": 3},
+    {"kind": "elu", "num_heads": 2},
     {"kind": "convolution", "taps": 5},
     {"kind": "rg_lru", "num_heads": 2},
 ]

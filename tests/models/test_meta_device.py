@@ -74,7 +74,7 @@ def _states(model: LanguageModel, case: str) -> list[ModelState]:
     Behind packed documents exact attention holds the keys of the last one, a state that is not saved.
     """
     tokens_BL = _tokens(device=model.embedding.weight.device)
-    packed = not kinds_of(case) & {"scaleformer", "lssl", "s4", "hippo", "softmax"}
+    packed = "softmax" not in kinds_of(case) and all(block.mixer.config.packs for block in model.blocks)
     _, first = model(tokens_BL, LocalSequenceOps((0, 20, 50) if packed else None))
     _, second = model.hidden(tokens_BL, None, first)
     _, third = model.step(torch.zeros(BATCH, dtype=torch.int64), second)  # on the CPU, as drawn tokens are

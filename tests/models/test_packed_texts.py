@@ -24,7 +24,6 @@ MIXERS: dict[str, dict[str, Any]] = {
     "elu": {"kind": "bidirectional", "attention": "elu"},
     "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
     "efficient": {"kind": "bidirectional", "attention": "efficient"},
-    "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
     "causal rfa": {"kind": "rfa_gate", "num_random": 6},
     "causal efficient": {"kind": "efficient"},
@@ -33,7 +32,7 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 # Of each kind all forms, and positions that turn queries and keys or are relative, where it has them.
 OPTIONS: dict[str, dict[str, Any]] = {"rotary": {"size": 4}, "relative": {"reach": 2}, "weighting": "norm"}
-ALONE = ("scaleformer",)
+ALONE: tuple[str, ...] = ()
 """Kinds that take one unbroken sequence, as they are by default."""
 
 

@@ -18,7 +18,7 @@ SIZE, VOCAB, LENGTH = 8, 11, 12
 WIDTHS = {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 12}
 HEADS = {"hidden_size": SIZE, "num_heads": 2}
 KINDS = ("language_model", "text_classifier")
-POSITIONS = ("none", "sinusoidal", "learned", "concatenated", "relative in softmax", "relative in Scaleformer")
+POSITIONS = ("none", "sinusoidal", "learned", "concatenated", "relative in softmax")
 ORDER = [4, 0, 9, 2, 10, 1, 7, 3, 8, 5, 6, 11]  # the last one stays the last
 
 
@@ -27,8 +27,6 @@ def _causal(positions: str) -> dict[str, Any]:
 
     For one layer: a second one sees the order in how many tokens the first has shown to each.
     """
-    if positions == "relative in Scaleformer":
-        return {"mixer": {"kind": "scaleformer", **HEADS, "reach": 3}, "positions": "none"}
     if positions == "relative in softmax":
         mixer = {"kind": "softmax", **HEADS, "short_convolution": 0, "relative": {"reach": 3}}
         return {"mixer": mixer, "positions": "none"}
@@ -38,8 +36,6 @@ def _causal(positions: str) -> dict[str, Any]:
 
 def _encoder(positions: str) -> dict[str, Any]:
     mixer: dict[str, Any] = {"kind": "bidirectional", **HEADS}
-    if positions == "relative in Scaleformer":
-        return {**WIDTHS, "mixer": {**mixer, "attention": "scaleformer", "reach": 3}, "positions": "none"}
     if positions == "relative in softmax":
         mixer |= {"attention": "softmax", "relative": {"reach": 3}}
         return {**WIDTHS, "mixer": mixer, "positions": "none"}

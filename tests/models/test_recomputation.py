@@ -23,9 +23,8 @@ HEADS = {"hidden_size": SIZE, "num_heads": 2}
 MIXERS = {
     "rfa_gate": {"kind": "rfa_gate", "num_random": 6},
     "softmax": {"kind": "softmax"},
-    "scaleformer": {"kind": "scaleformer", "reach": 3},
 }
-BOTH_SIDES = {"scaleformer": {"attention": "scaleformer", "reach": 2}, "rfa": {"attention": "rfa", "num_random": 6}}
+BOTH_SIDES = {"rfa": {"attention": "rfa", "num_random": 6}}
 LENGTHS = (0, 5, 1, 7)
 LAYOUT = SequenceLayout.from_lengths(LENGTHS)
 
@@ -77,9 +76,7 @@ def test_a_language_model_trains_as_without_it(mixer: str) -> None:
         own, ops = _own(comm)
         loss, state = torch.zeros((), dtype=torch.float64), None
         for segment in segments:
-            # Scaleformer carries no state over ranks; the others go on where they stopped.
-            logits, after = model(segment[:, own], ops, state)
-            state = None if mixer == "scaleformer" else after
+            logits, state = model(segment[:, own], ops, state)
             loss = loss + F.cross_entropy(logits.flatten(0, 1), segment[:, own].flatten(), reduction="sum")
         return loss
 

@@ -13,7 +13,6 @@ from dist_attn.ops.affine.implementation import choose
 from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.linear_attention.implementation import Choice, choose_attention
 from dist_attn.ops.linear_attention.native_call import KernelCall
-from dist_attn.ops.relative_attention import RelativeCall, choose_relative
 from tests.support.machines import Machine, pinned
 
 __all__ = ["BEGIN", "END", "PAGE", "section"]
@@ -47,11 +46,6 @@ def _linear(device: torch.device, gradients: bool, *, gated: bool = False) -> Ch
     q, k, v = _tensors(device, gradients, SIZE, SIZE, SIZE)
     gate = torch.zeros(1, HEADS, LENGTH, device=device) if gated else None
     return choose_attention(LinearCall(q, k, v, gate, denominator=Denominator()))
-
-
-def _relative(device: torch.device, gradients: bool) -> Choice:
-    q, k, v = _tensors(device, gradients, SIZE, SIZE, SIZE)
-    return choose_relative(RelativeCall(q, k, v, torch.zeros(HEADS, 5, SIZE, device=device), True))
 
 
 def _affine(device: torch.device, gradients: bool, *, vector: bool, delta: bool, erase: bool, before: bool) -> Choice:
@@ -91,7 +85,6 @@ def _without_choice(operation: Callable[[torch.Tensor], object], device: torch.d
 OPERATIONS: dict[str, Operation] = {
     "linear attention": _linear,
     "linear attention, gated": partial(_linear, gated=True),
-    "relative attention (Scaleformer)": _relative,
     "one decay for a head (Lightning, Mamba-2)": _recurrence(vector=False),
     "a decay for each channel (GLA)": _recurrence(),
     "gated delta rule": _recurrence(vector=False, delta=True),

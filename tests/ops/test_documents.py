@@ -17,10 +17,10 @@ from dist_attn.ops.documents import (
     sums_of_documents,
 )
 from dist_attn.ops.linear_attention import linear_attention_naive
-from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
+from tests.support.running_sum import RunningSumCall
 
 LENGTH = 300
 TABLES = [(0,), (5,), (0, 299), (64, 128), (0, 3, 4, 5, 64, 65, 200), (10, 11, 12, 140, 290), tuple(range(300))]
@@ -117,8 +117,6 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "linear full": lambda ops, x, rp: ops.linear_attention(
         x, x.square(), x, log_gate_BHS=-x[..., 0].square(), causal=False
     )[0],
-    "relative causal": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=True, ops=ops),
-    "relative full": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=False, ops=ops),
     "softmax causal": lambda ops, x, rp: ops.softmax_attention(x, x[:, :2], x[:, :2], causal=True),
     "softmax full": lambda ops, x, rp: ops.softmax_attention(x, x, x, causal=False),
     "convolve": lambda ops, x, rp: ops.convolve(x[0], rp[0]),
@@ -203,11 +201,9 @@ def test_ten_thousand_documents_of_one_token():
     """Every token attends to itself alone: v comes out, in all attentions, and few masked products do it."""
     documents = tuple(range(10_000))
     ops, x = LocalSequenceOps(documents), _random(1, 2, 10_000, 8, seed=0).float()
-    rp = _random(2, 5, 8, seed=1, positive=True).float()
     for causal in (True, False):
         for out in (
             ops.linear_attention(x.square() + 1, x.square() + 1, x, causal=causal)[0],
-            relative_attention(x.square(), x.square(), x, rp, causal=causal, ops=ops),
             ops.softmax_attention(x, x, x, causal=causal),
         ):
             assert_close(out, x)
@@ -236,12 +232,10 @@ def test_documents_that_do_not_fit_are_named():
         with pytest.raises(InputError, match="rising whole numbers"):
             LocalSequenceOps(wrong)
     assert LocalSequenceOps([0, 2]).documents == (0, 2)
-    rp = torch.ones(2, 3, 4)
     ops = LocalSequenceOps((0, 5))
     for call in (
         lambda: ops.linear_attention(x, x, x),
         lambda: ops.softmax_attention(x, x, x, causal=True),
-        lambda: relative_attention(x, x, x, rp, causal=True, ops=ops),
         lambda: ops.convolve(x[0], torch.ones(3, 4)),
         lambda: ops.convolve_streaming(x[0], torch.ones(3, 4)),
     ):
@@ -250,4 +244,4 @@ def test_documents_that_do_not_fit_are_named():
     with pytest.raises(ShapeError, match="5 queries and 4 keys"):
         LocalSequenceOps((0,)).linear_attention(x, x[:, :, :4], x[:, :, :4])
     with pytest.raises(InputError, match="one unbroken sequence"):
-        relative_attention_streaming(x, x, x, rp, ops=ops)
+        ops.run(RunningSumCall(x[0]))

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from dist_attn.ops import gpu_record
-from dist_attn.ops.gpu_record import FILE, GpuRecord, keep_record, record_of, why_not_right
+from dist_attn.ops.gpu_record import FILE, GpuRecord, keep_record, record_of, why_not_right, why_wrong
 from dist_attn.ops.linear_attention import LinearCall, choose
 from dist_attn.ops.linear_attention.implementation import kernels_taken
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
-from dist_attn.ops.relative_attention import RelativeCall, choose_relative
 from tests.support.machines import Machine
 
 H100 = Machine((9, 0), "3.7.1")
 RAN = GpuRecord(
-    driver="570.1", torch="2.13", triton="3.7", commit="abc", kernels={"linear causal": 1e-3, "relative full": 2e-3}
+    driver="570.1", torch="2.13", triton="3.7", commit="abc", kernels={"linear causal": 1e-3, "another full": 2e-3}
 )
 
 
@@ -36,7 +35,7 @@ def test_a_record_comes_back_and_grows(tmp_path: Path) -> None:
     keep_record("A", replace(of_tiles, kernels={"linear of another name": "wrong"}), file)
     found = gpu_record._records(file)
     assert found["B"] == replace(RAN, captured_steps=True)
-    assert found["A"].kernels == {"linear of another name": "wrong", "relative full": 2e-3}
+    assert found["A"].kernels == {"linear of another name": "wrong", "another full": 2e-3}
     assert (found["A"].tiles, found["A"].ratios) == (of_tiles.tiles, of_tiles.ratios)
     keep_record("B", of_tiles, file)
     assert gpu_record._records(file)["B"].captured_steps is True
@@ -49,7 +48,7 @@ def test_a_record_comes_back_and_grows(tmp_path: Path) -> None:
     ("record", "words"),
     [
         (None, "have not run on X yet: `make gpu`"),
-        (replace(RAN, kernels={"relative full": 1e-3}), "have not run on X yet"),
+        (replace(RAN, kernels={"another full": 1e-3}), "have not run on X yet"),
         (replace(RAN, kernels={**RAN.kernels, "linear step": "errors of 2"}), r"not come out right on X \(linear step"),
     ],
 )
@@ -62,9 +61,9 @@ def test_kernels_that_are_not_known_to_be_right_are_not_taken(record: GpuRecord 
 
 def test_each_operation_has_its_own_cases() -> None:
     """Kernels are right where all cases of their operation are, whatever another's came to."""
-    wrong = replace(RAN, kernels={**RAN.kernels, "relative full": "out of memory"})
+    wrong = replace(RAN, kernels={**RAN.kernels, "another full": "out of memory"})
     assert why_not_right("linear", "X", wrong) is None
-    assert why_not_right("relative", "X", wrong) is not None
+    assert why_not_right("another", "X", wrong) is not None
 
 
 def test_a_case_that_is_known_to_be_wrong_counts_for_its_triton() -> None:
@@ -76,9 +75,7 @@ def test_a_case_that_is_known_to_be_wrong_counts_for_its_triton() -> None:
             choice = choose(LinearCall(x, x, x))
             assert (choice.implementation == "triton") == taken
             assert taken or "did not come out right on a GPU (linear step: errors of 2)" in choice.reason
-            assert (
-                choose_relative(RelativeCall(x, x, x, torch.zeros(2, 5, 4, device="cuda"))).implementation == "triton"
-            )
+            assert why_wrong("another", machine.device, machine.triton) is None
             assert ("torch's operations" in kernels_taken(machine.device)) != taken
 
 

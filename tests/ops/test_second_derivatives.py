@@ -1,4 +1,4 @@
-"""Linear and relative attention under `create_graph`: the same gradients, and the oracle's second derivatives."""
+"""Linear attention under `create_graph`: the same gradients, and the oracle's second derivatives."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_attn.feature_maps import elu_plus_one
 from dist_attn.ops import linear_attention
 from dist_attn.ops.linear_attention import linear_attention_naive
-from dist_attn.ops.relative_attention import relative_attention, relative_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
@@ -22,17 +20,8 @@ def _linear(attention: Callable[..., object], length: int, causal: bool) -> tupl
     return weighted_sum(out, *after.tensors()[:4]), [*leaves.sequence.values(), *leaves.replicated.values()]
 
 
-def _relative(attention: Callable[..., Tensor], length: int, causal: bool) -> tuple[Tensor, list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 2, length, 3), (1, 2, length, 3), (1, 2, length, 4), (2, 7, 3)]
-    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-    q, k, v, rp = leaves
-    return weighted_sum(attention(elu_plus_one(q), elu_plus_one(k), v, elu_plus_one(rp), causal=causal)), leaves
-
-
 FORMS = {
     "linear": (_linear, linear_attention, linear_attention_naive),
-    "relative": (_relative, relative_attention, relative_attention_naive),
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,27 +20,22 @@ from dist_attn.ops import LinearState, trial
 from dist_attn.ops.fla_known import surroundings_of
 from dist_attn.ops.linear_attention import LinearCall, choose
 from dist_attn.ops.linear_attention.implementation import (
+    Choice,
     choose_attention,
     choose_step,
     kernels_taken,
     why_not_by_default,
 )
 from dist_attn.ops.linear_attention.trial import LinearKind, compared
-from dist_attn.ops.relative_attention import (
-    RelativeCall,
-    choose_relative,
-    relative_attention,
-    relative_attention_streaming,
-)
-from dist_attn.ops.relative_attention.trial import RelativeKind
-from dist_attn.ops.relative_attention.trial import compared as relative_compared
 from dist_attn.ops.state import steps_in_place
 from dist_attn.ops.trial import results_of, tried
-from dist_attn.sharded import ShardedSequenceOps, carry_scan, linear, relative, trials
+from dist_attn.sharded import ShardedSequenceOps, carry_scan, linear, trials
 from tests.support.machines import Machine
 
 H100 = Machine((9, 0), "3.7.1")
 LAYOUT = SequenceLayout.from_lengths([7, 0, 5])
+PACKED = SequenceLayout(LAYOUT.cuts, documents=(0, 3))
+Works = Callable[[Communicator, torch.Tensor], list[Callable[[], object]]]
 SIZE = 4
 
 
@@ -49,12 +45,6 @@ def call_of(device: torch.device | str, tokens: int = 3, dtype: torch.dtype = to
     gate, scale = (torch.zeros(1, 2, tokens, device=device) for _ in range(2))
     phi = feature_maps.Gaussian(torch.zeros(2, SIZE, SIZE, device=device))
     return replace(LinearCall(q, k, v, gate, scale, phi), **fields)
-
-
-def relative_of(device: torch.device | str, **fields) -> RelativeCall:
-    """A call of relative attention with k = 3."""
-    q, k, v = (torch.zeros(1, 2, 3, SIZE, device=device) for _ in range(3))
-    return replace(RelativeCall(q, k, v, torch.zeros(2, 7, SIZE, device=device)), **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +82,7 @@ def test_each_kind_of_call_is_tried_once(begun: list[str]) -> None:
         assert choose(call, form="parts").implementation == "triton"
     assert len(begun) == len(set(begun)) == 1 + len(others) + 2
     assert choose_attention(call).implementation == "triton"  # where autograd is on
-    for form in ("causal", "stream", "full"):
-        assert choose_relative(relative_of("cuda"), form=form).implementation == "triton"
-    assert len(begun) == len(set(begun)) == 1 + len(others) + 6
+    assert len(begun) == len(set(begun)) == 1 + len(others) + 3
     assert begun[0] == (
         "Triton's linear causal float32 forward, gaussian 4 x 4 x 4, denominator floor, gates in float32, "
         "scales in float32 (Triton 3.7.1)"
@@ -119,12 +107,16 @@ def test_what_kernels_cannot_take_is_not_tried(machine: Machine, dtype: torch.dt
 def test_what_a_trial_finds_wrong_streams() -> None:
     """It is said once, with what was found, and calls of the kind take the streaming form from then on."""
     with H100.entered(outcome="a state is wrong"):
-        for chosen in (lambda: choose_attention(call_of("cuda")), lambda: choose_relative(relative_of("cuda"))):
-            with pytest.warns(RuntimeWarning, match="a state is wrong; the streaming form is taken"):
-                choice = chosen()
-            assert (choice.implementation, choice.reason) == ("streaming", "a state is wrong")
-            assert chosen() == choice  # and is not warned of again
+        check_streams(lambda: choose_attention(call_of("cuda")))
         assert kernels_taken(H100.device) == "Triton's 3.7.1, each where its trial comes out right"
+
+
+def check_streams(chosen: Callable[[], Choice]) -> None:
+    """A choice where every trial finds a state wrong."""
+    with pytest.warns(RuntimeWarning, match="a state is wrong; the streaming form is taken"):
+        choice = chosen()
+    assert (choice.implementation, choice.reason) == ("streaming", "a state is wrong")
+    assert chosen() == choice  # and is not warned of again
 
 
 def test_nothing_is_tried_once_trials_have_ended_or_in_a_capture(begun: list[str], monkeypatch) -> None:
@@ -134,8 +126,8 @@ def test_nothing_is_tried_once_trials_have_ended_or_in_a_capture(begun: list[str
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert choose_attention(call_of("cuda")).implementation == "triton"
-        assert "before a CUDA graph was captured" in choose_relative(relative_of("cuda")).reason
-    assert choose_relative(relative_of("cuda")).implementation == "triton"
+        assert "before a CUDA graph was captured" in choose_step(call_of("cuda", 1)).reason
+    assert choose_step(call_of("cuda", 1)).implementation == "triton"
     assert trial.end_trials() == trial.found_right() == begun
     assert choose_attention(call_of("cuda")).implementation == "triton"
     with pytest.warns(RuntimeWarning, match="full .* were not tried before this rank was ready"):
@@ -155,12 +147,10 @@ def test_ranks_try_all_that_their_parts_take(begun: list[str], monkeypatch: pyte
             calls.append(attempts)
 
         monkeypatch.setattr(trials, "try_together", note)
-        monkeypatch.setattr(relative, "try_together", note)
         call = call_of("cuda", tokens)
         trials.try_linear(None, call, torch.float32, "full", "parts")
-        relative.try_relative(None, relative_of("cuda"), "stream")
         found = [(one.kind.words, one.why_not()) for attempts in calls for one in attempts]
-        assert [reason for _, reason in found] == [None] * 3
+        assert [reason for _, reason in found] == [None] * 2
         tried_by[str(tokens)] = [words for words, _ in found]
     assert tried_by["0"] == tried_by["3"] == begun
     state = LinearState.identity(1, 2, 2 * SIZE, SIZE, device="cuda")
@@ -172,13 +162,29 @@ def test_ranks_try_all_that_their_parts_take(begun: list[str], monkeypatch: pyte
     ):
         assert choose(part, form=form).implementation == "triton"
     assert choose_attention(replace(call, causal=False, state=state)).implementation == "triton"
-    assert len(begun) == 3
+    assert len(begun) == 2
 
 
 def test_ranks_try_before_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation over ranks that has kernels tries them on all ranks, those without tokens too."""
+
+    def works(comm: Communicator, x: torch.Tensor) -> list[Callable[[], object]]:
+        deterministic = SequenceLayout.from_lengths([64 * length for length in LAYOUT.lengths])
+        many = torch.ones(1, 2, 64 * x.shape[2], SIZE)
+        return [
+            lambda: ShardedSequenceOps(comm, LAYOUT).linear_attention(x, x, x),
+            lambda: ShardedSequenceOps(comm, LAYOUT).linear_attention(x, x, x, causal=False),
+            lambda: ShardedSequenceOps(comm, PACKED).linear_attention(x, x, x),
+            lambda: ShardedSequenceOps(comm, deterministic, deterministic=True).linear_attention(many, many, many),
+        ]
+
+    check_ranks_try_first({carry_scan: "try_linear", linear: "try_linear"}, works, monkeypatch)
+
+
+def check_ranks_try_first(tries: dict[ModuleType, str], works: Works, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of `tries`, functions of modules, are called by all ranks before these works exchange anything."""
     met: list[tuple[str, int]] = []
-    for module, name in ((carry_scan, "try_linear"), (linear, "try_linear"), (relative, "try_relative")):
+    for module, name in tries.items():
 
         def note(comm: Communicator, call, *form, of=module.__name__) -> None:
             labels = [event.label for event in comm.traffic.events][before[comm.rank] :]
@@ -190,26 +196,14 @@ def test_ranks_try_before_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None
 
     def on_rank(comm: Communicator) -> None:
         start, stop = LAYOUT.range(comm.rank)
-        x = torch.ones(1, 2, stop - start, SIZE)
-        rp = torch.ones(2, 5, SIZE)
-        packed = SequenceLayout(LAYOUT.cuts, documents=(0, 3))
-        deterministic = SequenceLayout.from_lengths([64 * length for length in LAYOUT.lengths])
-        many = torch.ones(1, 2, 64 * (stop - start), SIZE)
-        for work in (
-            lambda: ShardedSequenceOps(comm, LAYOUT).linear_attention(x, x, x),
-            lambda: ShardedSequenceOps(comm, LAYOUT).linear_attention(x, x, x, causal=False),
-            lambda: ShardedSequenceOps(comm, packed).linear_attention(x, x, x),
-            lambda: ShardedSequenceOps(comm, deterministic, deterministic=True).linear_attention(many, many, many),
-            lambda: relative_attention_streaming(x, x, x, rp, ops=ShardedSequenceOps(comm, LAYOUT)),
-            lambda: relative_attention(x, x, x, rp, causal=True, ops=ShardedSequenceOps(comm, packed)),
-        ):
+        for work in works(comm, torch.ones(1, 2, stop - start, SIZE)):
             before[comm.rank] = len(comm.traffic.events)
             work()
 
     run_simulated(on_rank, LAYOUT.size)
     by_rank = [[of for of, rank in met if rank == own] for own in range(LAYOUT.size)]
     assert by_rank[0] == by_rank[1] == by_rank[2]
-    assert {*by_rank[0]} == {carry_scan.__name__, linear.__name__, relative.__name__}
+    assert {*by_rank[0]} == {module.__name__ for module in tries}
 
 
 class Plain:
@@ -281,17 +275,6 @@ def test_trials_find_the_kernels_right(form: str, fields: dict[str, object], dty
         assert why_not_by_default("linear", kind, partial(compared, call, kind)) is None
     assert trial.found_right() == [kind.words]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("form", ["causal", "full", "stream"])
-def test_trials_find_the_relative_kernels_right(form: str) -> None:
-    """Masked, not masked, and as a stream that goes on from a state."""
-    kind = RelativeKind.of(relative_of("cuda" if torch.cuda.is_available() else "cpu"), form)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # likewise
-        assert why_not_by_default("relative", kind, partial(relative_compared, kind)) is None
 
 
 @pytest.mark.slow

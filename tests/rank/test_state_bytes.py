@@ -24,7 +24,6 @@ from tests.support.models import small_config, small_model
 KINDS = {
     "rfa": {},
     "rfa_gate": {},
-    "scaleformer": {"mixer": {"kind": "scaleformer", "hidden_size": 16, "num_heads": 2, "reach": 5}},
     "mamba": {"mixer": {"kind": "mamba", "hidden_size": 16, "state_size": 6}},
     "softmax": {},
     "hybrid": {},

@@ -30,7 +30,6 @@ KINDS = {
     "rfa_gate": {},
     "rfa": {},
     "mamba": {"mixer": {"kind": "mamba", "hidden_size": 16, "state_size": 6}},
-    "scaleformer": {"mixer": {"kind": "scaleformer", "hidden_size": 16, "num_heads": 2, "reach": 5}},
     "softmax": {},
     "hybrid": {},
 }

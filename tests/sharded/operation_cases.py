@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dist_attn import feature_maps
-from dist_attn.ops import AffineState, Denominator, LinearState, RelativeState, SequenceOps
-from dist_attn.ops.relative_attention import WindowState, relative_attention, relative_attention_streaming
+from dist_attn.ops import AffineState, Denominator, LinearState, SequenceOps
 
 __all__ = ["AFFINE_CASES", "CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax", "tokens"]
 
@@ -53,34 +52,6 @@ def linear(*, causal: bool, gated: bool, given_state: bool, prefix: int = 0) -> 
             prefix=prefix,
         )
         return (out, *after.tensors()[:4])
-
-    return Case(sliced, replicated, run)
-
-
-def _relative(*, causal: bool, reach: int) -> Case:
-    per_head = (BATCH, HEADS)
-    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
-
-    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
-        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
-        return (relative_attention(q, k, x["v"], rp, causal=causal, ops=ops),)
-
-    return Case(sliced, {"rp": (HEADS, 2 * reach + 1, SIZE)}, run)
-
-
-def _relative_streaming(*, reach: int) -> Case:
-    per_head = (BATCH, HEADS)
-    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
-    columns = VALUES + 1
-    replicated = {"rp": (HEADS, 2 * reach + 1, SIZE), "sums": (*per_head, SIZE, columns), "far": (*per_head, columns)}
-    replicated["near"] = (*per_head, max(reach - 1, 0), columns)
-
-    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
-        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
-        # Sums of positive weights, so that no denominator comes near 0.
-        state = RelativeState(x["sums"].exp(), WindowState(x["far"].exp(), x["near"].exp(), 3))
-        out, after = relative_attention_streaming(q, k, x["v"], rp, state, ops=ops)
-        return out, after.sz_BHMW, after.window.far_BHW, after.window.near_BHTW
 
     return Case(sliced, replicated, run)
 
@@ -158,10 +129,6 @@ KERNEL_CASES = {
     "linear, gated, from a state": linear(causal=True, gated=True, given_state=True),
     "linear, full, gated, from a state": linear(causal=False, gated=True, given_state=True),
     "linear, gated, with a prefix": linear(causal=True, gated=True, given_state=False, prefix=3),
-    "relative": _relative(causal=True, reach=2),
-    "relative, no reach": _relative(causal=True, reach=0),
-    "relative, full": _relative(causal=False, reach=2),
-    "relative, from a state": _relative_streaming(reach=3),
 }
 AFFINE_CASES = {
     "affine, a decay per head": affine(erases=False, channels=False),

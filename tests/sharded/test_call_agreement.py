@@ -10,7 +10,6 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import MismatchError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator
-from dist_attn.ops.relative_attention import relative_attention
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.ranks import run_processes
 
@@ -53,12 +52,6 @@ CALLS: dict[str, tuple[Call, str]] = {
             heads(n), heads(n), heads(n), causal=True, scale=2.0 if odd else None
         ),
         "scale is none on rank 0 and 2.0 on rank 2",
-    ),
-    "reach": (
-        lambda ops, odd, n: relative_attention(
-            heads(n), heads(n), heads(n), torch.ones(2, 5 if odd else 3, 3), causal=False, ops=ops
-        ),
-        r"rp is float32\[2x3x3\] on rank 0 and float32\[2x5x3\] on rank 2",
     ),
     "centred": (
         lambda ops, odd, n: ops.convolve(torch.ones(1, n, 2), torch.ones(3, 2), centred=odd),

@@ -12,12 +12,12 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
-from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
 from tests.support.ranks import Kind, run_ranks
+from tests.support.running_sum import RunningSumCall
 
 LAYOUTS = {
     "one document from the start": SequenceLayout.from_lengths([5, 9, 4], [0]),
@@ -107,11 +107,6 @@ def test_linear_attention_over_processes():
 
 
 CALLS: dict[str, Callable[..., torch.Tensor]] = {
-    "relative causal": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=True, ops=ops),
-    "relative full": lambda ops, x, rp: relative_attention(x.square(), x.square(), x, rp, causal=False, ops=ops),
-    "relative without window": lambda ops, x, rp: relative_attention(
-        x.square(), x.square(), x, rp[:, :1], causal=False, ops=ops
-    ),
     "softmax causal": lambda ops, x, rp: ops.softmax_attention(x, x[:, :2], x[:, :2], causal=True),
     "softmax full": lambda ops, x, rp: ops.softmax_attention(x, x, x, causal=False),
     "convolve": lambda ops, x, rp: ops.convolve(x[0], rp[0]),
@@ -278,7 +273,6 @@ def test_ten_thousand_documents_of_one_token_over_ranks():
         outs = [
             ops.linear_attention(part.square() + 1, part.square() + 1, part)[0],
             ops.linear_attention(part.square() + 1, part.square() + 1, part, causal=False)[0],
-            relative_attention(part.square(), part.square() + 1, part, torch.ones(1, 3, 4), causal=True, ops=ops),
             ops.softmax_attention(part, part, part, causal=True),
         ]
         assert comm.traffic.calls == 0
@@ -295,9 +289,8 @@ def test_what_takes_no_documents_says_so():
 
     def body(comm: Communicator) -> None:
         ops, x = ShardedSequenceOps(comm, layout), torch.zeros(1, 1, layout.lengths[comm.rank], 2)
-        for call in (lambda: relative_attention_streaming(x, x, x, torch.zeros(1, 3, 2), ops=ops),):
-            with pytest.raises(InputError, match="one unbroken sequence"):
-                call()
+        with pytest.raises(InputError, match="one unbroken sequence"):
+            ops.run(RunningSumCall(x[0]))
         y = torch.zeros(1, 1, memory.lengths[comm.rank], 2)
         with pytest.raises(InputError, match="queries and keys lie on one layout"):
             ShardedSequenceOps(comm, layout, memory).linear_attention(x, y, y, causal=False)

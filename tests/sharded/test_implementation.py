@@ -10,9 +10,8 @@ from dist_attn import feature_maps
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import FeatureMap, LinearState, RelativeState
+from dist_attn.ops import FeatureMap, LinearState
 from dist_attn.ops.linear_attention import Implementation, LinearCall
-from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from tests.support.closeness import assert_close
@@ -40,16 +39,6 @@ def linear(
     return call
 
 
-def relative(state: RelativeState | None = None, implementation: Implementation = "triton") -> Call:
-    """The stream of relative attention by kernels."""
-
-    def call(comm: Communicator, x: torch.Tensor) -> object:
-        ops = ShardedSequenceOps(comm, LAYOUT, implementation=implementation)
-        return relative_attention_streaming(x, x, x, torch.ones(2, 5, 4), state, ops=ops)
-
-    return call
-
-
 def two_walks(comm: Communicator, x: torch.Tensor) -> object:
     """Linear attention that walks over its keys twice."""
     return sharded_linear_attention(comm, LinearCall(x, x, x, implementation="triton"), walks="two_walks")
@@ -67,9 +56,7 @@ def refusals(call: Call, x: torch.Tensor) -> list[str]:
     return run_simulated(body, 2, timeout_s=10.0)
 
 
-@pytest.mark.parametrize(
-    "call", [linear(), linear(causal=False), linear(prefix=3), two_walks, relative()], ids=range(5)
-)
+@pytest.mark.parametrize("call", [linear(), linear(causal=False), linear(prefix=3), two_walks], ids=range(4))
 def test_ranks_without_tokens_refuse_kernels_too(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, each rank raises the same error, and none waits in an exchange for the others."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -86,10 +73,8 @@ def test_ranks_without_tokens_refuse_kernels_too(call: Call, monkeypatch: pytest
         (linear(state=LinearState.identity(1, 2, 4, 4, dtype=torch.float64)), X, "float64"),
         (linear(causal=False), X[..., :1].expand(1, 2, 8, 300), "take 1 to 256"),
         (linear(), X[:0], "no tokens"),
-        (relative(), X.double(), "float64"),
-        (relative(RelativeState.identity(1, 2, 4, 4, 2, dtype=torch.float64)), X, "float64"),
     ],
-    ids=range(7),
+    ids=range(5),
 )
 def test_ranks_refuse_the_same_for_the_same_reason(
     call: Call, x: torch.Tensor, words: str, monkeypatch: pytest.MonkeyPatch
@@ -184,22 +169,11 @@ def test_c_kernels_of_documents_that_see_all_of_themselves(implementation: Imple
         (linear(prefix=3, implementation="native"), X.double(), "float64"),
         (linear(causal=False, implementation="native"), X[..., :1].expand(1, 2, 8, 1300), "take 1 to 1024"),
         (linear(implementation="native"), X[:0], "no tokens"),
-        (relative(implementation="native"), X, "no C kernels of this operation"),
     ],
-    ids=range(5),
+    ids=range(4),
 )
 def test_ranks_refuse_c_kernels_for_the_same_reason(call: Call, x: torch.Tensor, words: str) -> None:
     """What C kernels cannot take is refused in the same words by ranks with tokens and without."""
     first, second = refusals(call, x)
     assert words in first
     assert first == second
-
-
-def test_relative_attention_over_ranks_has_no_c_kernels() -> None:
-    """By name they are refused there too."""
-
-    def call(comm: Communicator, x: torch.Tensor) -> object:
-        ops = ShardedSequenceOps(comm, LAYOUT, implementation="native")
-        return relative_attention(x, x, x, torch.ones(2, 5, 4), causal=True, ops=ops)
-
-    assert len(set(refusals(call, X))) == 1

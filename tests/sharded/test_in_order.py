@@ -11,7 +11,6 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
 from dist_attn.ops import KeyValueCache, linear_attention
-from dist_attn.ops.relative_attention import relative_attention, relative_attention_streaming
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs
@@ -186,12 +185,10 @@ def test_operations_without_the_promise_are_refused():
     def body(comm: Communicator) -> None:
         ops = ShardedSequenceOps(comm, SequenceLayout((0, 64, 128)), deterministic=True)
         x, modes = torch.zeros(1, 64, 2), torch.zeros(2, 2, dtype=torch.complex64)
-        heads, rp = x[:, None], torch.ones(1, 3, 2)
+        heads = x[:, None]
         calls = (
             lambda: ops.linear_attention(heads, heads, heads, causal=True, prefix=5),
             lambda: ops.sum_over_sequence(x),
-            lambda: relative_attention(heads, heads, heads, rp, causal=True, ops=ops),
-            lambda: relative_attention_streaming(heads, heads, heads, rp, ops=ops),
             lambda: ops.softmax_attention(heads, heads, heads, causal=True),
             lambda: ops.softmax_attention_streaming(
                 heads, heads, heads, KeyValueCache(heads[:, :, :0], heads[:, :, :0])

@@ -18,8 +18,6 @@ LENGTHS, MEMORY_LENGTHS = (3, 0, 2), (0, 4, 1)
 WITH_DOCUMENTS = [
     "linear, gated, from a state",
     "linear, full, gated, from a state",
-    "relative",
-    "relative, full",
     "softmax",
     "softmax, full",
     "convolve",
@@ -27,7 +25,7 @@ WITH_DOCUMENTS = [
     "gated scan",
     "selective scan",
 ]
-WITH_A_MEMORY = ["linear, full, gated, from a state", "relative", "relative, full", "softmax", "softmax, full"]
+WITH_A_MEMORY = ["linear, full, gated, from a state", "softmax", "softmax, full"]
 DETERMINISTIC = ["linear", "linear, full, gated, from a state", "convolve", "convolve, streaming"]
 OF_A_MEMORY = {"k", "v", "gate", "scale"}
 

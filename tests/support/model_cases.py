@@ -64,8 +64,6 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "efficient, gated": {
         "mixer": {"kind": "efficient", "num_heads": 2, "gated": True, "value_rank": 24, "short_convolution": 0}
     },
-    "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
-    "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},
     "gated delta rule": {"mixer": {"kind": "gated_delta", "num_heads": 4}},
     "gated delta rule, shared keys": {
@@ -77,9 +75,6 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "values of full rank": {"mixer": {"kind": "rfa_gate", "num_heads": 2, "num_random": 16, "value_rank": 64}},
     "values of low rank": {
         "mixer": {"kind": "rfa", "num_heads": 4, "num_random": 16, "value_rank": 3, "projection_bias": True}
-    },
-    "relative positions, values of full rank": {
-        "mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 5, "value_rank": 64}
     },
     "softmax, relative, values of full rank": {
         "mixer": {
@@ -106,7 +101,7 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "hybrid, with exact attention": {
         "mixer": {
             "kind": "hybrid",
-            "pattern": [{"kind": "scaleformer", "num_heads": 4, "reach": 5}, {"kind": "softmax", "num_heads": 2}],
+            "pattern": [{"kind": "elu", "num_heads": 4}, {"kind": "softmax", "num_heads": 2}],
         },
     },
     "concatenated positions": {"positions": "concatenated", "mixer": {"kind": "rfa", "num_heads": 4, "num_random": 8}},

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from dist_attn.comm import differentiable
 from dist_attn.mixers import MixerConfig, MixerState, Paradigm, TokenFlops, TokenMixer, Traffic, Weights, linear
 from dist_attn.mixers.base import FieldsState
 from dist_attn.model_config.mixer import MIXERS, register_mixer
 from dist_attn.ops import SequenceCall, SequenceOps, local_form
+from dist_attn.sharded import Sharding, over_ranks
 
 
 class RunningSumConfig(MixerConfig):
@@ -29,7 +31,7 @@ class RunningSumConfig(MixerConfig):
         return 4 * batch * self.hidden_size
 
     def traffic(self, batch: int = 1) -> Traffic:
-        return Traffic()
+        return Traffic(gathered_bytes=self.state_bytes(batch=batch))
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
         return TokenFlops(projections=2.0 * self.hidden_size**2)
@@ -37,7 +39,7 @@ class RunningSumConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class RunningSumCall(SequenceCall[torch.Tensor]):
-    """The tokens of one process."""
+    """The tokens."""
 
     x_BLD: torch.Tensor
 
@@ -50,6 +52,13 @@ class RunningSumCall(SequenceCall[torch.Tensor]):
 def sums_so_far(call: RunningSumCall) -> torch.Tensor:
     """The sum of all tokens up to each."""
     return call.x_BLD.cumsum(dim=1)
+
+
+@over_ranks(RunningSumCall)
+def sums_over_ranks(sharding: Sharding, call: RunningSumCall) -> torch.Tensor:
+    """The sum of all tokens up to each of this rank's."""
+    sums_PBD = differentiable.all_gather(sharding.comm, call.x_BLD.sum(dim=1), label="carry")
+    return sums_so_far(call) + sums_PBD[: sharding.comm.rank].sum(dim=0)[:, None]
 
 
 @dataclass(frozen=True)

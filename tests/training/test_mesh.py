@@ -27,9 +27,7 @@ MESHES = {(1, 2): 1, (2, 1): 1, (2, 2): 2, (1, 3): 1}  # and in how many micro-b
 def _config(place: Path, kind: str, segment: int = 7, **data: object) -> TrainingConfig:
     config = small_run(place, dtype="float32")
     changes = {"batch": 5, "segment": segment, "validation_bytes": 90, **data}
-    mixer = {"kind": kind, "hidden_size": 16, "num_heads": 2, "reach": 3}
-    model = small_config(mixer=mixer) if kind == "scaleformer" else small_config(kind)
-    return config.model_copy(update={"model": model, "data": config.data.model_copy(update=changes)})
+    return config.model_copy(update={"model": small_config(kind), "data": config.data.model_copy(update=changes)})
 
 
 def _steps(config: TrainingConfig, comm: Communicator, shape: tuple[int, int], parts: int) -> list[dict]:
@@ -65,7 +63,7 @@ def doubles(monkeypatch):
     monkeypatch.setattr(task, "first_model", lambda config, _: randomised(build_model(config)).train())
 
 
-@pytest.mark.parametrize("kind", ["rfa_gate", "scaleformer", "softmax"])
+@pytest.mark.parametrize("kind", ["rfa_gate", "softmax"])
 def test_every_mesh_has_the_gradients_of_one_rank(tmp_path, doubles, kind):
     """Loss, gradients, carried state and validation over uneven shares are one rank's to 1e-6, in micro-batches too."""
     config = _config(tmp_path, kind)

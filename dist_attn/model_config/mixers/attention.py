@@ -1,4 +1,4 @@
-"""Attention that is exact or sees all keys: softmax, Scaleformer, both directions by any kernel, and over a memory.
+"""Attention that is exact or sees all keys: softmax, and both directions by any kernel.
 
 Letters: B batch, D model size, H heads, K head size (as many features), V values per head, L tokens, P ranks, k reach
 of relative positions.
@@ -11,16 +11,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from dist_attn.model_config.figures import FLOAT_BYTES, POSITION_BYTES, TokenFlops, Traffic, Weights, linear
-from dist_attn.model_config.mixer import MixerConfig, mixer_config_class, register_mixer
+from dist_attn.model_config.mixer import MixerConfig, register_mixer
 from dist_attn.model_config.mixers.heads import (
     DenominatorConfig,
     FeaturesConfig,
     HeadsConfig,
-    HeadSizes,
     RelativeConfig,
     check_key_weights,
 )
-from dist_attn.model_config.mixers.kernels import BLOCK_GROUP_TOKENS, CHUNK_TOKENS
+from dist_attn.model_config.mixers.kernels import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.model_config.registry import Build, Registry, place_of
 
 TILE_QUERIES, TILE_KEYS, TILE_ELEMENTS = 256, 1024, 1 << 19  # of exact attention with relative positions
@@ -124,71 +123,6 @@ class SoftmaxConfig(HeadsConfig, MixerConfig):
 register_mixer(SoftmaxConfig, "dist_attn.mixers.softmax:SoftmaxAttention")
 
 
-class ScaleformerConfig(HeadSizes, MixerConfig):
-    """Causal kernel attention (elu + 1) with Shaw's relative positions, clipped at `reach` tokens."""
-
-    kind: Literal["scaleformer"]
-    reach: int = Field(default=16, ge=0, le=1024)
-
-    @property
-    def packs(self) -> bool:
-        """Return False: a window goes on from token to token."""
-        return False
-
-    def weights(self) -> Weights:
-        """The weights of the projections, and k + 1 rows of positions."""
-        size, values = self.hidden_size, self.values_size
-        rows = Weights(others=(self.reach + 1) * size)
-        return linear(size, 2 * size + values) + linear(values, size) + rows
-
-    def sums_bytes(self, batch: int, windows: int = 1) -> int:
-        """The bytes 4 B H (K + n max(k, 1)) (V + 1): the kernel sum of every head, and its n windows."""
-        numbers = (self.head_size + windows * max(self.reach, 1)) * (self.value_size + 1)
-        return FLOAT_BYTES * batch * self.num_heads * numbers
-
-    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """The bytes of the kernel sum and a window, whatever the length."""
-        return self.sums_bytes(batch)
-
-    def traffic(self, batch: int = 1) -> Traffic:
-        """The traffic of the state, by an all-gather whatever the exchange."""
-        return Traffic(gathered_bytes=self.sums_bytes(batch))
-
-    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The operations of the windowed form; of several ranks each reads its keys twice, for the state it sends."""
-        size, width = self.head_size, self.value_size + 1
-        passes = 2 if ranks == 1 else 3
-        return TokenFlops(
-            projections=2.0 * self.weights().matrices,
-            features=2.0 * self.num_heads * size * (self.reach + 1),
-            scores=1.0 * self.num_heads * CHUNK_TOKENS * (size + width),
-            state=2.0 * self.num_heads * width * (passes * size + max(1, self.reach)),
-        )
-
-    def decode_flops(self, position: int) -> TokenFlops:
-        """The operations of a state's update and read-out, and of all positions' scores: equal for every token."""
-        size, width = self.head_size, self.value_size + 1
-        return TokenFlops(
-            projections=2.0 * self.weights().matrices,
-            features=2.0 * self.num_heads * size * (2 * self.reach + 1),
-            state=2.0 * self.num_heads * width * (2 * size + max(1, self.reach)),
-        )
-
-    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """The bytes of twelve tensors of [B, L, D] around the attention; of scores, windows and sums of one block."""
-        groups = batch * self.num_heads
-        chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
-        width = self.value_size + 1
-        scores = 5 * CHUNK_TOKENS + 2 * self.reach + 1
-        block = (scores + 2 * width) * min(tokens, chunks * CHUNK_TOKENS)
-        around = batch * tokens * (6 * self.hidden_size + 6 * max(self.values_size, self.hidden_size))
-        sums = (2 + chunks) * max(width, self.head_size + 1) * width
-        return FLOAT_BYTES * (around + groups * (block + sums))
-
-
-register_mixer(ScaleformerConfig, "dist_attn.mixers.scaleformer:ScaleformerAttention")
-
-
 # The floor of rfa over all keys, as a share of their number: 0.3 of them would hide one key among a hundred.
 ALL_KEYS_FLOOR = 0.03
 # Options of `AttentionConfig` that only some kinds take, and the values with which they are not used.
@@ -199,12 +133,14 @@ UNUSED: Mapping[str, Any] = {"weighting": "unit_norm", "sigma": None, "pool": 0,
 class AttentionKind:
     """A kind of attention over all keys, named after the causal mixer by the same kernel, and its costs beside that's.
 
+    causal          the configuration of that mixer.
     build           makes the module, a `dist_attn.mixers.all_keys.AllKeys`, of an `AttentionConfig`.
     options         those of `UNUSED` that it takes.
     defaults        of options, where they differ from those of `AttentionConfig`.
     weighs_keys     whether keys have weights, so that no fixed number divides.
     """
 
+    causal: type[MixerConfig]
     build: Build
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -292,7 +228,7 @@ class BidirectionalConfig(AttentionConfig, MixerConfig):
 
     def _causal(self) -> MixerConfig:
         """Make the causal mixer by the same kernel, without a short convolution."""
-        kind = mixer_config_class(self.attention)
+        kind = ATTENTIONS.find(self.attention).causal
         named = {**self.model_dump(exclude={"denominator"}), "kind": self.attention, "short_convolution": 0}
         return kind.model_validate({name: value for name, value in named.items() if name in kind.model_fields})
 
@@ -302,7 +238,7 @@ def register_attention(kind: str, attention: AttentionKind) -> None:
 
     Raises: ConfigError for a kind that is registered already.
     """
-    ATTENTIONS.register([kind], attention, place_of(mixer_config_class(kind)))
+    ATTENTIONS.register([kind], attention, place_of(attention.causal))
     BidirectionalConfig.forms[kind] = {"attention": kind}
 
 
@@ -321,48 +257,31 @@ class SoftmaxAttentionKind(AttentionKind):
         return replace(parts, scores=2 * parts.scores)
 
 
-class ScaleformerAttentionKind(AttentionKind):
-    """Scaleformer over all keys, with a window on each side of a token."""
-
-    def weights(self, causal: MixerConfig) -> Weights:
-        """The weights, with rows for later keys."""
-        assert isinstance(causal, ScaleformerConfig)
-        return causal.weights() + Weights(others=causal.reach * causal.hidden_size)
-
-    def traffic(self, causal: MixerConfig, batch: int) -> Traffic:
-        """The traffic of a state with two windows."""
-        assert isinstance(causal, ScaleformerConfig)
-        return Traffic(gathered_bytes=causal.sums_bytes(batch, windows=2))
-
-    def prefill_flops(self, causal: MixerConfig, tokens: int) -> TokenFlops:
-        """The operations, with the sums of a window more and twice the position scores."""
-        assert isinstance(causal, ScaleformerConfig)
-        parts = causal.prefill_flops(tokens)
-        ahead = 2.0 * causal.num_heads * (causal.value_size + 1) * max(0, causal.reach - 1)
-        return replace(parts, features=2 * parts.features, scores=0.0, state=parts.state + ahead)
-
-
 register_mixer(BidirectionalConfig, "dist_attn.mixers.all_keys:BidirectionalAttention")
 register_attention(
     "rfa",
     AttentionKind(
+        RandomFeatureConfig,
         "dist_attn.mixers.all_keys:RandomFeaturesOverAllKeys",
         options=("weighting", "sigma", "pool", "orthogonal"),
         defaults={"denominator": {"kind": "floor", "eps": ALL_KEYS_FLOOR}},
     ),
 )
-register_attention("elu", AttentionKind("dist_attn.mixers.all_keys:EluOverAllKeys"))
+register_attention("elu", AttentionKind(EluConfig, "dist_attn.mixers.all_keys:EluOverAllKeys"))
 register_attention(
     "performer",
     AttentionKind(
+        PerformerConfig,
         "dist_attn.mixers.performer:PerformerOverAllKeys",
         options=("pool", "orthogonal"),
         defaults={"orthogonal": True},
         weighs_keys=True,
     ),
 )
-register_attention("efficient", AttentionKind("dist_attn.mixers.efficient:EfficientOverAllKeys", weighs_keys=True))
-register_attention("scaleformer", ScaleformerAttentionKind("dist_attn.mixers.scaleformer:ScaleformerOverAllKeys"))
 register_attention(
-    "softmax", SoftmaxAttentionKind("dist_attn.mixers.all_keys:SoftmaxOverAllKeys", options=("relative",))
+    "efficient", AttentionKind(EfficientConfig, "dist_attn.mixers.efficient:EfficientOverAllKeys", weighs_keys=True)
+)
+register_attention(
+    "softmax",
+    SoftmaxAttentionKind(SoftmaxConfig, "dist_attn.mixers.all_keys:SoftmaxOverAllKeys", options=("relative",)),
 )

@@ -16,7 +16,7 @@ from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import HasFusedForm
 from dist_attn.ops.fla_known import Asked, surroundings_of, why_known_not
-from dist_attn.ops.gpu_record import GpuRecord, Operation, record_of, why_not_right, why_wrong
+from dist_attn.ops.gpu_record import GpuRecord, record_of, why_not_right, why_wrong
 from dist_attn.ops.kernel_target import kernel_target
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
@@ -97,7 +97,7 @@ def _tried(call: LinearCall, form: Form) -> str | None:
     return why_not_by_default("linear", kind, partial(compared, call, kind))
 
 
-def why_not_by_default(operation: Operation, kind: Kind, compare: Compare) -> str | None:
+def why_not_by_default(operation: str, kind: Kind, compare: Compare) -> str | None:
     """The reason why "auto" does not take Triton's kernels on a GPU: by its record, else by the trial of this kind."""
     on = surroundings_of(kind.device)
     return why_wrong(operation, kind.device, on.triton) or why_not_right_here(kind, compare)
@@ -132,7 +132,7 @@ def why_not_faster(call: LinearCall, name: str, record: GpuRecord | None) -> str
     return why_case_not_faster("fla", f"{name_of(call.v_BHSV.dtype)} {way}{gated}", name, record)
 
 
-def why_case_not_faster(operation: Operation, case: str, name: str, record: GpuRecord | None) -> str | None:
+def why_case_not_faster(operation: str, case: str, name: str, record: GpuRecord | None) -> str | None:
     """The reason why one of flash-linear-attention's operations is not faster in a case, given by its name, or None."""
     if record is None or case not in cases_of_fla(record):
         return f"flash-linear-attention was not seen to be faster on {name} ({case})"

@@ -47,10 +47,6 @@ class Tiles:
         stages = self.gradient_stages if projects else max(2, self.gradient_stages)
         return replace(self, block_v=power_tile(values), stages=stages)
 
-    def of_windows(self) -> "Tiles":
-        """For relative attention, which holds position scores besides: what a thread has of these, more warps halve."""
-        return replace(self, block_v=min(64, self.block_v), warps=self.chunk // 8)
-
 
 def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dtype, generation: int = 9) -> Tiles:
     """The tiles with which no kernel spills registers at sizes of 128, on a GPU of compute capability `generation`.x.

@@ -155,9 +155,10 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
 
 def relative_kernels(tiles: Tiles, dtype: torch.dtype) -> dict[str, Kernel]:
     """As `kernels_of`, those of causal relative attention."""
-    from dist_attn.ops.relative_attention import triton_gradients, triton_outputs
+    from dist_attn_papers.ops.relative_attention import triton_gradients, triton_outputs
+    from dist_attn_papers.ops.relative_attention.triton_launches import window_tiles
 
-    tiles, precision = tiles.of_windows(), {"PRECISION": PRECISIONS[dtype]}
+    tiles, precision = window_tiles(tiles), {"PRECISION": PRECISIONS[dtype]}
     window: dict[str, object] = {"CAUSAL": True, **precision, "T": tiles.chunk, "BLOCK_V": tiles.block_v}
     whole = {**window, "BLOCK_D": tiles.block_d}
     rows = {**precision, "T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_R": 32}
@@ -224,6 +225,7 @@ def values_of(dtype: str) -> dict[str, float]:
 def print_values(dtype: str) -> None:
     """The errors of each case as JSON, in a process that has TRITON_INTERPRET set before Triton is loaded."""
     from benchmarks.gpu.cases import Shape, have_interpreter_count
+    from dist_attn_papers.gpu.relative_check import relative_case
     from tests.gpu import kernel_cases
 
     have_interpreter_count()
@@ -233,7 +235,7 @@ def print_values(dtype: str) -> None:
         way: kernel_cases.linear_case("triton", way, "gaussian", kind, shape, gated, (), tokens)
         for way, gated in (("causal", True), ("full", False), ("step", True))
     }
-    rows["relative"] = kernel_cases.relative_case("causal", kind, shape, tokens, tokens, reach)
+    rows["relative"] = relative_case("causal", kind, shape, tokens, tokens, reach)
     print(json.dumps({way: row["errors"] for way, row in rows.items()}))
 
 

@@ -14,17 +14,22 @@ from dist_attn_papers.studies import (
     scaling,
     weight_precision,
 )
+from dist_attn_papers.tables import scaleformer_works
 from dist_attn_papers.writer import words
 
-STUDIES: dict[str, Case | Study] = attention_peers.CASES | studies_of(
-    chapter_retrieval,
-    encoder_speed,
-    longest_softmax,
-    peers_cpu,
-    peers_cpu_long,
-    perplexity_by_position,
-    scaling,
-    fairness,
-    weight_precision,
-    words,
+STUDIES: dict[str, Case | Study] = (
+    attention_peers.CASES
+    | scaleformer_works.CASES
+    | studies_of(
+        chapter_retrieval,
+        encoder_speed,
+        longest_softmax,
+        peers_cpu,
+        peers_cpu_long,
+        perplexity_by_position,
+        scaling,
+        fairness,
+        weight_precision,
+        words,
+    )
 )

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks import scaleformer
-from benchmarks.cases import CASES, Works
+from benchmarks.cases import Works
 from benchmarks.measured import Axes, Table
 from benchmarks.memory import peak_bytes
 from benchmarks.report import measure
+from dist_attn_papers.tables import scaleformer_works
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_papers.tables.finding import Report
 from dist_attn_papers.tables.printed_attention import printed_kernel, printed_positions
+from dist_attn_papers.tables.scaleformer_works import CASES
 
 __all__ = ["SCALEFORMER_FIGURES", "crossover", "works"]
 
@@ -62,16 +63,16 @@ def _job(name: str, sizes: tuple[int, ...], budget: Budget) -> Job:
 
 def works(name: str, length: int) -> Works:
     """Those of the case, and where it would hold no more than 4 GB the paper's own algorithm."""
-    causal, number_bytes = name.endswith("-masked"), scaleformer.FLOAT_BYTES * scaleformer.BATCH * length
+    causal, number_bytes = name.endswith("-masked"), scaleformer_works.FLOAT_BYTES * scaleformer_works.BATCH * length
     found = {**CASES[name].works(length)}
     if name.startswith("scaleformer-4"):
-        q, v, rp = scaleformer.position_inputs(length)
-        columns = scaleformer.REACH if causal else 2 * scaleformer.REACH - 1
-        if number_bytes * columns * scaleformer.SIZE <= scaleformer.MOST_BYTES:
+        q, v, rp = scaleformer_works.position_inputs(length)
+        columns = scaleformer_works.REACH if causal else 2 * scaleformer_works.REACH - 1
+        if number_bytes * columns * scaleformer_works.SIZE <= scaleformer_works.MOST_BYTES:
             found["printed"] = lambda: printed_positions(q, v, rp, causal)
         return found
-    q, k, v = scaleformer.kernel_inputs(length)
-    if not causal or 2 * number_bytes * scaleformer.SIZE**2 <= scaleformer.MOST_BYTES:
+    q, k, v = scaleformer_works.kernel_inputs(length)
+    if not causal or 2 * number_bytes * scaleformer_works.SIZE**2 <= scaleformer_works.MOST_BYTES:
         found["printed"] = lambda: printed_kernel(q, k, v, causal)
     return found
 

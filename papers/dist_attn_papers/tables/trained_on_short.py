@@ -127,7 +127,7 @@ TRAINED_ON_SHORT = Experiment(
     tests=(
         "papers/tests/test_book_experiments.py",
         "papers/tests/test_perplexity_by_position.py",
-        "tests/ops/test_relative_attention.py",
+        "papers/tests/test_relative_attention.py",
     ),
     jobs=_jobs,
     report=_report,

@@ -7,6 +7,17 @@ __all__ = ["PAPERS_CASES"]
 
 MIXERS.load_offered()
 PAPERS_CASES = {
+    "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
+    "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
+    "relative positions, values of full rank": {
+        "mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 5, "value_rank": 64}
+    },
+    "hybrid with relative positions": {
+        "mixer": {
+            "kind": "hybrid",
+            "pattern": [{"kind": "scaleformer", "num_heads": 4, "reach": 5}, {"kind": "softmax", "num_heads": 2}],
+        },
+    },
     "static kernel": {"mixer": {"kind": "static_kernel", "num_heads": 1, "feature": "elu"}},
     "static kernel, random features": {
         "mixer": {"kind": "static_kernel", "num_heads": 4, "feature": "gaussian", "num_random": 16, "divisor": "length"}

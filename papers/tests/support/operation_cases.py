@@ -3,22 +3,27 @@
 import torch
 from torch import Tensor
 
+from dist_attn import feature_maps
 from dist_attn.ops import SequenceOps
 from dist_attn_papers.ops import (
     Interpolation,
     LegsState,
+    RelativeState,
     dense_scan,
     diagonal_scan,
     fourier_mix,
     legs_memory,
     long_convolve,
     mix_tokens,
+    relative_attention,
+    relative_attention_streaming,
     route_tokens,
     select_tokens,
 )
-from tests.sharded.operation_cases import BATCH, Case, Tensors, tokens
+from dist_attn_papers.ops.relative_attention import WindowState
+from tests.sharded.operation_cases import BATCH, HEADS, SIZE, VALUES, Case, Tensors, tokens
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "RELATIVE_CASES"]
 
 
 def _selection(threshold: float, at_most: int | None, how: Interpolation) -> Case:
@@ -54,7 +59,41 @@ def _legs(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
     return y, after.c_BDN
 
 
-CASES = {
+def _relative(*, causal: bool, reach: int) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
+        return (relative_attention(q, k, x["v"], rp, causal=causal, ops=ops),)
+
+    return Case(sliced, {"rp": (HEADS, 2 * reach + 1, SIZE)}, run)
+
+
+def _relative_streaming(*, reach: int) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+    columns = VALUES + 1
+    replicated = {"rp": (HEADS, 2 * reach + 1, SIZE), "sums": (*per_head, SIZE, columns), "far": (*per_head, columns)}
+    replicated["near"] = (*per_head, max(reach - 1, 0), columns)
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
+        # Sums of positive weights, so that no denominator comes near 0.
+        state = RelativeState(x["sums"].exp(), WindowState(x["far"].exp(), x["near"].exp(), 3))
+        out, after = relative_attention_streaming(q, k, x["v"], rp, state, ops=ops)
+        return out, after.sz_BHMW, after.window.far_BHW, after.window.near_BHTW
+
+    return Case(sliced, replicated, run)
+
+
+RELATIVE_CASES = {
+    "relative": _relative(causal=True, reach=2),
+    "relative, no reach": _relative(causal=True, reach=0),
+    "relative, full": _relative(causal=False, reach=2),
+    "relative, from a state": _relative_streaming(reach=3),
+}
+CASES = RELATIVE_CASES | {
     "fourier": tokens(lambda ops, x: (fourier_mix(x["x"], norm="ortho", ops=ops),)),
     "long convolution": tokens(lambda ops, x: (long_convolve(x["x"], x["k"], ops=ops),), k=(7, 3)),
     "long convolution, both ways": tokens(

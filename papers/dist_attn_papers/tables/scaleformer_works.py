@@ -1,4 +1,4 @@
-"""The works of Scaleformer's Figures 4 and 5: the quadratic form and ours.
+"""The cases of Scaleformer's Figures 4 and 5: the quadratic form and ours.
 
 Protocol of the authors' timings: batch 10, one head, d = 64, k = 16, uniform random inputs, no normalisation; Figure 4
 is S_rel V alone, Figure 5 phi(Q) phi(K)^T V alone. The paper ends at L = 1,024. A work that would hold more than 4 GB
@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.cases import Case
+from benchmarks.timing import rate_works
 from dist_attn.ops import linear_attention
-from dist_attn.ops.relative_attention.numerators import CHUNK_TOKENS, numerators, numerators_around
+from dist_attn_papers.ops.relative_attention.numerators import CHUNK_TOKENS, numerators, numerators_around
 
 __all__ = [
+    "CASES",
     "kernel_flops",
     "kernel_inputs",
     "kernel_works",
@@ -25,6 +28,11 @@ __all__ = [
     "position_works",
 ]
 
+TESTS = (
+    "papers/tests/test_relative_attention.py",
+    "tests/ops/test_linear_attention.py",
+    "papers/tests/test_scaleformer_times.py",
+)
 BATCH, SIZE, REACH = 10, 64, 16
 MOST_BYTES = 4e9
 FLOAT_BYTES, INDEX_BYTES = 4, 8
@@ -102,3 +110,28 @@ def naive_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     """The score matrix, then its product with V."""
     scores = q @ k.transpose(-1, -2)
     return (scores.tril_() if causal else scores) @ v
+
+
+def _case(figure: int, *, causal: bool) -> Case:
+    works_of, flops_of, what = {
+        4: (position_works, position_flops, "S_rel V"),
+        5: (kernel_works, kernel_flops, "phi(Q) phi(K)^T V"),
+    }[figure]
+    masked = "masked" if causal else "bidirectional"
+    return Case(
+        f"scaleformer-{figure}-{masked}",
+        f"Scaleformer, Figure {figure}: {what}, {masked}, B10 H1 d64 k16, float32, without gradients: the quadratic "
+        "form and ours. A form is left out from where it would hold more than 4 GB.",
+        TESTS,
+        tuple(2**power for power in range(4, 17)),
+        lambda length: {**works_of(length, causal=causal), **rate_works()},
+        lambda length: flops_of(length, causal=causal),
+        # Queries, values, keys where there are any, and the outputs.
+        lambda length: moved_bytes(length, tensors=figure - 1),
+        rounds=100,
+        budget_s=1.5,
+        statistic="fastest",
+    )
+
+
+CASES = {case.name: case for figure in (4, 5) for causal in (True, False) for case in (_case(figure, causal=causal),)}

@@ -21,13 +21,13 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.local_sequence_ops import LocalSequenceOps
-from dist_attn.ops.relative_attention.call import Form, RelativeCall, RelativeStreamCall, choose_relative
-from dist_attn.ops.relative_attention.numerators import WindowCarry, numerators, numerators_of_all, walk
-from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
 from dist_attn.ops.relative_rows import take_by_row
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 from dist_attn.ops.sequence_call import Implementation, local_form
 from dist_attn.ops.sequence_ops import SequenceOps
+from dist_attn_papers.ops.relative_attention.call import Form, RelativeCall, RelativeStreamCall, choose_relative
+from dist_attn_papers.ops.relative_attention.numerators import WindowCarry, numerators, numerators_of_all, walk
+from dist_attn_papers.ops.relative_attention.state import RelativeState, WindowState, normalised
 
 # So many tokens of whole documents share one masked score matrix.
 TOGETHER_TOKENS = 128
@@ -100,7 +100,7 @@ def attend_relative(call: RelativeCall) -> torch.Tensor:
     call.check()
     if choose_relative(call).implementation == "triton":
         # Not at the top: a machine without a GPU need not have triton.
-        from dist_attn.ops.relative_attention.triton import triton_relative_attention
+        from dist_attn_papers.ops.relative_attention.triton import triton_relative_attention
 
         return triton_relative_attention(call)
     q, k, v1, rp_HRK = call.widened()
@@ -156,7 +156,7 @@ def stream_relative(call: RelativeCall) -> tuple[torch.Tensor, RelativeState]:
         raise ShapeError(f"{call.queries} queries and {call.keys} keys; a stream needs one key for each query")
     if choose_relative(call, form="stream").implementation == "triton":
         # Not at the top: a machine without a GPU need not have triton.
-        from dist_attn.ops.relative_attention.triton import triton_relative_attention_streaming
+        from dist_attn_papers.ops.relative_attention.triton import triton_relative_attention_streaming
 
         return triton_relative_attention_streaming(call)
     (q, k, v1, rp_HRK), state = call.widened(), call.state

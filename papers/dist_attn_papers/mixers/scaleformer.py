@@ -11,10 +11,17 @@ from dist_attn.mixers.all_keys import AllKeys
 from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
-from dist_attn.model_config.mixers.attention import AttentionConfig, ScaleformerConfig
-from dist_attn.ops import LinearState, RelativeState, SequenceOps, relative_attention, relative_attention_step
-from dist_attn.ops.relative_attention import WindowState, relative_attention_streaming
+from dist_attn.model_config.mixers.attention import AttentionConfig
+from dist_attn.ops import LinearState, SequenceOps
 from dist_attn.ops.relative_rows import take_by_row
+from dist_attn_papers.mixers.scaleformer_config import ScaleformerConfig
+from dist_attn_papers.ops.relative_attention import (
+    RelativeState,
+    WindowState,
+    relative_attention,
+    relative_attention_step,
+    relative_attention_streaming,
+)
 
 
 @dataclass(frozen=True)

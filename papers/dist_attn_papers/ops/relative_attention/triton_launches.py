@@ -4,7 +4,7 @@ Shape letters: B batch, H heads, G = B H, L queries in N chunks, S keys in NK ch
 V values, W = V + 1 (values and their count), R rows of relative positions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,23 @@ from dist_attn.ops.linear_attention.triton_forward import (
     tile_dtype,
 )
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
-from dist_attn.ops.relative_attention.triton_gradients import (
+from dist_attn_papers.ops.relative_attention.triton_gradients import (
     positions_gradient_kernel,
     relative_features_gradient_kernel,
     relative_values_gradient_kernel,
 )
-from dist_attn.ops.relative_attention.triton_outputs import positions_kernel, relative_outputs_kernel, row_sums_kernel
+from dist_attn_papers.ops.relative_attention.triton_outputs import (
+    positions_kernel,
+    relative_outputs_kernel,
+    row_sums_kernel,
+)
 
 BLOCK_R = 32  # rows of phi_rp that enter a product at once
+
+
+def window_tiles(tiles: Tiles) -> Tiles:
+    """The tiles of a call that holds position scores besides: what a thread has of these, more warps halve."""
+    return replace(tiles, block_v=min(64, tiles.block_v), warps=tiles.chunk // 8)
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,17 @@ import torch.nn.functional as F
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, present
 from dist_attn.ops.linear_attention.triton_forward import on_device
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, default_tiles, generation_of
-from dist_attn.ops.relative_attention.call import RelativeCall
-from dist_attn.ops.relative_attention.numerators import numerators, numerators_of_all
-from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
-from dist_attn.ops.relative_attention.triton_launches import (
+from dist_attn_papers.ops.relative_attention.call import RelativeCall
+from dist_attn_papers.ops.relative_attention.numerators import numerators, numerators_of_all
+from dist_attn_papers.ops.relative_attention.state import RelativeState, WindowState, normalised
+from dist_attn_papers.ops.relative_attention.triton_launches import (
     KernelInputs,
     RelativeTensors,
     Setting,
     relative_gradients,
     relative_outputs,
     walk,
+    window_tiles,
 )
 
 
@@ -74,7 +75,7 @@ def _attend(
     """Outputs [B, H, L, V] and the sum [B, H, K, V + 1] after the last key; of the state's window only the far sum."""
     q, k, v, rp_HRK = call.tensors
     size, values = q.shape[3], v.shape[3]
-    tiles = tiles or default_tiles(size, size, values, v.dtype, generation_of(v.device)).of_windows()
+    tiles = tiles or window_tiles(default_tiles(size, size, values, v.dtype, generation_of(v.device)))
     setting = Setting(call.causal, call.reach, tiles.fitted(size, values))
     if state is None:
         nothing = k[:, :, :0].detach().float(), F.pad(v[:, :, :0].detach().float(), (0, 1))

@@ -15,10 +15,10 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.documents import check_documents
 from dist_attn.ops.linear_attention.call import one_token
 from dist_attn.ops.linear_attention.implementation import DTYPES, Choice, resolve, why_no_kernels, why_not_by_default
-from dist_attn.ops.relative_attention.state import RelativeState
-from dist_attn.ops.relative_attention.trial import RelativeForm, RelativeKind, compared
 from dist_attn.ops.sequence_call import SequenceCall
 from dist_attn.ops.trial import Attempt
+from dist_attn_papers.ops.relative_attention.state import RelativeState
+from dist_attn_papers.ops.relative_attention.trial import RelativeForm, RelativeKind, compared
 
 Form = Literal["windowed", "naive"]
 

@@ -4,16 +4,23 @@ import pytest
 import torch
 
 from dist_attn.errors import ConfigError, ShapeError
-from dist_attn.ops import LocalSequenceOps, RelativeState, relative_attention, relative_attention_streaming
+from dist_attn.ops import LocalSequenceOps
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
-from dist_attn.ops.relative_attention import RelativeCall, choose_relative, relative_attention_naive
+from dist_attn_papers.ops.relative_attention import (
+    RelativeCall,
+    RelativeState,
+    choose_relative,
+    relative_attention,
+    relative_attention_naive,
+    relative_attention_streaming,
+)
 from tests.support.closeness import assert_close
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
 from benchmarks.gpu.cases import Shape
-from dist_attn.ops.relative_attention import triton as kernels
-from tests.gpu.kernel_cases import relative_case
+from dist_attn_papers.gpu.relative_check import relative_case
+from dist_attn_papers.ops.relative_attention import triton as kernels
 
 pytestmark = pytest.mark.slow
 

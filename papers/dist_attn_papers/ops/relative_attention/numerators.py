@@ -25,8 +25,8 @@ import torch.nn.functional as F
 
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention.streaming import block_ranges
-from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
+from dist_attn_papers.ops.relative_attention.state import RelativeState, WindowState
 
 CHUNK_TOKENS = 64
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from dist_attn.ops.linear_attention.triton_features import load_tile, operand, product, store_tile
 from dist_attn.ops.linear_attention.triton_gradients import pair_products, through_states
-from dist_attn.ops.relative_attention.triton_outputs import window_scores
+from dist_attn_papers.ops.relative_attention.triton_outputs import window_scores
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.feature_maps import elu_plus_one
-from dist_attn.ops.relative_attention import (
+from dist_attn_papers.ops.relative_attention import (
     RelativeState,
     WindowState,
     relative_attention,
@@ -13,7 +13,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_step,
     relative_attention_streaming,
 )
-from dist_attn.ops.relative_attention.numerators import numerators_around, numerators_of_all
+from dist_attn_papers.ops.relative_attention.numerators import numerators_around, numerators_of_all
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

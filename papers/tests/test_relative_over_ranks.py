@@ -9,14 +9,14 @@ from dist_attn import costs
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import RelativeState
-from dist_attn.ops.relative_attention import (
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn_papers.ops.relative_attention import (
+    RelativeState,
     WindowState,
     relative_attention,
     relative_attention_naive,
     relative_attention_streaming,
 )
-from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
 from tests.support.sharded_call import check_sharded, random_tensor

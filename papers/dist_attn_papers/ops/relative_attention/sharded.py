@@ -26,23 +26,20 @@ from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.relative_attention import (
-    RelativeCall,
-    RelativeState,
-    RelativeStreamCall,
-    WindowState,
-    attend_relative,
-    check_relative_choice,
-    stream_relative,
-)
-from dist_attn.ops.relative_attention.call import attempt_relative
-from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
-from dist_attn.ops.relative_attention.state import normalised
-from dist_attn.ops.relative_attention.trial import RelativeForm
 from dist_attn.sharded.document_exchange import Heard, hear_from, ranks_heard
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding, over_ranks
 from dist_attn.sharded.trials import try_together
+from dist_attn_papers.ops.relative_attention.call import (
+    RelativeCall,
+    RelativeStreamCall,
+    attempt_relative,
+    check_relative_choice,
+)
+from dist_attn_papers.ops.relative_attention.numerators import numerators, numerators_around
+from dist_attn_papers.ops.relative_attention.state import RelativeState, WindowState, normalised
+from dist_attn_papers.ops.relative_attention.trial import RelativeForm
+from dist_attn_papers.ops.relative_attention.windowed import attend_relative, stream_relative
 
 
 def try_relative(comm: Communicator, call: RelativeCall, form: RelativeForm | None = None) -> None:

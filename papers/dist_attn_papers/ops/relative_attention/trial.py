@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from dist_attn.ops.device import send
 from dist_attn.ops.fla_known import surroundings_of
-from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.sequence_call import Implementation
 from dist_attn.ops.trial import TOKENS, Results, name_of, results_of, way_of
+from dist_attn_papers.ops.relative_attention.state import RelativeState, WindowState
 
 if TYPE_CHECKING:
-    from dist_attn.ops.relative_attention.call import RelativeCall
+    from dist_attn_papers.ops.relative_attention.call import RelativeCall
 
 __all__ = ["RelativeForm", "RelativeKind", "compared"]
 
@@ -80,7 +80,7 @@ def compared(kind: RelativeKind) -> tuple[Results, Results]:
 
 def _run(kind: RelativeKind, implementation: Implementation, given: Results) -> Results:
     # These choose, and so need what is here.
-    from dist_attn.ops.relative_attention import RelativeCall, attend_relative, stream_relative
+    from dist_attn_papers.ops.relative_attention import RelativeCall, attend_relative, stream_relative
 
     call = RelativeCall(given["q"], given["k"], given["v"], given["rp"], kind.form != "full")
     if kind.form != "stream":

@@ -1,13 +1,13 @@
-"""Relative attention (Scaleformer): the oracle, the windowed form in O(L), and the decode step."""
+"""Relative attention (Scaleformer): the oracle, the windowed form in O(L), the decode step, the forms over ranks."""
 
-from dist_attn.ops.relative_attention.call import (
+from dist_attn_papers.ops.relative_attention.call import (
     RelativeCall,
     RelativeStreamCall,
     check_relative_choice,
     choose_relative,
 )
-from dist_attn.ops.relative_attention.state import RelativeState, WindowState
-from dist_attn.ops.relative_attention.windowed import (
+from dist_attn_papers.ops.relative_attention.state import RelativeState, WindowState
+from dist_attn_papers.ops.relative_attention.windowed import (
     attend_relative,
     relative_attention,
     relative_attention_naive,
@@ -15,6 +15,9 @@ from dist_attn.ops.relative_attention.windowed import (
     relative_attention_streaming,
     stream_relative,
 )
+
+# The forms over ranks are registered as this is imported.
+from dist_attn_papers.ops.relative_attention import sharded  # noqa: F401  # isort: skip
 
 __all__ = [
     "RelativeCall",
