@@ -19,9 +19,7 @@ from dist_attn.model_config.mixers.convolutions import ConvolutionConfig
 from dist_attn.model_config.mixers.delta_rules import GatedDeltaConfig, KimiDeltaConfig, Rwkv7Config
 from dist_attn.model_config.mixers.heads import DenominatorConfig, RelativeConfig, RotaryConfig
 from dist_attn.model_config.mixers.kernels import (
-    EfficientConfig,
     EluConfig,
-    PerformerConfig,
     RandomFeatureConfig,
 )
 from dist_attn.model_config.mixers.recurrent import GlaConfig, LightningConfig, Mamba2Config
@@ -31,7 +29,6 @@ __all__ = [
     "BidirectionalConfig",
     "ConvolutionConfig",
     "DenominatorConfig",
-    "EfficientConfig",
     "EluConfig",
     "GatedDeltaConfig",
     "GlaConfig",
@@ -44,7 +41,6 @@ __all__ = [
     "MixerConfig",
     "MixerState",
     "Paradigm",
-    "PerformerConfig",
     "RandomFeatureAttention",
     "RandomFeatureConfig",
     "RelativeConfig",

@@ -159,9 +159,6 @@ class RelativeRows(nn.Module):
         )
 
 
-PROJECTED_TOKENS = 512  # by random vectors at a time
-
-
 class KeyWeights(NamedTuple):
     """Gates and key scales for linear attention, and the log of the unit in which its state is then held, [B, H]."""
 
@@ -179,24 +176,6 @@ def log_key_weights(k: torch.Tensor, sigma_H1K: torch.Tensor) -> torch.Tensor:
     with without_autocast(k.device):
         dtype = torch.promote_types(k.dtype, torch.float32)
         return 0.5 * (sigma.to(dtype) * k.to(dtype)).square().sum(dim=-1)
-
-
-def log_positive_weights(k: torch.Tensor, w_HDK: torch.Tensor, scale: float) -> torch.Tensor:
-    """max_d w_d k - |scale k|^2 / 2 of each key, in float32 or wider; k is [B, H, S, K], or [B, H, K] for one token.
-
-    `w` has the scale in it already. The maximum is a constant here, as in `feature_maps.positive_ratios`, which divides
-    by it.
-
-    Reference: Choromanski et al. 2021, Rethinking Attention with Performers, Lemma 1, with the stabiliser for keys.
-    """
-    if k.dim() == 3:
-        return log_positive_weights(k[:, :, None], w_HDK, scale).squeeze(2)
-    with without_autocast(k.device):
-        keys = k.to(torch.promote_types(k.dtype, torch.float32))
-        with torch.no_grad():
-            w_HKD = w_HDK.to(keys.dtype).transpose(1, 2)
-            largest = [(part @ w_HKD).amax(dim=-1) for part in keys.split(PROJECTED_TOKENS, dim=2)]
-        return torch.cat(largest, dim=2) - 0.5 * (scale * keys).square().sum(dim=-1)
 
 
 def stable_key_weights(

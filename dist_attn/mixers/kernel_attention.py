@@ -18,10 +18,8 @@ from dist_attn.mixers.heads import (
     step_key_weights,
 )
 from dist_attn.model_config.mixers.kernels import (
-    EfficientConfig,
-    EluConfig,
     KernelCosts,
-    PerformerConfig,
+    PositiveConfig,
     RandomFeatureConfig,
 )
 from dist_attn.ops import Denominator, LinearState, SequenceOps
@@ -121,9 +119,9 @@ class CausalKernelAttention(ProjectedAttention, KernelMixer):
     Reference: Random Feature Attention, Eq. 6; with gates Eq. 7, which begin over a spread of time scales.
     """
 
-    config: RandomFeatureConfig | EluConfig | PerformerConfig | EfficientConfig
+    config: RandomFeatureConfig | PositiveConfig
 
-    def __init__(self, config: RandomFeatureConfig | EluConfig | PerformerConfig | EfficientConfig) -> None:
+    def __init__(self, config: RandomFeatureConfig | PositiveConfig) -> None:
         super().__init__(config)
         size, heads = config.hidden_size, config.num_heads
         self.gate: nn.Linear | None = None

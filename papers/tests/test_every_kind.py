@@ -11,6 +11,8 @@ from tests.training import test_every_kind as core
 from tests.training.test_every_kind import PATCHES, RUN, TEXT, WINDOW, _encode, _encoder, _text_encoder
 
 CAUSAL = {
+    "performer": {"num_heads": 2, "num_random": 8},
+    "efficient": {"num_heads": 2},
     "scaleformer": {"num_heads": 2, "reach": 3},
     "static_kernel": {"num_heads": 2},
     "s4d": {"state_size": 4},
@@ -19,6 +21,8 @@ CAUSAL = {
     "hippo": {"state_size": 5},
 }
 WHOLE = {
+    "bidirectional-performer": {"kind": "bidirectional", "attention": "performer", "num_heads": 2},
+    "bidirectional-efficient": {"kind": "bidirectional", "attention": "efficient", "num_heads": 2},
     "bidirectional-scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "num_heads": 2},
     "fnet": {},
     "mlp_mixer": {"length": WINDOW, "token_mlp_size": 8},

@@ -10,11 +10,17 @@ from dist_attn_papers.mixers import state_space_configs
 from dist_attn_papers.ops import diagonal
 from dist_attn_papers.ops import legs as legs_module
 from papers.tests.support.model_cases import PAPERS_CASES
+from tests.costs import test_estimate as estimates
+from tests.costs import test_models as costs_of
 from tests.costs.test_models import _count
 from tests.generation import test_state_snapshot as snapshots
 from tests.models import test_kernel_language_models as kernels
 from tests.models import test_meta_device as on_meta
+from tests.models import test_weight_precision as narrow
 from tests.support.model_cases import kinds_of, small_model, write_config
+from tests.support.native import computed_by
+
+__all__ = ["computed_by"]
 
 DENSE_CASES = [name for name in PAPERS_CASES if kinds_of(name) & {"hippo", "lssl", "s4"}]
 
@@ -69,7 +75,36 @@ def test_the_counted_blocks_are_the_forms() -> None:
     assert state_space_configs.BLOCK_COEFFICIENTS == legs_module.BLOCK_COEFFICIENTS
 
 
-GREEDY = {"static kernel": {"kind": "static_kernel"}}
+KERNELS = [name for name in PAPERS_CASES if kinds_of(name) <= {"scaleformer", "performer", "efficient"}]
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_costs_of_kernels(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed_by: str) -> None:
+    """Operations, the peak of temporary tensors, and bytes between ranks are those of the formulas."""
+    for name in ("operations", "steps", "memory", "traffic"):
+        (tmp_path / name).mkdir()
+    costs_of.test_prefill_operations(case, tmp_path / "operations", monkeypatch)
+    costs_of.test_decoding_operations(case, tmp_path / "steps")
+    for tokens, weights in ((512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")):
+        costs_of.test_peak_of_activations(case, tokens, weights, tmp_path / "memory", computed_by)
+    for ranks in (1, 2, 3):
+        estimates.test_bytes_between_ranks(case, ranks, tmp_path / "traffic")
+
+
+@pytest.mark.parametrize("precision", narrow.NARROW)
+@pytest.mark.parametrize("case", KERNELS)
+def test_weights_in_fewer_bits(case: str, precision: str, tmp_path: Path) -> None:
+    """Models read and write as their rounded weights say, and hold the bytes that the formula says."""
+    narrow.test_every_model_reads_and_writes_as_its_rounded_weights_say(case, precision)
+    narrow.test_fast_products_change_a_model_by_their_rounding_alone(case, precision)
+    narrow.test_bytes_are_those_of_the_tensors_and_of_the_formula(case, precision, tmp_path)
+
+
+GREEDY = {
+    "static kernel": {"kind": "static_kernel"},
+    "efficient": {"kind": "efficient"},
+    "performer": {"kind": "performer", "num_random": 12},
+}
 kernels.MIXERS.update(GREEDY)
 
 

@@ -1,4 +1,4 @@
-"""Scaleformer in models: captured steps, stored states, recomputation, training on a mesh, costs, sums in one order."""
+"""Scaleformer in models: captured steps, stored states, recomputation, training on a mesh, sums in one order."""
 
 from pathlib import Path
 
@@ -7,8 +7,6 @@ import torch
 
 from dist_attn_papers.mixers.scaleformer_config import ScaleformerConfig
 from papers.tests.support.model_cases import PAPERS_CASES
-from tests.costs import test_estimate as estimates
-from tests.costs import test_models as costs
 from tests.generation import test_captured_step as captured
 from tests.generation import test_state_snapshot as snapshots
 from tests.models import test_fixed_order as fixed_order
@@ -17,10 +15,7 @@ from tests.models import test_recomputation as recomputation
 from tests.rank import test_state_bytes as state_bytes
 from tests.rank import test_stored_sessions as stored_sessions
 from tests.support.models import small_config
-from tests.support.native import computed_by
 from tests.training import test_mesh as mesh
-
-__all__ = ["computed_by"]
 
 KIND = "scaleformer"
 CASES = [name for name in PAPERS_CASES if name.startswith("relative positions")]
@@ -94,16 +89,3 @@ def test_a_layer_of_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
 def hybrid_model(kinds: list[dict[str, object]]) -> torch.nn.Module:
     """A model with a layer of each kind."""
     return hybrid.small_model(small_config(mixer=hybrid._hybrid(*kinds), num_layers=len(kinds))).double()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_it_costs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed_by: str) -> None:
-    """Operations, the peak of temporary tensors, and bytes between ranks are those of the formulas."""
-    for name in ("operations", "steps", "memory", "traffic"):
-        (tmp_path / name).mkdir()
-    costs.test_prefill_operations(case, tmp_path / "operations", monkeypatch)
-    costs.test_decoding_operations(case, tmp_path / "steps")
-    for tokens, weights in ((512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")):
-        costs.test_peak_of_activations(case, tokens, weights, tmp_path / "memory", computed_by)
-    for ranks in (1, 2, 3):
-        estimates.test_bytes_between_ranks(case, ranks, tmp_path / "traffic")

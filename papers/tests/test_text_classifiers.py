@@ -13,6 +13,7 @@ from tests.models import test_classifiers as core
 from tests.models import test_packed_texts as packed_texts
 
 MIXERS: dict[str, dict[str, Any]] = {
+    "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
     "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
     "scaleformer, rank 3": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3, "value_rank": 3},
     "causal scaleformer": {"kind": "scaleformer", "reach": 3},
@@ -28,7 +29,10 @@ def test_a_text_over_ranks_is_classified_as_on_one(mixer: str) -> None:
     core.test_a_text_over_ranks_is_classified_as_on_one(mixer, core.CUTS[1])
 
 
-@pytest.mark.parametrize(("kind", "heads"), [("lssl", None), ("s4", None), ("s4d", None), ("scaleformer", 4)])
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [("lssl", None), ("s4", None), ("s4d", None), ("scaleformer", 4), ("performer", 4), ("efficient", 4)],
+)
 def test_a_preset_takes_any_causal_mixer(kind: str, heads: int | None) -> None:
     """Only the kind of a mixer has to be said; those without heads are given none."""
     values = {"preset": "tiny", "vocab_size": 300, "mixer": {"kind": kind}}
@@ -60,6 +64,10 @@ def test_mixers_that_packing_would_change_are_refused(tmp_path, mixer: dict[str,
 
 
 PACKED = {
+    **{name: {"kind": name, "num_heads": 2} for name in ("performer", "efficient")},
+    **{f"{name} rotary": {"kind": name, "num_heads": 2, "rotary": {"size": 4}} for name in ("performer", "efficient")},
+    "bidirectional performer": {"kind": "bidirectional", "attention": "performer", "num_heads": 2},
+    "bidirectional efficient": {"kind": "bidirectional", "attention": "efficient", "num_heads": 2},
     "scaleformer": {"kind": "scaleformer", "num_heads": 2},
     "bidirectional scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "num_heads": 2},
     "s4d": {"kind": "s4d"},
@@ -83,16 +91,24 @@ def test_each_text_is_read_as_if_alone(mixer: str, monkeypatch: pytest.MonkeyPat
     packed_texts.test_each_text_is_read_as_if_alone(mixer, "sinusoidal")
 
 
-SCALEFORMER = {"kind": "bidirectional", "attention": "scaleformer", "reach": 3}
-packed_texts.MIXERS["scaleformer"] = SCALEFORMER
+CLASSIFIED: dict[str, dict[str, Any]] = {
+    "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
+    "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
+    "efficient": {"kind": "bidirectional", "attention": "efficient"},
+    "causal efficient": {"kind": "efficient"},
+    "causal performer": {"kind": "performer", "num_random": 6},
+}
+packed_texts.MIXERS.update(CLASSIFIED)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "class_token"])
-def test_each_text_is_classified_as_if_alone(pooling: str) -> None:
+@pytest.mark.parametrize("mixer", CLASSIFIED)
+def test_each_text_is_classified_as_if_alone(mixer: str, pooling: str) -> None:
     """Logits of packed texts are those of each text by itself, for positions of every kind."""
-    packed_texts.test_each_text_is_classified_as_if_alone("scaleformer", pooling)
+    packed_texts.test_each_text_is_classified_as_if_alone(mixer, pooling)
 
 
-def test_ranks_change_nothing_of_packed_texts() -> None:
+@pytest.mark.parametrize("mixer", CLASSIFIED)
+def test_ranks_change_nothing_of_packed_texts(mixer: str) -> None:
     """Loss and gradients of every parameter are those of one process, wherever texts are cut, empty slices too."""
-    packed_texts.test_ranks_change_nothing("scaleformer")
+    packed_texts.test_ranks_change_nothing(mixer)

@@ -11,7 +11,6 @@ from dist_attn.mixers import (
     BidirectionalConfig,
     ConvolutionConfig,
     DenominatorConfig,
-    EfficientConfig,
     EluConfig,
     GatedDeltaConfig,
     GlaConfig,
@@ -20,7 +19,6 @@ from dist_attn.mixers import (
     Mamba2Config,
     MambaConfig,
     MLstmConfig,
-    PerformerConfig,
     RandomFeatureConfig,
     RelativeConfig,
     RgLruConfig,
@@ -77,14 +75,6 @@ CONFIGS = {
     "elu": EluConfig(kind="elu", hidden_size=SIZE, num_heads=HEADS),
     "elu-gated": EluConfig(
         kind="elu", hidden_size=SIZE, num_heads=HEADS, gated=True, short_convolution=0, rotary=RotaryConfig(size=4)
-    ),
-    "performer": PerformerConfig(kind="performer", hidden_size=SIZE, num_heads=HEADS, num_random=6),
-    "performer-gated": PerformerConfig(
-        kind="performer", hidden_size=SIZE, num_heads=HEADS, num_random=5, gated=True, shared_gate=True, pool=4
-    ),
-    "efficient": EfficientConfig(kind="efficient", hidden_size=SIZE, num_heads=HEADS),
-    "efficient-gated": EfficientConfig(
-        kind="efficient", hidden_size=SIZE, num_heads=HEADS, gated=True, short_convolution=0, value_rank=5
     ),
     "convolution": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=7),
     "convolution-wider-than-a-slice": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=50),

@@ -23,7 +23,6 @@ MIXERS: dict[str, dict[str, Any]] = {
     "rfa": {"kind": "bidirectional", "attention": "rfa", "num_random": 6},
     "arc-cosine": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "feature": "arc_cosine"},
     "elu": {"kind": "bidirectional", "attention": "elu"},
-    "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
     "softmax, relative": {"kind": "bidirectional", "attention": "softmax", "value_rank": 3, "relative": {"reach": 2}},
     "full rank": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "value_rank": SIZE},

@@ -1,4 +1,4 @@
-"""Language models over the fixed and exponential kernels: whole, streamed, over ranks and generating, one function."""
+"""Language models over the fixed kernel: whole, streamed, over ranks and generating, one function."""
 
 from typing import Any
 
@@ -17,8 +17,6 @@ VOCAB = 50
 MIXERS: dict[str, dict[str, Any]] = {
     "elu": {"kind": "elu"},
     "elu, gated": {"kind": "elu", "gated": True},
-    "efficient": {"kind": "efficient"},
-    "performer": {"kind": "performer", "num_random": 12},
 }
 
 

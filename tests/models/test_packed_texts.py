@@ -22,12 +22,8 @@ LENGTHS = (4, 1, 7, 2)
 MIXERS: dict[str, dict[str, Any]] = {
     "rfa": {"kind": "bidirectional", "attention": "rfa", "num_random": 6},
     "elu": {"kind": "bidirectional", "attention": "elu"},
-    "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
-    "efficient": {"kind": "bidirectional", "attention": "efficient"},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
     "causal rfa": {"kind": "rfa_gate", "num_random": 6},
-    "causal efficient": {"kind": "efficient"},
-    "causal performer": {"kind": "performer", "num_random": 6},
     "causal softmax": {"kind": "softmax"},
 }
 # Of each kind all forms, and positions that turn queries and keys or are relative, where it has them.

@@ -29,7 +29,7 @@ def test_presets_have_the_promised_size(name: str, millions: float, kind: str, t
 @pytest.mark.parametrize(
     "kind",
     [
-        *("rfa", "softmax", "elu", "performer", "efficient", "convolution"),
+        *("rfa", "softmax", "elu", "convolution"),
         *("gla", "lightning", "mamba2", "gated_delta", "kda", "rwkv7"),
     ],
 )

@@ -46,24 +46,6 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
             "value_rank": 24,
         }
     },
-    "positive features": {"mixer": {"kind": "performer", "num_heads": 4, "num_random": 16}},
-    "positive features, gated, a pool, biases": {
-        "mixer": {
-            "kind": "performer",
-            "num_heads": 2,
-            "num_random": 40,
-            "gated": True,
-            "pool": 3,
-            "orthogonal": False,
-            "short_convolution": 0,
-            "rotary": {"size": 8},
-            "projection_bias": True,
-        }
-    },
-    "efficient": {"mixer": {"kind": "efficient", "num_heads": 4}},
-    "efficient, gated": {
-        "mixer": {"kind": "efficient", "num_heads": 2, "gated": True, "value_rank": 24, "short_convolution": 0}
-    },
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},
     "gated delta rule": {"mixer": {"kind": "gated_delta", "num_heads": 4}},
     "gated delta rule, shared keys": {

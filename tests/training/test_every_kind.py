@@ -32,7 +32,6 @@ HEADS = {"num_heads": 2}
 SMALL: Mapping[str, dict[str, Any]] = {
     "rfa": {"num_random": 8},
     "rfa_gate": {"num_random": 8},
-    "performer": {"num_random": 8},
     "convolution": {"taps": 5},
     "mamba2": {"key_size": 8},
 }
@@ -42,7 +41,7 @@ CAUSAL: Mapping[str, dict[str, Any]] = {
 WHOLE: Mapping[str, dict[str, Any]] = {
     **{
         f"bidirectional-{attention}": {"kind": "bidirectional", "attention": attention, **HEADS}
-        for attention in ("rfa", "elu", "performer", "efficient", "softmax")
+        for attention in ("rfa", "elu", "softmax")
     },
     "convolution-centred": {"kind": "convolution", "taps": 5, "centred": True},
 }

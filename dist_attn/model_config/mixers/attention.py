@@ -19,7 +19,7 @@ from dist_attn.model_config.mixers.heads import (
     RelativeConfig,
     check_key_weights,
 )
-from dist_attn.model_config.mixers.kernels import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
+from dist_attn.model_config.mixers.kernels import EluConfig, RandomFeatureConfig
 from dist_attn.model_config.registry import Build, Registry, place_of
 
 TILE_QUERIES, TILE_KEYS, TILE_ELEMENTS = 256, 1024, 1 << 19  # of exact attention with relative positions
@@ -167,8 +167,8 @@ class AttentionConfig(FeaturesConfig):
 
     attention: str
     # The division of kernels. One that is not given is filled in for rfa (docs/decisions/0036). None: exact division
-    # for elu, whose weights are positive; a floor that only keeps 0 / 0 away for performer and efficient; for rfa the
-    # floor of 0.3, which is what null means in the files of models that were trained under it.
+    # for elu, whose weights are positive; for rfa the floor of 0.3, which is what null means in the files of models
+    # that were trained under it.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
     relative: RelativeConfig | None = None
@@ -268,19 +268,6 @@ register_attention(
     ),
 )
 register_attention("elu", AttentionKind(EluConfig, "dist_attn.mixers.all_keys:EluOverAllKeys"))
-register_attention(
-    "performer",
-    AttentionKind(
-        PerformerConfig,
-        "dist_attn.mixers.performer:PerformerOverAllKeys",
-        options=("pool", "orthogonal"),
-        defaults={"orthogonal": True},
-        weighs_keys=True,
-    ),
-)
-register_attention(
-    "efficient", AttentionKind(EfficientConfig, "dist_attn.mixers.efficient:EfficientOverAllKeys", weighs_keys=True)
-)
 register_attention(
     "softmax",
     SoftmaxAttentionKind(SoftmaxConfig, "dist_attn.mixers.all_keys:SoftmaxOverAllKeys", options=("relative",)),

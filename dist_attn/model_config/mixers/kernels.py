@@ -1,10 +1,9 @@
-"""Causal attention by kernels, over a state of constant size: random features, elu + 1 and softmax features.
+"""Causal attention by kernels, over a state of constant size: random features and elu + 1.
 
 Letters: B batch, D model size, H heads, K numbers of a head's key, M features, V values per head, C tokens of a chunk.
 """
 
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import model_validator
@@ -24,7 +23,6 @@ from dist_attn.model_config.mixers.heads import (
     FeaturesConfig,
     HeadsConfig,
     HeadSizes,
-    MatricesConfig,
     check_key_weights,
 )
 
@@ -191,7 +189,7 @@ class RandomFeatureConfig(_ProjectedConfig, FeaturesConfig):
         return self
 
 
-class _PositiveConfig(_ProjectedConfig):
+class PositiveConfig(_ProjectedConfig):
     """A kernel whose features are positive, so that a divisor is never small by chance."""
 
     # Only keeps 0 / 0 away where all weights have underflowed.
@@ -211,7 +209,7 @@ class _PositiveConfig(_ProjectedConfig):
         return self.head_size
 
     @model_validator(mode="after")
-    def _gates_fit(self) -> "_PositiveConfig":
+    def _gates_fit(self) -> "PositiveConfig":
         if self.shared_gate and not self.gated:
             raise ValueError("shared_gate was given to a mixer without gates; set gated = true")
         if self.weighs_keys:
@@ -219,64 +217,11 @@ class _PositiveConfig(_ProjectedConfig):
         return self
 
 
-class EluConfig(_PositiveConfig):
+class EluConfig(PositiveConfig):
     """Causal attention with the feature map elu + 1."""
 
     kind: Literal["elu"]
 
 
-class EfficientConfig(_PositiveConfig):
-    """Causal attention by a softmax of queries over features and of keys over the tokens so far.
-
-    It walks twice, once for the means of its keys, with one feature and M values: M + 3 numbers more travel.
-    """
-
-    kind: Literal["efficient"]
-
-    @property
-    def weighs_keys(self) -> bool:
-        """Return True: keys are weighed by their largest number."""
-        return True
-
-    @property
-    def mean_numbers(self) -> int:
-        """The numbers of the second walk's state."""
-        return self.num_features + 3
-
-    @property
-    def tensors(self) -> int:
-        """The number of tensors of [B, L, D]; the second walk makes two more."""
-        return super().tensors + 2
-
-
-class PerformerConfig(_PositiveConfig, MatricesConfig):
-    """Causal attention by positive random features."""
-
-    kind: Literal["performer"]
-    orthogonal: bool = True  # the paper's FAVOR+
-
-    @property
-    def num_features(self) -> int:
-        """The number of features: one for every random vector."""
-        return self.num_random
-
-    @property
-    def random_vectors(self) -> int:
-        """The number of random vectors of each head."""
-        return self.num_random
-
-    @property
-    def weighs_keys(self) -> bool:
-        """Return True: keys are weighed by their largest feature."""
-        return True
-
-    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """The operations; the weights of keys are found first, by the random vectors once more."""
-        parts = super().prefill_flops(tokens, ranks)
-        return replace(parts, features=parts.features + 2.0 * self.hidden_size * self.num_random)
-
-
 register_mixer(RandomFeatureConfig, "dist_attn.mixers.feature_map_attention:RandomFeatureAttention")
 register_mixer(EluConfig, "dist_attn.mixers.feature_map_attention:EluAttention")
-register_mixer(EfficientConfig, "dist_attn.mixers.efficient:EfficientAttention")
-register_mixer(PerformerConfig, "dist_attn.mixers.performer:PerformerAttention")

@@ -7,6 +7,24 @@ __all__ = ["PAPERS_CASES"]
 
 MIXERS.load_offered()
 PAPERS_CASES = {
+    "positive features": {"mixer": {"kind": "performer", "num_heads": 4, "num_random": 16}},
+    "positive features, gated, a pool, biases": {
+        "mixer": {
+            "kind": "performer",
+            "num_heads": 2,
+            "num_random": 40,
+            "gated": True,
+            "pool": 3,
+            "orthogonal": False,
+            "short_convolution": 0,
+            "rotary": {"size": 8},
+            "projection_bias": True,
+        }
+    },
+    "efficient": {"mixer": {"kind": "efficient", "num_heads": 4}},
+    "efficient, gated": {
+        "mixer": {"kind": "efficient", "num_heads": 2, "gated": True, "value_rank": 24, "short_convolution": 0}
+    },
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "relative positions, values of full rank": {

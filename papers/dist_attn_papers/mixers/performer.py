@@ -7,12 +7,32 @@ import torch
 from dist_attn.feature_maps import PositiveRatios
 from dist_attn.mixers.all_keys import KernelOverAllKeys
 from dist_attn.mixers.feature_map_attention import FeatureMapAttention
-from dist_attn.mixers.heads import log_positive_weights
 from dist_attn.mixers.random_matrices import RandomMatrices
 from dist_attn.model_config.mixers.attention import AttentionConfig
 from dist_attn.model_config.mixers.heads import DenominatorConfig
-from dist_attn.model_config.mixers.kernels import PerformerConfig
 from dist_attn.ops import FeatureMap
+from dist_attn.ops.device import without_autocast
+from dist_attn_papers.mixers.positive_configs import PerformerConfig
+
+PROJECTED_TOKENS = 512  # by random vectors at a time
+
+
+def log_positive_weights(k: torch.Tensor, w_HDK: torch.Tensor, scale: float) -> torch.Tensor:
+    """max_d w_d k - |scale k|^2 / 2 of each key, in float32 or wider; k is [B, H, S, K], or [B, H, K] for one token.
+
+    `w` has the scale in it already. The maximum is a constant here, as in `feature_maps.positive_ratios`, which divides
+    by it.
+
+    Reference: Choromanski et al. 2021, Rethinking Attention with Performers, Lemma 1, with the stabiliser for keys.
+    """
+    if k.dim() == 3:
+        return log_positive_weights(k[:, :, None], w_HDK, scale).squeeze(2)
+    with without_autocast(k.device):
+        keys = k.to(torch.promote_types(k.dtype, torch.float32))
+        with torch.no_grad():
+            w_HKD = w_HDK.to(keys.dtype).transpose(1, 2)
+            largest = [(part @ w_HKD).amax(dim=-1) for part in keys.split(PROJECTED_TOKENS, dim=2)]
+        return torch.cat(largest, dim=2) - 0.5 * (scale * keys).square().sum(dim=-1)
 
 
 @final

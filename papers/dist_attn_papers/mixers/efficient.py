@@ -17,8 +17,8 @@ from dist_attn.mixers.all_keys import KernelOverAllKeys
 from dist_attn.mixers.heads import HeadInputs
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
 from dist_attn.model_config.mixers.heads import DenominatorConfig
-from dist_attn.model_config.mixers.kernels import EfficientConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
+from dist_attn_papers.mixers.positive_configs import EfficientConfig
 
 # One maximum serves all features of a head: one whose keys are all this far below the largest so far counts for less
 # than it should, down to nothing; the inverse and its gradients are still numbers in float32.
