@@ -231,6 +231,7 @@ def _work(results: Results, name: str, number: int) -> int:
     die_with_parent()
     if not results.setting["driver"]:
         have_interpreter_count()
+        importlib.import_module("tests.support.interpreter").look_once()
     piece = PIECES[name]
     function = getattr(importlib.import_module(piece.module), piece.function)
     cases: dict[str, Callable[[], Row]] = function(tiny=results.setting["tiny"])
