@@ -15,12 +15,12 @@ from benchmarks.peers import absent
 from benchmarks.rank_passes import on_ranks
 from benchmarks.setting import own_cores
 from benchmarks.timing import Times
-from dist_attn.adapters.model import AdaptedModel
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError
 from dist_attn.generation.decode import prefill
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import GRAIN
+from dist_attn.models import CausalModel
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn_papers.studies.gguf_models import write_gguf
 from dist_attn_papers.studies.llama_cpp import LlamaCpp
@@ -181,9 +181,10 @@ def random_model(name: str, settings: Mapping[str, Any]) -> Any:
     return model
 
 
-def adapted(model: Any) -> AdaptedModel:
+def adapted(model: Any) -> CausalModel:
     """The same modules over operations of ours."""
     from dist_attn.adapters.binding import ATTENTION
+    from dist_attn.adapters.model import AdaptedModel
 
     model.set_attn_implementation(ATTENTION)
     return AdaptedModel(model)
@@ -222,7 +223,7 @@ def serve(model: Any, rooms: Mapping[int, int]) -> dict[int, LlamaCpp]:
         return {n: LlamaCpp(path, slots=n, tokens=room, threads=threads) for n, room in rooms.items()}
 
 
-def prompt_works(ours: AdaptedModel, theirs: LlamaCpp, length: int) -> dict[Work, Callable[[], float]]:
+def prompt_works(ours: CausalModel, theirs: LlamaCpp, length: int) -> dict[Work, Callable[[], float]]:
     """Reading a prompt: each gives its seconds."""
     prompt_L = _random_tokens(ours, length)
     return {
@@ -231,7 +232,7 @@ def prompt_works(ours: AdaptedModel, theirs: LlamaCpp, length: int) -> dict[Work
     }
 
 
-def _random_tokens(model: AdaptedModel, length: int) -> torch.Tensor:
+def _random_tokens(model: CausalModel, length: int) -> torch.Tensor:
     return torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
 
 
@@ -256,7 +257,7 @@ def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: in
     return alone, copies, _timed(lambda: together(prompt_L))
 
 
-def _seconds_a_step(model: AdaptedModel, batch: int) -> float:
+def _seconds_a_step(model: CausalModel, batch: int) -> float:
     form = StateForm(model, batch, 1)
     return _timed(form.steps(STEPS)) / STEPS
 
