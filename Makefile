@@ -12,7 +12,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check
 PYTHON ?= $(or $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done)),python3)
 WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Measured: 96 % of lines and branches of the engine and control packages.
 ENGINE_COVERAGE := 95
 ARGS ?=

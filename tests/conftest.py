@@ -4,6 +4,7 @@ import os
 import signal
 import ssl
 import tempfile
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def has_cuda() -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before it is chosen by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Skip what needs a GPU or an MPI launcher that is not here; what starts launchers, browsers or systems is slow."""
+    """Skip what needs a GPU or an MPI launcher that is not here; what starts launchers, browsers or systems is slow.
+
+    Files with slow tests come first.
+    """
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
@@ -83,3 +87,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
             # Before and after its work it waits as others do.
             limit = float(config.getini("timeout")) + float(config.getoption("soak_seconds"))
             item.add_marker(pytest.mark.timeout(limit))
+    # Files with the most slow tests first: a long one that began last would leave the other worker without work.
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
