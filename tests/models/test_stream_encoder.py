@@ -11,7 +11,8 @@ from dist_attn.conversion import begin_stream_encoder
 from dist_attn.conversion.stream_encoder import memory_of, remember
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.model_config.figures import GPU_TOKENS, GRAIN
+from dist_attn.model_config import figures
+from dist_attn.model_config.figures import GRAIN
 from dist_attn.models import ContextConfig, StreamEncoder, TextEncoder, TextEncoderConfig, build_model, stream_encoder
 from dist_attn.ops import LocalSequenceOps, Watch, watching
 from dist_attn.sharded import ShardedSequenceOps
@@ -93,16 +94,18 @@ def test_a_text_read_in_steps_gives_what_it_gives_whole(mixer: dict[str, Any]) -
 @torch.inference_mode()
 def test_blocks_are_read_together_as_the_device_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the grid of ranks bounds a pass of the sentence encoder, elsewhere a few times as much; rows agree."""
-    model, text_BL = small(), tokens(GPU_TOKENS + GRAIN + BLOCK, batch=1)
+    many = 4 * GRAIN
+    monkeypatch.setattr(figures, "GPU_TOKENS", many)
+    model, text_BL = small(), tokens(many + GRAIN + BLOCK, batch=1)
     passes: list[int] = []
     model.sentence.encoder.register_forward_hook(lambda _, given, __: passes.append(given[0].shape[0]))
     want_BLD = model.hidden(text_BL)[0]
     on_cpu = passes.copy()
     passes.clear()
     model.to("meta").hidden(text_BL)
-    assert on_cpu == [GRAIN // BLOCK] * (GPU_TOKENS // GRAIN + 1) + [1]
-    assert passes == [GPU_TOKENS // BLOCK, GRAIN // BLOCK, 1]
-    monkeypatch.setattr(stream_encoder, "tokens_at_once", lambda _: GPU_TOKENS)
+    assert on_cpu == [GRAIN // BLOCK] * (many // GRAIN + 1) + [1]
+    assert passes == [many // BLOCK, GRAIN // BLOCK, 1]
+    monkeypatch.setattr(stream_encoder, "tokens_at_once", lambda _: many)
     assert_close(small().hidden(text_BL)[0], want_BLD)
 
 
