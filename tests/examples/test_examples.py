@@ -59,19 +59,20 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
     def call(name: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, ended.code
         return capsys.readouterr().out
 
     return call
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_each_says_what_it_does(name: str, run_here: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_says_what_it_does(name: str, run_here: Callable[..., str]) -> None:
     """Every script has --help, which is its docstring, and the page of examples names it."""
     first = (EXAMPLES / name).read_text().split('"""')[1].splitlines()[0]
-    with pytest.raises(SystemExit) as ended:
-        run_here(name, "--help")
-    assert not ended.value.code and first in capsys.readouterr().out
+    assert first in run_here(name, "--help")
     assert f"examples/{name})" in (ROOT / "docs/how-to/examples.md").read_text()
 
 
@@ -102,19 +103,19 @@ def test_training_over_two_ranks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "2/config.json").read_text())["model_type"] == "qwen3_next"
 
 
-def test_search(service: Served, book: Path) -> None:
+def test_search(service: Served, book: Path, run_here: Callable[..., str]) -> None:
     """A passage is nearest to itself; a question is answered with as many passages as are asked for."""
-    alike = run(
+    alike = run_here(
         "search_in_a_book.py", book, "--like", 7, "--window", 128, "--best", 3, "--url", service.url
     ).splitlines()
     assert len(alike) == 3 and re.match(r" 1\.000  passage 7, byte \d+: ", alike[0])
-    found = run("search_in_a_book.py", book, "a whale", "--window", 128, "--url", service.url).splitlines()
+    found = run_here("search_in_a_book.py", book, "a whale", "--window", 128, "--url", service.url).splitlines()
     assert len(found) == 5
 
 
-def test_forks(service: Served, book: Path) -> None:
+def test_forks(service: Served, book: Path, run_here: Callable[..., str]) -> None:
     """Ten ways go on from one reading, differ from each other, and leave the story where it was."""
-    said = run("forked_story.py", book, "--bytes", 3000, "--tokens", 12, "--url", service.url)
+    said = run_here("forked_story.py", book, "--bytes", 3000, "--tokens", 12, "--url", service.url)
     assert said.startswith("3,000 tokens read") and "still stands at token 3,000" in said
     ways = re.findall(r"--- way \d+: forked in \d+ ms\n(.*?)\n(?=\n)", said, re.DOTALL)
     assert len(ways) == 10 and len(set(ways)) > 5
@@ -141,19 +142,19 @@ def test_a_growing_log(tmp_path: Path) -> None:
     assert said[-1].startswith("60 lines, ") and "the state has" in said[-1]
 
 
-def test_training_on_own_text(book: Path, tmp_path: Path) -> None:
+def test_training_on_own_text(book: Path, tmp_path: Path, run_here: Callable[..., str]) -> None:
     """A vocabulary, a run and a model come of a text; the model writes, and the folder serves other commands."""
     small = ["--vocabulary", 300, "--width", 32, "--layers", 1, "--segment", 32, "--batch", 2, "--steps", 6]
-    said = run("train_on_your_text.py", book, "--out", tmp_path / "own", *small)
+    said = run_here("train_on_your_text.py", book, "--out", tmp_path / "own", *small)
     assert "vocabulary in" in said and "goes on with the text that was kept apart" in said
     assert (tmp_path / "own/run/model/model.safetensors").is_file()
     steps = [json.loads(line)["step"] for line in (tmp_path / "own/run/metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 6
 
 
-def test_long_dna() -> None:
+def test_long_dna(run_here: Callable[..., str]) -> None:
     """A short training tells genes from what lies between them by their bits alone."""
-    said = run("long_dna.py", "--bases", 12_000, "--steps", 60)
+    said = run_here("long_dna.py", "--bases", 12_000, "--steps", 60)
     inside, outside = map(float, re.search(r"per base: ([\d.]+) in genes, ([\d.]+) between", said).groups())  # type: ignore[union-attr]
     assert inside < 1.8 < 1.95 < outside
     told_apart = re.search(r"surprise alone: ([\d.]+) %", said)
