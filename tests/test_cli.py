@@ -64,7 +64,6 @@ def run(place, monkeypatch, capsys):
     return call
 
 
-@pytest.mark.slow
 def test_encode_says_what_to_do_with_a_pdf(run, place: Path) -> None:
     """Before a model is loaded, in one line; from a pipe its bytes are read as they are."""
     (place / "book.pdf").write_bytes(b"%PDF-1.7 " + b"x" * 100)
@@ -72,12 +71,11 @@ def test_encode_says_what_to_do_with_a_pdf(run, place: Path) -> None:
     for name, command in (("book.pdf", "pdftotext book.pdf book.txt"), ("page.txt", "pandoc -f html")):
         code, out, err = run("encode", name, "--model", "nowhere", "--out", "x.npy")
         assert (code, out, err.count("\n")) == (2, "", 1) and command in err and name in err
-        os.mkfifo(place / f"{name}.pipe")
-        with start_command(
-            ["dist_attn", "encode", f"{name}.pipe", "--model", "tiny", "--out", "rows.npy"], place
-        ) as reader:
-            (place / f"{name}.pipe").write_bytes((place / name).read_bytes())
-            assert finish(reader)[0] == 0
+        os.mkfifo(pipe := place / f"{name}.pipe")
+        writer = threading.Thread(target=pipe.write_bytes, args=((place / name).read_bytes(),))
+        writer.start()
+        assert run("encode", pipe.name, "--model", "tiny", "--out", "rows.npy")[0] == 0
+        writer.join()
 
 
 @contextlib.contextmanager

@@ -86,19 +86,24 @@ def test_nothing_listens_beyond_loopback_and_rows_are_those_of_one_rank(
 
 
 @pytest.mark.slow
-def test_every_command_gives_over_ranks_what_it_gives_alone(place: Path) -> None:
+def test_every_command_gives_over_ranks_what_it_gives_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`logits` and `evaluate` over two ranks print one report and give the numbers of one; `train` writes its model."""
     np.save(place / "tokens.npy", np.arange(700) % 50)
     scores = [["logits", "--tokens", "tokens.npy", "--out", f"{ranks}.npy"] for ranks in (1, 2)]
-    started = [start_command(command(*words, ranks=ranks), place) for ranks, words in enumerate(scores, 1)]
-    evaluations = [start_command(command("evaluate", "book.txt", ranks=ranks), place) for ranks in (1, 2)]
+    started = [start_command(command(*words), place) for words in (scores[1], ["evaluate", "book.txt"])]
     write_toml(small_run(place), place / "train.toml")
     training = start_command(["dist_attn", "train", "train.toml", "--ranks", "2"], place)
-    for process in started:
-        code, out, err = finish(process)
+    alone = []
+    for words in (scores[0], ["evaluate", "book.txt"]):
+        assert run_here(monkeypatch, place, *words, "--model", "tiny") == 0
+        alone.append(capsys.readouterr())
+    together = [finish(process) for process in started]
+    for code, out, err in ((0, *alone[0]), together[0]):
         assert code == 0 and len(out.splitlines()) == 1 and len(err.splitlines()) == 1, err
     np.testing.assert_allclose(np.load(place / "2.npy"), np.load(place / "1.npy"), rtol=1e-4, atol=1e-4)
-    one, two = (json.loads(finish(process)[1]) for process in evaluations)
+    one, two = json.loads(alone[1].out), json.loads(together[1][1])
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-4)
     assert [two[name] for name in ("tokens", "bytes")] == [one[name] for name in ("tokens", "bytes")]
     code, out, err = finish(training)
