@@ -26,7 +26,7 @@ from dist_attn_papers.tables.experiment import Done, read_scores
 from dist_attn_papers.tables.experiments import EXPERIMENTS
 from dist_attn_papers.tables.finding import Report, TableFinding
 
-__all__ = ["Drawn", "main", "read", "write"]
+__all__ = ["Drawn", "main", "read", "write", "write_page"]
 
 # Findings with a shape of their own, by case.
 SHAPES: Mapping[str, type[Finding]] = {
@@ -84,15 +84,18 @@ def write(results: Path, folder: Path) -> None:
             left.unlink()
     for path in filed:
         page = folder / f"{path.stem}.md"
-        if page.exists() and page.stat().st_mtime > path.stat().st_mtime:
-            continue
-        finding = read(path)
-        text = finding.as_markdown()
-        if isinstance(finding, Drawn):
-            finding.draw(page.with_suffix(".png"))
-            text += f"\n![]({path.stem}.png)\n"
-        page.write_text(text)
+        if not page.exists() or page.stat().st_mtime <= path.stat().st_mtime:
+            write_page(read(path), page)
     (folder / "service-promises.md").write_text(promises.as_markdown(promises.filed_measurements(results)))
+
+
+def write_page(finding: Finding, page: Path) -> None:
+    """Write the page of a finding, and its figure beside it."""
+    text = finding.as_markdown()
+    if isinstance(finding, Drawn):
+        finding.draw(page.with_suffix(".png"))
+        text += f"\n![]({page.stem}.png)\n"
+    page.write_text(text)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,19 +16,21 @@ from dist_attn_papers.studies import STUDIES
 from dist_attn_papers.tables.experiments import EXPERIMENTS
 
 RESULT_FILES = sorted((ROOT / RESULTS).glob("*.json"))
+PAGES = ROOT / "build/results"  # where the site looks for them, so that it need not draw them again
 
 
 @pytest.mark.parametrize("path", RESULT_FILES, ids=lambda path: path.stem)
-def test_each_filed_result_becomes_a_table_and_a_figure(path: Path, tmp_path: Path) -> None:
+def test_each_filed_result_becomes_a_table_and_a_figure(path: Path) -> None:
     """What is read from the JSON is named as its file, says where it was measured, and is drawn where it has curves."""
-    finding = filed.read(path)
-    text = finding.as_markdown()
+    finding, page = filed.read(path), PAGES / f"{path.stem}.md"
+    PAGES.mkdir(parents=True, exist_ok=True)
+    filed.write_page(finding, page)
+    text = page.read_text()
     assert finding.case.replace(" ", "-") == path.stem
     assert (text.startswith("# ") and "| ---" in text) or "|---" in text
     assert "commit" in text
     if isinstance(finding, filed.Drawn):
-        finding.draw(tmp_path / "figure.png")
-        assert (tmp_path / "figure.png").stat().st_size > 5_000
+        assert page.with_suffix(".png").stat().st_size > 5_000
 
 
 def test_pages_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
