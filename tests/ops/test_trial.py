@@ -19,6 +19,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState, trial
 from dist_attn.ops.fla_known import surroundings_of
 from dist_attn.ops.linear_attention import LinearCall, choose
+from dist_attn.ops.linear_attention import trial as linear_trial
 from dist_attn.ops.linear_attention.implementation import (
     Choice,
     choose_attention,
@@ -263,11 +264,21 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_ended", False)
 
 
+def few_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A chunk of 64 and a part, where a real trial has two and a part: the interpreter takes its time for each."""
+    for name, value in (("TOKENS", 80), ("STARTS", (30, 70)), ("CLOSED", 66)):
+        patch.setattr(linear_trial, name, value)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("form", "fields", "dtype"), INTERPRETED)
-def test_trials_find_the_kernels_right(form: str, fields: dict[str, object], dtype: torch.dtype) -> None:
+def test_trials_find_the_kernels_right(
+    form: str, fields: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all gradients, in each way that they compute; also where steps write into the states they are given."""
+    if form != "parts":  # one has the size of a real trial
+        few_tokens(monkeypatch)
     call = call_of("cuda" if torch.cuda.is_available() else "cpu", dtype=dtype, **fields)
     kind, before = LinearKind.of(call, form), torch.get_rng_state()
     with warnings.catch_warnings(), steps_in_place():
@@ -291,6 +302,7 @@ def test_trials_find_the_kernels_right(form: str, fields: dict[str, object], dty
 )
 def test_trials_find_what_kernels_get_wrong(kernels: str, faulty: str, words: str, monkeypatch) -> None:
     """A gradient that is twice itself, a state that is half, and what a compiler raises; such a kind streams."""
+    few_tokens(monkeypatch)
     module, _, name = kernels.partition(".")
     where = import_module(f"dist_attn.ops.linear_attention.{module}")
     compute = getattr(where, name)
