@@ -78,8 +78,7 @@ def test_kernels_equal_the_oracle(tokens, kind, gate, scale, state):
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("documents", [(0,), (0, 9), (5, 6, 40)])
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("documents", "gate"), [((0,), True), ((0, 9), False), ((5, 6, 40), True)])
 def test_documents_do_not_see_each_other(documents, gate):
     """Packed documents of each row, also of one token, equal the oracle's, state and gradients too."""
     like_the_oracle(Case(70, gate=gate, scale=gate, state=True), documents=documents)
