@@ -1,7 +1,7 @@
 """What a request draws beside others, as digests that say whether any bit depends on them."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,12 +19,12 @@ TEXT, DRAWN = 20, 4
 
 
 @torch.inference_mode()
-def digests(model: CausalModel, *, vocabulary: int) -> Iterator[str]:
+def digests(model: CausalModel, *, vocabulary: int, companies: Sequence[int] = COMPANIES) -> Iterator[str]:
     """SHA-256 of the tokens, log-probabilities and state of one request, beside each number of others."""
     generator = torch.Generator().manual_seed(3)
-    tokens_NL = torch.randint(3, vocabulary, (1 + max(COMPANIES), TEXT), generator=generator)
+    tokens_NL = torch.randint(3, vocabulary, (1 + max(companies), TEXT), generator=generator)
     states = [model.hidden(tokens_1L)[1] for tokens_1L in tokens_NL.split(1)]
-    for company in COMPANIES:
+    for company in companies:
         slots, digest = DecodeSlots(model), hashlib.sha256()
         requests = [*range(1, company + 1), 0]
         for request in requests:
