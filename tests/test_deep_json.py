@@ -1,7 +1,5 @@
 """A JSON file that is nothing but brackets, deeper than any parser goes, is refused in words wherever it is read."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.shipped import check_manifest
 from dist_attn.text import load_tokeniser, read_foreign
 from tests.support import chat_templates
+from tests.support.command_line import run_here
 from tests.support.models import write_small_folder
 
 DEEP = b"[" * 200_000
@@ -63,10 +62,11 @@ def test_what_is_only_a_hint_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "manifest.json"])
-def test_the_command_line_says_it_and_exits_with_code_2(folder: Path, name: str) -> None:
+def test_the_command_line_says_it_and_exits_with_code_2(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line, no traceback."""
     (folder / name).write_bytes(DEEP)
-    command = [sys.executable, "-m", "dist_attn", "generate", "--prompt", "It was", "--model", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert name in done.stderr and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    assert run_here(monkeypatch, folder, "generate", "--prompt", "It was", "--model", str(folder)) == 2
+    said = capsys.readouterr().err
+    assert name in said and "Traceback" not in said and len(said.splitlines()) == 1

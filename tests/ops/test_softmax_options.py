@@ -162,7 +162,8 @@ def test_decode_steps_over_slots(window, shared):
     """Rows of different lengths in memory of one size equal the oracle, and are taken out as they would be alone."""
     total, begun = 560, [0, 3, 250]
     near = RelativePositions(*(random_tensor(1 if shared else HEADS, 7, x, seed=5) for x in (SIZE, VALUES)))
-    for options in (SoftmaxOptions(None, window), SoftmaxOptions(0.6, window, 2.0, random_tensor(HEADS, seed=3), near)):
+    plain = [SoftmaxOptions(None, window)] if shared else []  # without `near`, which alone is shared or not
+    for options in (*plain, SoftmaxOptions(0.6, window, 2.0, random_tensor(HEADS, seed=3), near)):
         given = {name: getattr(options, name) for name in ("scale", "window", "softcap", "sinks_H", "relative")}
         q, k, v = (torch.cat([x[:1], x[1:], -x[:1]]) for x in _inputs(total, total))
         want = softmax_attention_naive(q, k, v, causal=True, **given)
