@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,38 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class Start:
+    """A service just after it got ready: what it had logged, and the rights of its data."""
+
+    whole: Served
+    logged: list[dict[str, Any]]
+    modes: dict[str, int]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service with one rank, told by a file to ask for a key."""
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """A service with one rank, told by a file to ask for a key, where the umask is that of most systems."""
     folder = tmp_path_factory.mktemp("serve")
+    (folder / "keys").touch(0o600)
     (folder / "keys").write_text(f"{KEY}\n")
     digest = hashlib.sha256(b"admin").hexdigest()
     text = f'[http]\napi_keys_file = "{folder}/keys"\nadmin_keys = ["{digest}"]\n[limits]\nmax_tokens = 100000\n'
     (folder / "serve.toml").write_text(text)
-    with served(folder, f"--config={folder}/serve.toml") as running:
-        yield running
+    before = os.umask(0o022)
+    try:
+        with served(folder, f"--config={folder}/serve.toml") as running:
+            lines = [json.loads(line) for line in running.program.output.splitlines() if line.startswith("{")]
+            modes = {path.name: path.stat().st_mode & 0o777 for path in [running.data, *running.data.iterdir()]}
+            yield Start(running, lines, modes)
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture(scope="module")
+def whole(start: Start) -> Served:
+    """The service by itself."""
+    return start.whole
 
 
 def status(whole: Served) -> dict[str, Any]:
@@ -93,17 +116,10 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path, backend: str) -> None:
         assert complete(whole).status_code == 200
 
 
-def test_a_first_start_has_nothing_to_warn_of(tmp_path: Path) -> None:
-    """With the umask that most systems have every folder of the data is its owner's alone, and no warning is logged."""
-    before = os.umask(0o022)
-    try:
-        with served(tmp_path) as whole:
-            lines = [json.loads(line) for line in whole.program.output.splitlines() if line.startswith("{")]
-            modes = {path.name: path.stat().st_mode & 0o777 for path in [whole.data, *whole.data.iterdir()]}
-    finally:
-        os.umask(before)
-    assert [line for line in lines if line["level"] not in ("debug", "info")] == []
-    assert modes == dict.fromkeys(("data", "states", "spool", "jobs", "files"), 0o700) | {"serve.lock": 0o600}
+def test_a_first_start_has_nothing_to_warn_of(start: Start) -> None:
+    """Every folder of the data is its owner's alone, and no warning is logged."""
+    assert [line for line in start.logged if line["level"] not in ("debug", "info")] == []
+    assert start.modes == dict.fromkeys(("data", "states", "spool", "jobs", "files"), 0o700) | {"serve.lock": 0o600}
 
 
 def test_folders_of_killed_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
