@@ -1,5 +1,6 @@
 """A real service on a real port, in a thread of the test."""
 
+import asyncio
 import json
 import socket
 import tempfile
@@ -9,8 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import uvicorn.server
+from dist_attn_service import __main__ as main
 from dist_attn_service.__main__ import ApiServer, server_config
 from dist_attn_service.app import create_app, stream_limits
 from dist_attn_service.base.logs import make_log
@@ -22,6 +26,15 @@ from dist_attn.settings import StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser
 from tests.support.fake_engine import HIDDEN, FakeEngine, FakeEnginePort
 from tests.support.waiting import PATIENCE_SECONDS, eventually
+
+
+async def _nap(seconds: float) -> None:
+    await asyncio.sleep(min(seconds, 0.01))
+
+
+# uvicorn and ours look every tenth of a second whether a service is to stop and is done; a thousand tests stop one.
+uvicorn.server.asyncio = SimpleNamespace(**{**vars(asyncio), "sleep": _nap})
+main.POLL_SECONDS = 0.01
 
 
 def model_folder(folder: Path, tokeniser: Tokeniser | None = None) -> Path:
