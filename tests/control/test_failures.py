@@ -203,9 +203,12 @@ def test_no_process_survives_a_killed_controller():
 
 @pytest.mark.parametrize("shared", ["api_address", "rank_address"])
 def test_an_address_has_one_controller(shared, tmp_path, capfd):
-    """A second one is refused, names the first, and takes nothing from it; after kill -9 the next may have it."""
+    """A second one is refused, names the first, and takes nothing from it; after kill -9 the next may have it, and its
+    ranks serve the clients that stayed connected.
+    """
     address = f"ipc://{tmp_path}/socket"
-    with running_engine(ranks=1, **{shared: address}) as (handle, client, _):
+    with running_engine(ranks=1, **{shared: address}) as (handle, client, mark):
+        before = rank_processes(mark)
         other = {"api_address": f"ipc://{tmp_path}/other", **QUICK, shared: address, "stop_deadline_s": 0.1}
         with pytest.raises(EngineError, match="exit code 2 before it listened"):
             start_engine(**other)
@@ -216,6 +219,8 @@ def test_an_address_has_one_controller(shared, tmp_path, capfd):
         handle.process.wait(60)
         handle.restart()
         client.wait_ready()
+        assert client.encode("after", np.arange(900)).done.rows == 2
+        assert not set(before) & {rank.pid for rank in client.status().ranks}
 
 
 @pytest.mark.slow

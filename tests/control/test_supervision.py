@@ -1,17 +1,13 @@
 """What `dist-attn serve` does when a part of it dies: a new one at the same address, or the end."""
 
-import os
-import signal
 import threading
 
-import numpy as np
 import pytest
 
 from dist_attn.commands import serve
 from dist_attn.control.processes import held
 from dist_attn.errors import ConfigError
 from dist_attn.settings import DataFolder
-from tests.support.engines import rank_processes, running_engine
 from tests.support.models import write_small_folder
 from tests.support.programs import free_port
 
@@ -78,18 +74,6 @@ def test_a_part_that_refuses_to_start_is_not_started_again(stopped):
     part = _Part(100, stopped, serve.REFUSED)
     assert serve._watch({"API": part}, stopped)[0] == 2
     assert part.restarts == 0
-
-
-def test_the_next_controller_serves_the_same_clients():
-    """kill -9 of a real one: its ranks end, a client that stays connected is served by the new one's ranks."""
-    with running_engine(ranks=2) as (handle, client, mark):
-        before = rank_processes(mark)
-        os.kill(handle.process.pid, signal.SIGKILL)
-        handle.process.wait(60)
-        handle.restart()
-        client.wait_ready()
-        assert client.encode("after", np.arange(900)).done.rows == 2
-        assert not set(before) & {rank.pid for rank in client.status().ranks}
 
 
 def test_a_data_folder_has_one_service(tmp_path):
