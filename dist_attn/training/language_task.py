@@ -112,15 +112,8 @@ class LanguageTask(ModelTask):
     loss_unit = "nats per token"
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
-        data, model = cast(TextDataConfig, config.data), cast(LanguageModelConfig, config.model)
-        self._data = data
-        tokeniser = load_tokeniser(data.tokeniser)
-        try:
-            self._tokeniser: Tokeniser = fitted(tokeniser, data.tokeniser, model.vocab_size)
-        except ModelFolderError as error:
-            raise ConfigError(f"model.vocab_size is {model.vocab_size}: {error}") from None
-        _check_positions(model, data)
-        _check_pools(model, data)
+        data = self._data = cast(TextDataConfig, config.data)
+        self._tokeniser = self._tokeniser_of(config)
         tokens = tokenise_files(
             data.train_files,
             self._tokeniser,
@@ -138,6 +131,21 @@ class LanguageTask(ModelTask):
         self._initial = self.model.initial_state(own.stop - own.start)
         self._state = self._initial
         self._after: list[ModelState] = []
+
+    def _tokeniser_of(self, config: TrainingConfig) -> Tokeniser:
+        """Load the tokeniser of the model.
+
+        Raises: ConfigError where it, the data and the model do not fit each other.
+        """
+        data, model = self._data, cast(LanguageModelConfig, config.model)
+        tokeniser = load_tokeniser(data.tokeniser)
+        try:
+            tokeniser = fitted(tokeniser, data.tokeniser, model.vocab_size)
+        except ModelFolderError as error:
+            raise ConfigError(f"model.vocab_size is {model.vocab_size}: {error}") from None
+        _check_positions(model, data)
+        _check_pools(model, data)
+        return tokeniser
 
     def prepare(self, step: int) -> None:
         super().prepare(step)
