@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from dist_attn.errors import ConfigError
 from dist_attn.model_config.folder import read_any_config
 from dist_attn.model_config.language_model import expand_preset
-from dist_attn.model_config.model import AnyModel
+from dist_attn.model_config.model import AnyModel, ModelConfig, register_model
 from dist_attn.model_config.refusal import key_of, nearest_key, refusal
 from dist_attn.shipped import SHIPPED
 from dist_attn.training.datasets.config import AnyData
@@ -164,6 +164,13 @@ EXECUTION = frozenset(
 )
 
 
+class FolderConfig(ModelConfig):
+    """A model of transformers, in the folder that it was downloaded to."""
+
+    kind: Literal["folder"] = "folder"
+    folder: Path
+
+
 class TrainingConfig(_Config):
     """Everything a run depends on; it is written into the run folder and compared on resume."""
 
@@ -213,6 +220,8 @@ class TrainingConfig(_Config):
 
 _TEXTS = ("labelled_text", "listops", "needles")
 register_task("language_model", TaskKind("dist_attn.training.chapters:language_task", ("text",)))
+register_model(FolderConfig, "dist_attn.training.folder_task:read_model")
+register_task("folder", TaskKind("dist_attn.training.folder_task:FolderTask", ("text",)))
 register_task(
     "text_classifier", TaskKind("dist_attn.training.text_tasks:TextClassificationTask", _TEXTS, ("label_smoothing",))
 )
