@@ -36,11 +36,13 @@ class AdaptedModel(CausalModel):
     """Reads tokens and scores the next one; parameters and pointwise work are transformers'.
 
     The model given is bound: its attention is of passes from then on, and calling it by itself raises RuntimeError.
-    Inference only: gradients flow where the operations have them, and nothing here asks for them. With `owners`, the
-    rank of each layer, every rank of `comm` makes the same passes, and steps from the states of its own layers alone.
+    Gradients flow through `hidden` and `readout`, over any number of ranks. With `owners`, the rank of each layer,
+    every rank of `comm` makes the same passes, and steps from the states of its own layers alone, without gradients.
 
     Raises: ConfigError as `bind`.
     """
+
+    _base: nn.Module
 
     def __init__(
         self, model: PreTrainedModel, owners: list[int] | None = None, comm: Communicator | None = None
@@ -48,8 +50,9 @@ class AdaptedModel(CausalModel):
         super().__init__()
         bind(model)
         self.inner = model.eval()
-        self._base = cast(nn.Module, model.get_decoder())
-        _let_through(self._base)
+        base = cast(nn.Module, model.get_decoder())
+        vars(self)["_base"] = base  # no module of its own: a weight of `inner` has one name
+        _let_through(base)
         text = model.config.get_text_config()
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
         self._first: tuple[MixerState, ...] | None = None
@@ -61,6 +64,12 @@ class AdaptedModel(CausalModel):
         # Weights of other ranks are on `meta` here, and stay there.
         super()._apply(lambda t: t if t.is_meta else fn(t), recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """The weights that are learned and the buffers, each by one name; frozen weights are in the folder."""
+        kept = {name for name, weight in self.named_parameters() if weight.requires_grad}
+        kept |= {name for name, _ in self.named_buffers()}
+        return {name: tensor for name, tensor in super().state_dict(*args, **kwargs).items() if name in kept}
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -102,7 +111,7 @@ class AdaptedModel(CausalModel):
     def readout(self, h: torch.Tensor) -> torch.Tensor:
         rows = h.reshape(1, -1, h.shape[-1])
         if not rows.shape[1]:
-            return h.new_zeros((*h.shape[:-1], self.vocab_size))
+            return h[..., :1].expand(*h.shape[:-1], self.vocab_size)  # of the graph of the pass, which has a way back
         with running(Pass(LocalSequenceOps(), rows.shape[1], read=rows, step=h.dim() == 2)):
             logits = self.inner(inputs_embeds=rows, use_cache=False).logits
         return cast(torch.Tensor, logits).reshape(*h.shape[:-1], -1)
