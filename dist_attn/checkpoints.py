@@ -48,8 +48,10 @@ __all__ = [
     "load_stream_encoder",
     "load_text_encoder",
     "load_weights",
+    "replaced_folder",
     "resolve_model_folder",
     "save_model",
+    "write_manifest",
 ]
 
 
@@ -224,10 +226,7 @@ def save_model(
             f"a model whose weights are held as {precision} cannot be saved, as it has rounded them; keep the folder "
             "that it was loaded from, and say how weights are held when it is loaded"
         )
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
-    retired = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    try:
-        temporary.mkdir(parents=True)
+    with replaced_folder(folder) as temporary:
         config = model.config.model_dump(mode="json")
         if tokeniser is not None:
             tokeniser.save(temporary)
@@ -240,6 +239,16 @@ def save_model(
             config = NAMES_FOR_OTHERS | config | dict(token_ids or {})
             (temporary / f"{CODE_NAME}.py").write_text(CODE_FOR_OTHERS)
         _write_folder(temporary, model, config, model.state_dict() if weights is None else weights, half, facts or {})
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder beside `folder`, which takes its place, from an older one too, when the block ends."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
+    retired = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
         if folder.exists():
             folder.rename(retired)
         temporary.rename(folder)
@@ -267,6 +276,11 @@ def _write_folder(
     save_file(stored, folder / "model.safetensors")
     # safetensors makes files that only their owner may read; a model folder is as public as its other files.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+    write_manifest(folder, model, facts)
+
+
+def write_manifest(folder: Path, model: torch.nn.Module, facts: dict[str, Any]) -> None:
+    """Write manifest.json, with these facts and the digests of all files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = {
         "format": "dist-attn model folder 1",
