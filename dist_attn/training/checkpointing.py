@@ -156,15 +156,19 @@ def _optimiser_tensors(optimisers: Sequence[torch.optim.Optimizer]) -> Iterator[
 def _optimiser_state(
     optimiser: torch.optim.Optimizer, index: int, sizes: Mapping[str, torch.Size], checkpoint: Path
 ) -> dict[nn.Parameter, list[tuple[str, str, Tensor]]]:
-    """Make, for each parameter, a place for each tensor of its state, sharded as it is, with the name and the key."""
-    keys = sorted(name.removeprefix(f"{index}.0.") for name in sizes if name.startswith(f"{index}.0."))
+    """Make, for each parameter, a place for each tensor of its state, sharded as it is, with the name and the key.
+
+    A parameter that no loss depends on has none.
+    """
+    keys = sorted({name.split(".", 2)[2] for name in sizes if name.startswith(f"{index}.")})
     if not keys:
         raise _of_another_optimiser(checkpoint)
     state = {}
     for number, parameter in enumerate(_parameters(optimiser)):
-        own = [(f"{index}.{number}.{key}", key) for key in keys]
+        own = [(name, key) for key in keys if (name := f"{index}.{number}.{key}") in sizes]
         # A parameter has a state for each of its elements, or one number for all of them.
-        if any(sizes.get(name) not in (parameter.shape, torch.Size()) for name, _ in own):
+        whole = len(own) in (0, len(keys))
+        if not whole or any(sizes[name] not in (parameter.shape, torch.Size()) for name, _ in own):
             raise _of_another_optimiser(checkpoint)
         state[parameter] = [
             (
