@@ -24,7 +24,7 @@ from dist_attn.mixers import MixerState
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.gradients import drop_missing, sum_gradients
 
-__all__ = ["ContextParallel", "SequenceSlice", "context_parallel"]
+__all__ = ["ContextParallel", "Recomputation", "SequenceSlice", "context_parallel"]
 
 IGNORED = -100  # the label that counts for nothing
 KNOWN = {
@@ -81,7 +81,7 @@ class ContextParallel:
         base.forward = forward
         if hasattr(base, "prepare_inputs_for_generation"):  # it makes masks for the attention that there is
             base.prepare_inputs_for_generation = partial(_suspended, self, base.prepare_inputs_for_generation)
-        self._recompute = _Recomputation(base)
+        self._recompute = Recomputation(base)
 
     def shard(self, batch: Mapping[str, Any], lengths: Sequence[int] | None = None) -> dict[str, Any]:
         """This rank's part of a batch of whole sequences, as arguments for the model.
@@ -238,7 +238,7 @@ class _Carried:
             self.states, self.position = states, self.position + tokens
 
 
-class _Recomputation:
+class Recomputation:
     """Activation checkpointing of the model's layers, which finds the pass again that a layer was computed in."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -327,6 +327,9 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: run.steps=100")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the run folder.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="The folder, or the name, of a downloaded model that is trained on.")
+    ] = None,
     ranks: Ranks = 1,
     device: EngineDevice = None,
     dtype: EngineDtype = None,
@@ -336,6 +339,8 @@ def train(
     Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
 
     Example: dist-attn train examples/train-books.toml --ranks 4 --set run.sequence_ranks=2
+
+    Example: dist-attn train fine-tune.toml --model downloads/qwen3-next --ranks 2
     """
     _over_ranks(ranks)
     _compute_here()
@@ -343,7 +348,9 @@ def train(
     from dist_attn.training.config import read_config
 
     flags = {"run.device": device, "run.dtype": dtype}
-    settings = read_config(config, [*(set_ or ()), *(f'{key}="{value}"' for key, value in flags.items() if value)])
+    settings = read_config(
+        config, [*(set_ or ()), *(f'{key}="{value}"' for key, value in flags.items() if value)], model
+    )
     with ended_in_order():
         said, code = train_here(settings, resume=resume)
     if said:

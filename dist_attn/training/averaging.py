@@ -103,6 +103,8 @@ def _read(folder: Path) -> _Origin:
             f"{folder} is neither a model folder nor a checkpoint in the folder of its run: it has no config.json, "
             f"and {run / 'config.json'} is not that of a run"
         ) from None
+    if config.model.kind == "folder":
+        raise ConfigError(f"{folder} is a checkpoint of a model of transformers; only those of own models are averaged")
     if (run / "model" / "config.json").is_file():
         return _read_model_folder(run / "model")
     tokeniser, source = (None if place is None else load_tokeniser(place) for place in config.data.tokenisers())

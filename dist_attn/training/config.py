@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,7 +12,7 @@ from dist_attn.model_config.folder import read_any_config
 from dist_attn.model_config.language_model import expand_preset
 from dist_attn.model_config.model import AnyModel, ModelConfig, register_model
 from dist_attn.model_config.refusal import key_of, nearest_key, refusal
-from dist_attn.shipped import SHIPPED
+from dist_attn.shipped import SHIPPED, resolve_model_folder
 from dist_attn.training.datasets.config import AnyData
 from dist_attn.training.kinds import TASKS, TaskKind, register_task
 from dist_attn.wire.choices import Precision, check_device
@@ -171,6 +171,29 @@ class FolderConfig(ModelConfig):
     folder: Path
 
 
+def _of_folder(values: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what goes without saying where the model is that of a folder: its tokens, and steps of fine-tuning."""
+    filled = {"optimiser": {}} | values
+    for section, own in (
+        ("data", {"tokeniser": values["model"].get("folder"), "stateful": False}),
+        ("optimiser", {"learning_rate": 1e-5}),
+    ):
+        if isinstance(filled.get(section), dict) and filled[section].get("kind") in (None, "text", "adamw"):
+            filled[section] = own | filled[section]
+    return filled
+
+
+def _check_folder(config: "TrainingConfig") -> None:
+    """Raise ValueError for options that are of this project's own models."""
+    for key, given, instead in (
+        ("run.begin_from", config.run.begin_from is not None, "the run begins with the weights of model.folder"),
+        ("objective.dropout", config.objective.dropout > 0, "nothing is dropped in such a model"),
+        ("optimiser.kind muon", config.optimiser.kind == "muon", "take adamw"),
+    ):
+        if given:
+            raise ValueError(f"{key} is for models of this project, and model.folder is of transformers: {instead}")
+
+
 class TrainingConfig(_Config):
     """Everything a run depends on; it is written into the run folder and compared on resume."""
 
@@ -185,14 +208,16 @@ class TrainingConfig(_Config):
     @model_validator(mode="before")
     @classmethod
     def _kinds(cls, values: Any) -> Any:
-        """Make sections that name no kind those of a language model and of text."""
+        """Make sections that name no kind those of a language model, or of a folder if it names one, and of text."""
         if not isinstance(values, dict):
             return values
         filled = dict(values)
         for section, kind in (("model", "language_model"), ("data", "text")):
             if isinstance(filled.get(section), dict):
+                kind = "folder" if section == "model" and "folder" in filled[section] else kind
                 filled[section] = {"kind": kind, **filled[section]}
-        return filled
+        model = filled.get("model")
+        return _of_folder(filled) if isinstance(model, dict) and model.get("kind") == "folder" else filled
 
     @model_validator(mode="after")
     def _fits(self) -> "TrainingConfig":
@@ -221,17 +246,18 @@ class TrainingConfig(_Config):
 _TEXTS = ("labelled_text", "listops", "needles")
 register_task("language_model", TaskKind("dist_attn.training.chapters:language_task", ("text",)))
 register_model(FolderConfig, "dist_attn.training.folder_task:read_model")
-register_task("folder", TaskKind("dist_attn.training.folder_task:FolderTask", ("text",)))
+register_task("folder", TaskKind("dist_attn.training.folder_task:FolderTask", ("text",), check=_check_folder))
 register_task(
     "text_classifier", TaskKind("dist_attn.training.text_tasks:TextClassificationTask", _TEXTS, ("label_smoothing",))
 )
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
+def read_config(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> TrainingConfig:
     """Read the configuration of a TOML file, with `section.key=value` overrides (values as TOML, or plain words).
 
     A `model.preset` stands for the sizes of that name, where the model's section says no others. `data.tokeniser` and
-    `run.begin_from` may be the name of a shipped model, as `--model` may. Paths are relative to the current folder.
+    `run.begin_from` may be the name of a shipped model. `model`, or else `model.folder`, is a folder or a name as
+    `--model` takes them; a section [model] of another kind gives way to it. Paths are relative to the current folder.
 
     Raises: ConfigError naming the file and the key.
     """
@@ -243,8 +269,13 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for override in overrides:
         _apply(values, override)
-    if isinstance(values.get("model"), dict) and values["model"].get("kind", "language_model") == "language_model":
-        values["model"] = expand_preset(values["model"])
+    section = values.get("model")
+    if model is not None:
+        section = values["model"] = {**(section if _names_folder(section) else {}), "folder": model}
+    if _names_folder(section):
+        section["folder"] = str(resolve_model_folder(section["folder"]))
+    elif isinstance(section, dict) and section.get("kind", "language_model") == "language_model":
+        values["model"] = expand_preset(section)
     _find_shipped(values)
     _take_model(values)
     try:
@@ -259,6 +290,10 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         if key in EXAMPLES and first["type"] == "missing":
             words += f"; for example: {EXAMPLES[key]}"
         raise ConfigError(f"{path}: {key}{': ' if key else ''}{words}") from None
+
+
+def _names_folder(section: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(section, dict) and isinstance(section.get("folder"), str)
 
 
 def _first_error(error: ValidationError) -> Any:

@@ -1,26 +1,41 @@
 """Language modelling with a model of transformers, read from its folder and written as one."""
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from dist_attn.adapters.context_parallel import Recomputation
 from dist_attn.adapters.model import AdaptedModel, load_adapted_model
-from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.checkpoints import replaced_folder, write_manifest
+from dist_attn.errors import ConfigError
+from dist_attn.shipped import origin
+from dist_attn.shipped.downloaded import read_downloaded
+from dist_attn.text import Tokeniser, fitted, load_tokeniser
 from dist_attn.training.config import FolderConfig, TrainingConfig
+from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.language_task import LanguageTask
+from dist_attn.training.mesh import Share
+
+TOKENISER_FILES = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")
 
 
 def read_model(config: FolderConfig) -> AdaptedModel:
     """Load the model of a folder, to be trained.
 
-    Raises: as `load_adapted_model`.
+    Raises: as `load_adapted_model`; ConfigError for a model that draws at random in training, or balances its experts.
     """
     model = load_adapted_model(config.folder)
-    base = model._modules.pop("_base")  # part of `inner`: a weight has one name in checkpoints
-    object.__setattr__(model, "_base", base)
+    for name, value in model.inner.config.get_text_config().to_dict().items():
+        if value and ("dropout" in name or "jitter" in name or name == "output_router_logits"):
+            raise ConfigError(
+                f"{config.folder / 'config.json'}: {name} is {value}, which is not trained here: the loss is the "
+                "cross entropy of the next token, and nothing is drawn; take it out"
+            )
     return model
 
 
@@ -28,18 +43,32 @@ class FolderTask(LanguageTask):
     """A task of the mean cross entropy of the next token for a downloaded model."""
 
     model: AdaptedModel  # type: ignore[assignment]
+    matrices_by_name = False
 
-    def _tokeniser_of(self, config: TrainingConfig) -> Tokeniser:
-        self._folder = cast(FolderConfig, config.model).folder
-        return load_tokeniser(self._data.tokeniser)
+    def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
+        super().__init__(config, share, progress)
+        if config.run.activation_checkpointing:
+            Recomputation(self.model.inner)
+            self.model.inner.activation_checkpointing_enable({"use_reentrant": False})
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        temporary = folder.with_name(f".{folder.name}.writing")
-        shutil.rmtree(temporary, ignore_errors=True)
+        stored = getattr(torch, self._described.dtype)
         own = {name.removeprefix("inner."): tensor for name, tensor in weights.items()}
-        self.model.inner.save_pretrained(temporary, state_dict=own)
-        for file in self._folder.iterdir():
-            if file.is_file() and "safetensors" not in file.name and not (temporary / file.name).exists():
-                shutil.copy(file, temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        # Vectors stay in float32, as those of own models do.
+        own |= {n: t.to(stored) for n, t in own.items() if t.dim() > 1 and t.is_floating_point()}
+        with replaced_folder(folder) as temporary:
+            self.model.inner.save_pretrained(temporary, state_dict=own)
+            written = temporary / "config.json"
+            written.write_text(re.sub(r'("dtype": )"\w+"', rf'\1"{self._described.dtype}"', written.read_text()))
+            tokens = [file for pattern in TOKENISER_FILES for file in self._data.tokeniser.glob(pattern)]
+            for file in (*tokens, self._described.folder / "generation_config.json"):
+                if file.is_file():
+                    shutil.copy(file, temporary)
+            write_manifest(temporary, self.model, {"trained_on": self._trained_on, **facts})
+
+    def _tokeniser_of(self, config: TrainingConfig) -> Tokeniser:
+        folder, tokeniser = cast(FolderConfig, config.model).folder, self._data.tokeniser
+        if origin(folder) == "ours":
+            raise ConfigError(f"{folder} is a model folder of this project; train it on with run.begin_from")
+        self._described = read_downloaded(folder)
+        return fitted(load_tokeniser(tokeniser), tokeniser, self._described.vocab_size)

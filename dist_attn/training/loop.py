@@ -164,7 +164,7 @@ class _Run:
         self.dropout = use_dropout(self.model, config.objective.dropout, config.run.seed)
         self.micro_batches = mesh.together(lambda: mesh.micro_batches(self.task.batch, config.data.micro_batches))
         self.parameters = place(self.model, mesh, sharded=config.run.shard_parameters)
-        self.optimisers = build_optimisers(self.model, config.optimiser)
+        self.optimisers = build_optimisers(self.model, config.optimiser, by_name=self.task.matrices_by_name)
         self.standing = Standing(self.task.criterion, config.run)
         self.step = 0
         # Only now that everything fits: a start that failed leaves the folder free.

@@ -23,8 +23,10 @@ def schedule(step: int, steps: int, config: OptimiserConfig) -> float:
     return config.final_ratio + (1 - config.final_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def build_optimisers(model: nn.Module, config: OptimiserConfig) -> list[torch.optim.Optimizer]:
+def build_optimisers(model: nn.Module, config: OptimiserConfig, *, by_name: bool = True) -> list[torch.optim.Optimizer]:
     """Make one optimiser, or two with Muon. Weight decay reaches matrices only, never norms, gates, sigma or biases.
+
+    Matrices are known by their names, or else by their dimensions, but for decays of recurrences.
 
     Raises: ConfigError for Muon under a torch that does not have it, and for a rate of sigma where none is learned.
     """
@@ -32,9 +34,11 @@ def build_optimisers(model: nn.Module, config: OptimiserConfig) -> list[torch.op
         raise ConfigError(
             f"optimiser.kind is muon, but torch {torch.__version__} does not have it: use torch 2.9 or newer, or adamw"
         )
-    blocks, matrices, sigmas, rest = [], [], [], []
+    blocks, matrices, sigmas, rest = (list[nn.Parameter]() for _ in range(4))
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and name.endswith(BLOCK_MATRICES):
+        if not by_name:
+            (matrices if parameter.dim() > 1 and not name.endswith("A_log") else rest).append(parameter)
+        elif parameter.dim() == 2 and name.endswith(BLOCK_MATRICES):
             blocks.append(parameter)
         elif parameter.dim() == 2 and name.endswith(OTHER_MATRICES):
             matrices.append(parameter)

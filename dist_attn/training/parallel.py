@@ -94,7 +94,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     for name, module in model.named_modules():  # outer ones first
         if isinstance(module, Recomputable) and not any(name.startswith(f"{outer}.") for outer in layers):
             layers[name] = module
-    return list(layers.values())
+    return list(layers.values()) or list(getattr(model, "parts", ()))
 
 
 @final

@@ -48,6 +48,7 @@ class Task(ABC):
     unit = "tokens"  # what the speed of the run is counted in
     sequences_per_row = 1  # that a row of a batch holds, as documents or side by side
     loss_unit = ""  # what the loss is counted in, for the axis of a picture
+    matrices_by_name = True  # that the optimiser treats as such; else by their dimensions
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model = model

@@ -42,7 +42,7 @@ def small_run(place: Path, **run: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(values)
 
 
-def write_toml(config: TrainingConfig, path: Path) -> Path:
+def write_toml(config: TrainingConfig | dict[str, Any], path: Path) -> Path:
     """The configuration as a TOML file; JSON's numbers, strings, lists and booleans are TOML's too."""
 
     def table(name: str, values: dict[str, Any]) -> str:
@@ -51,6 +51,6 @@ def write_toml(config: TrainingConfig, path: Path) -> Path:
         lines = [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in plain.items())]
         return "\n".join(lines) + "\n" + "".join(table(f"{name}.{k}", v) for k, v in inner.items())
 
-    sections = config.model_dump(mode="json", exclude_none=True)
+    sections = config if isinstance(config, dict) else config.model_dump(mode="json", exclude_none=True)
     path.write_text("".join(table(name, values) for name, values in sections.items()))
     return path

@@ -18,7 +18,9 @@ from dist_attn.comm import Communicator
 from dist_attn.errors import CommError
 from dist_attn.training import TrainingConfig, checkpointing, sharded_files, train
 from dist_attn.training.checkpointing import latest_checkpoint
+from dist_attn.training.config import FolderConfig
 from dist_attn.training.language_task import LanguageTask
+from tests.support.downloaded import qwen3_next, save
 from tests.support.programs import running_program
 from tests.support.ranks import run_processes, run_ranks
 from tests.support.source_path import SOURCE_PATH
@@ -28,15 +30,16 @@ Moment = Literal["", "step", "save"]
 DEADLINE_S = 120.0
 
 
-def _config(place: Path, *, sharded: bool, steps: int = 8) -> TrainingConfig:
-    """A mesh of 2 x 2, in bfloat16, with a checkpoint every two steps."""
+def _config(place: Path, *, sharded: bool, steps: int = 8, folder: Path | None = None) -> TrainingConfig:
+    """A mesh of 2 x 2, in bfloat16, with a checkpoint every two steps; of a folder of transformers if one is given."""
     place.mkdir(exist_ok=True)
     config = small_run(place, steps=steps, checkpoint_every=2, evaluate_every=8)
     run = config.run.model_copy(update={"data_ranks": 2, "sequence_ranks": 2, "shard_parameters": sharded})
-    kind = "adamw" if sharded else "muon"
+    kind = "adamw" if sharded or folder is not None else "muon"
     data = config.data.model_copy(update={"batch": 3})
     optimiser = config.optimiser.model_copy(update={"kind": kind})
-    return config.model_copy(update={"run": run, "data": data, "optimiser": optimiser})
+    model = config.model if folder is None else FolderConfig(folder=folder)
+    return config.model_copy(update={"run": run, "data": data, "optimiser": optimiser, "model": model})
 
 
 def _trained(config: TrainingConfig, resume: bool, killed: Moment, comm: Communicator) -> int:
@@ -75,10 +78,19 @@ def _digests(config: TrainingConfig) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sharded", "moment"), [(False, "save"), (True, "step"), (True, "save")])
-def test_a_killed_mesh_ends_like_an_undisturbed_one(tmp_path: Path, sharded: bool, moment: Moment) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sharded", "moment"),
+    [
+        ("own", False, "save"),
+        ("own", True, "step"),
+        ("own", True, "save"),
+        ("folder", False, "step"),
+    ],
+)
+def test_a_killed_mesh_ends_like_an_undisturbed_one(tmp_path: Path, kind: str, sharded: bool, moment: Moment) -> None:
     """2 x 2 processes of which one is killed in a step, or while it saves, end with the same sha256, sharded or not."""
-    whole, killed = (_config(tmp_path / name, sharded=sharded) for name in ("whole", "killed"))
+    folder = save(qwen3_next(257), tmp_path / "downloaded") if kind == "folder" else None
+    whole, killed = (_config(tmp_path / name, sharded=sharded, folder=folder) for name in ("whole", "killed"))
     assert run_ranks("gloo", partial(_trained, whole, False, ""), 4) == [8] * 4
     outcomes = run_processes(partial(_trained, killed, False, moment), 4)
     dead = 2 if moment == "step" else 0

@@ -1,0 +1,194 @@
+"""Folders of transformers that are trained on: gradients, the folder that is written, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+
+from dist_attn.adapters.check import check_tensors
+from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.generation.text import generate_text
+from dist_attn.shipped.downloaded import read_downloaded
+from dist_attn.training import TrainingConfig, train
+from dist_attn.training.checkpointing import latest_checkpoint
+from dist_attn.training.config import read_config
+from dist_attn.training.loop import build_task
+from dist_attn.training.mesh import Mesh, Share
+from dist_attn.training.optim import build_optimisers
+from dist_attn.wire.messages import SamplingSpec
+from tests.support.foreign_models import TYPES
+from tests.support.hugging_face import change_config
+from tests.support.tokenisers import foreign_contents
+from tests.support.training import small_run, write_toml
+
+ROWS, VOCABULARY = 3, 352
+
+
+def downloaded(folder: Path, kind: str, stored: str = "float32") -> Path:
+    """A folder of this type with transformers' first weights, a tokeniser, and code of its own."""
+    config = CONFIG_MAPPING[kind](**TYPES[kind] | {"vocab_size": VOCABULARY})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(foreign_contents())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "modeling_own.py").write_text("raise SystemExit")
+    return folder
+
+
+def run_of(
+    place: Path, kind: str, segment: int = 24, stored: str = "float32", **sections: dict[str, Any]
+) -> TrainingConfig:
+    """A run that trains a folder of this type."""
+    values = small_run(place, dtype="float32").model_dump(mode="json", exclude_none=True)
+    data = {name: value for name, value in values["data"].items() if name not in ("tokeniser", "stateful")}
+    values |= {
+        "model": {"folder": str(downloaded(place / "downloaded", kind, stored))},
+        "optimiser": {"learning_rate": 1e-3},
+    }
+    values["data"] = data | {"batch": ROWS, "segment": segment, "validation_bytes": 100}
+    return TrainingConfig.model_validate({n: section | sections.get(n, {}) for n, section in values.items()})
+
+
+Gradients = dict[str, Tensor]
+
+
+def _step(config: TrainingConfig, shape: tuple[int, int], comm: Communicator) -> tuple[float, Gradients]:
+    """This rank's part of a step's loss, and of its gradients."""
+    with Mesh(comm, *shape) as mesh:
+        task = build_task(config, mesh.share())
+        (rows,) = mesh.micro_batches(ROWS, 1)
+        loss = task.loss(1, rows)
+        loss.backward()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in task.model.named_parameters()}
+        return loss.item(), gradients
+
+
+class InDoubles(TorchFunctionMode):
+    """Lets transformers' modules compute in float64 where they ask for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        return func(*args, **{n: torch.float64 if v is torch.float32 else v for n, v in (kwargs or {}).items()})
+
+
+def of_transformers(config: TrainingConfig) -> tuple[float, Gradients]:
+    """The loss of the step and its gradients by transformers alone, in float64."""
+    folder = config.model.folder  # type: ignore[attr-defined]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").train()
+    model.set_experts_implementation("eager")
+    task = build_task(config, Share())
+    inputs_BT, targets_BT = task._stream(1)  # type: ignore[attr-defined]
+    with InDoubles():
+        logits_BTV = model(inputs_BT, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+    loss.backward()
+    return loss.item(), {f"inner.{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
+@pytest.mark.parametrize(("shape", "segment"), [((1, 1), 24), ((1, 3), 24), ((2, 2), 24), ((1, 3), 2)])
+def test_gradients_are_those_of_transformers(tmp_path: Path, kind: str, shape: tuple[int, int], segment: int) -> None:
+    """Loss and every gradient are transformers' own in float64 to 1e-5, over rows, slices and an empty slice too."""
+    # In float32 transformers' own are up to a thousandth off for decays of delta rules, sums of what nearly cancels.
+    config = run_of(tmp_path, kind, segment, run={"activation_checkpointing": shape == (2, 2)})
+    want, gradients = of_transformers(config)
+    ranks = run_simulated(lambda comm: _step(config, shape, comm), shape[0] * shape[1], timeout_s=60.0)
+    assert sum(loss for loss, _ in ranks) == pytest.approx(want, rel=1e-6)
+    assert gradients.keys() == ranks[0][1].keys()
+    for name, gradient in gradients.items():
+        got = torch.stack([own[name].double() for _, own in ranks]).sum(0)
+        error = float((got - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12))
+        assert error < 1e-5, f"{name} differs by {error}"
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("qwen3_next", "float32"), ("mamba", "bfloat16")])
+def test_the_folder_that_is_written(tmp_path: Path, kind: str, stored: str) -> None:
+    """It opens in transformers and here with the weights that were trained, and its tokeniser; and it writes text."""
+    config = run_of(tmp_path, kind, stored=stored, run={"export": "best"})
+    train(config)
+    folder, newest = config.run.folder / "model", latest_checkpoint(config.run.folder / "checkpoints")
+    assert newest is not None
+    trained, tokens_BL = load_file(newest / "model.safetensors"), torch.arange(40)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert len(trained) == len(list(theirs.parameters()))  # weights that are tied are kept once
+    for name, weight in theirs.named_parameters():
+        kept = trained[f"inner.{name}"]
+        assert torch.equal(weight, kept.to(getattr(torch, stored)).float() if kept.dim() > 1 else kept)
+    ours, tokeniser = load_model_and_tokeniser(folder)
+    with torch.no_grad():
+        difference = ours.logits(tokens_BL) - theirs.eval()(tokens_BL, use_cache=False).logits
+    assert difference.abs().max() < 1e-4
+    assert check_tensors(read_downloaded(folder)).parameters == theirs.num_parameters()
+    assert read_downloaded(folder).dtype == stored
+    assert tokeniser.encode(b"Call me").tolist() == AutoTokenizer.from_pretrained(folder).encode("Call me")
+    assert generate_text(str(folder), b"Call me", SamplingSpec(max_tokens=3))["tokens"] == 3
+    assert (folder / "chat_template.jinja").is_file()
+    assert not (folder / "modeling_own.py").exists()
+    assert json.loads((folder / "manifest.json").read_text())["trained_on"].keys() == {"prose.txt"}
+
+
+def test_decay_is_of_matrices(tmp_path: Path) -> None:
+    """Weights of two dimensions and more decay, but for those that are decays themselves."""
+    task = build_task(run_of(tmp_path, "mamba"), Share())
+    (optimiser,) = build_optimisers(task.model, task._config.optimiser, by_name=task.matrices_by_name)
+    names = {parameter: name for name, parameter in task.model.named_parameters()}
+    decayed, kept = ({names[p] for p in group["params"]} for group in optimiser.param_groups)
+    assert {name for name in decayed if ".layers.0." in name} == {
+        f"inner.backbone.layers.0.mixer.{part}.weight"
+        for part in ("conv1d", "in_proj", "x_proj", "dt_proj", "out_proj")
+    }
+    assert "inner.backbone.layers.0.mixer.A_log" in kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"folder": "gpt2"}}, "model_type 'gpt2'.*dist-attn convert"),
+        ({"model": {"folder": "t5"}}, "model_type 't5'.*takes the types qwen3_next"),
+        ({"model": {"folder": "writer-12m"}}, "of this project; train it on with run.begin_from"),
+        ({"model": {"folder": "nowhere"}}, "no model at 'nowhere'"),
+        ({"run": {"begin_from": "x"}}, "run.begin_from is for models of this project"),
+        ({"objective": {"dropout": 0.1}}, "objective.dropout is for models of this project"),
+        ({"optimiser": {"kind": "muon"}}, "optimiser.kind muon is for models of this project.*take adamw"),
+        ({"contrast": {}}, r"a \[contrast\] section has no meaning for a folder"),
+        (
+            {"config.json": {"attention_dropout": 0.1}},
+            r"config.json: attention_dropout is 0\.1, which is not trained here",
+        ),
+        ({"config.json": {"output_router_logits": True}}, "output_router_logits is True, which is not trained here"),
+        ({"config.json": {"vocab_size": 100}}, "tokens"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, Any]], words: str
+) -> None:
+    """A type without an adapter is refused by its name, and so are options that would come out otherwise."""
+    values = run_of(tmp_path, "qwen3_next").model_dump(mode="json", exclude_none=True)
+    change_config(tmp_path / "downloaded", **changes.pop("config.json", {}))
+    for kind in ("gpt2", "t5"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    monkeypatch.chdir(tmp_path)
+    toml = write_toml(values | {n: values.get(n, {}) | section for n, section in changes.items()}, tmp_path / "a.toml")
+    with pytest.raises((ConfigError, ModelFolderError), match=words):
+        train(read_config(toml))
+
+
+def test_a_folder_in_the_place_of_another_model(tmp_path: Path) -> None:
+    """`--model` stands for a [model] section of any kind; the folder's tokens and small steps go without saying."""
+    folder = downloaded(tmp_path / "downloaded", "llama")
+    values = small_run(tmp_path).model_dump(mode="json", exclude_none=True, exclude={"optimiser": True})
+    del values["data"]["tokeniser"], values["data"]["stateful"]
+    config = read_config(write_toml(values, tmp_path / "a.toml"), (), str(folder))
+    assert config.model.model_dump(mode="json") == {"kind": "folder", "folder": str(folder)}
+    assert (config.data.tokenisers()[0], config.optimiser.learning_rate) == (folder, 1e-5)
