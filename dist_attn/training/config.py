@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -164,11 +164,23 @@ EXECUTION = frozenset(
 )
 
 
+class LoraConfig(_Config):
+    """Low-rank adapters of peft, which are trained in the place of the linear layers that they lie beside."""
+
+    rank: int = Field(default=16, ge=1)
+    # The sum of a layer's output and `alpha` / `rank` times its adapter's is what goes on.
+    alpha: int = Field(default=32, ge=1)
+    # The layers, by the ends of their names; "all-linear": all but the read-out.
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+
+
 class FolderConfig(ModelConfig):
     """A model of transformers, in the folder that it was downloaded to."""
 
     kind: Literal["folder"] = "folder"
     folder: Path
+    # With this section adapters are trained, and the folder's weights stay as they are.
+    lora: LoraConfig | None = None
 
 
 def _of_folder(values: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +188,7 @@ def _of_folder(values: dict[str, Any]) -> dict[str, Any]:
     filled = {"optimiser": {}} | values
     for section, own in (
         ("data", {"tokeniser": values["model"].get("folder"), "stateful": False}),
-        ("optimiser", {"learning_rate": 1e-5}),
+        ("optimiser", {"learning_rate": 1e-4 if values["model"].get("lora") else 1e-5}),
     ):
         if isinstance(filled.get(section), dict) and filled[section].get("kind") in (None, "text", "adamw"):
             filled[section] = own | filled[section]
@@ -192,6 +204,8 @@ def _check_folder(config: "TrainingConfig") -> None:
     ):
         if given:
             raise ValueError(f"{key} is for models of this project, and model.folder is of transformers: {instead}")
+    if config.run.shard_parameters and cast(FolderConfig, config.model).lora is not None:
+        raise ValueError("run.shard_parameters does not go with model.lora, whose adapters are small: leave one out")
 
 
 class TrainingConfig(_Config):

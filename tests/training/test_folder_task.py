@@ -1,6 +1,7 @@
 """Folders of transformers that are trained on: gradients, the folder that is written, and what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dist_attn.training.optim import build_optimisers
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.foreign_models import TYPES
 from tests.support.hugging_face import change_config
+from tests.support.ranks import run_ranks
 from tests.support.tokenisers import foreign_contents
 from tests.support.training import small_run, write_toml
 
@@ -137,6 +139,54 @@ def test_the_folder_that_is_written(tmp_path: Path, kind: str, stored: str) -> N
     assert json.loads((folder / "manifest.json").read_text())["trained_on"].keys() == {"prose.txt"}
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The following:RuntimeWarning")
+def test_adapters(tmp_path: Path, kind: str) -> None:
+    """Adapters are kept by themselves, by peft's files beside a merged folder, and a run goes on with the same bits."""
+    peft = pytest.importorskip("peft", reason="pip install -e '.[lora]'")
+    recomputed = {"activation_checkpointing": True}
+    config = run_of(tmp_path, kind, model={"lora": {"rank": 4}}, run=recomputed)
+    last, tokens_BL = train(config), torch.arange(40)[None]
+    merged = AutoModelForCausalLM.from_pretrained(config.run.folder / "model")
+    base = AutoModelForCausalLM.from_pretrained(config.model.folder)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        before = base(tokens_BL, use_cache=False).logits
+        with_adapters = peft.PeftModel.from_pretrained(base, config.run.folder / "adapter").eval()
+        logits, own = (model(tokens_BL, use_cache=False).logits for model in (merged, with_adapters))
+    assert (logits - own).abs().max() < 1e-5 < 1e-4 < (logits - before).abs().max()
+    newest = latest_checkpoint(config.run.folder / "checkpoints")
+    assert newest is not None
+    kept = load_file(newest / "model.safetensors")
+    assert all("lora_" in name for name in kept)
+    again = config.model_copy(update={"run": config.run.model_copy(update={"folder": tmp_path / "again"})})
+    assert train(again, stop=lambda: True)["stopped"]
+    train(again, resume=True)
+    for name, tensor in load_file(tmp_path / "again" / "checkpoints" / newest.name / "model.safetensors").items():
+        assert torch.equal(tensor, kept[name])
+    ranks = config.run.model_copy(update={"folder": tmp_path / "ranks", "sequence_ranks": 2})
+    over = config.model_copy(update={"run": ranks})
+    assert run_simulated(lambda comm: train(over, comm=comm), 2, timeout_s=60.0)[0] == pytest.approx(last, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
+def test_sharded_parameters(tmp_path: Path, kind: str) -> None:
+    """Two processes that each keep a share of the parameters train what one process does."""
+    config = run_of(tmp_path, kind)
+    train(config)
+    run = config.run.model_copy(update={"folder": tmp_path / "sharded", "shard_parameters": True, "sequence_ranks": 2})
+    sharded = config.model_copy(update={"run": run})
+    run_ranks("gloo", partial(_trained, sharded), 2)
+    want, got = (load_file(each.run.folder / "model" / "model.safetensors") for each in (config, sharded))
+    assert want.keys() == got.keys()
+    for name, weight in want.items():
+        assert (got[name] - weight).abs().max() < 1e-5, name
+
+
+def _trained(config: TrainingConfig, comm: Communicator) -> None:
+    train(config, comm=comm)
+
+
 def test_decay_is_of_matrices(tmp_path: Path) -> None:
     """Weights of two dimensions and more decay, but for those that are decays themselves."""
     task = build_task(run_of(tmp_path, "mamba"), Share())
@@ -160,6 +210,11 @@ def test_decay_is_of_matrices(tmp_path: Path) -> None:
         ({"run": {"begin_from": "x"}}, "run.begin_from is for models of this project"),
         ({"objective": {"dropout": 0.1}}, "objective.dropout is for models of this project"),
         ({"optimiser": {"kind": "muon"}}, "optimiser.kind muon is for models of this project.*take adamw"),
+        ({"model": {"lora": {"targets": ["nothing"]}}}, "model.lora.targets: .*nothing"),
+        (
+            {"model": {"lora": {}}, "run": {"shard_parameters": True}},
+            "run.shard_parameters does not go with model.lora",
+        ),
         ({"contrast": {}}, r"a \[contrast\] section has no meaning for a folder"),
         (
             {"config.json": {"attention_dropout": 0.1}},
@@ -190,5 +245,5 @@ def test_a_folder_in_the_place_of_another_model(tmp_path: Path) -> None:
     values = small_run(tmp_path).model_dump(mode="json", exclude_none=True, exclude={"optimiser": True})
     del values["data"]["tokeniser"], values["data"]["stateful"]
     config = read_config(write_toml(values, tmp_path / "a.toml"), (), str(folder))
-    assert config.model.model_dump(mode="json") == {"kind": "folder", "folder": str(folder)}
+    assert config.model.model_dump(mode="json") == {"kind": "folder", "folder": str(folder), "lora": None}
     assert (config.data.tokenisers()[0], config.optimiser.learning_rate) == (folder, 1e-5)
