@@ -38,7 +38,9 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/adding-an-operation.md": (Elsewhere("tests/sharded/test_adding_an_operation.py"),),
     "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
     "docs/how-to/train-your-model.md": (
-        *[Elsewhere("tests/adapters/test_context_parallel_processes.py")] * 2,
+        Elsewhere("tests/adapters/test_context_parallel_processes.py"),
+        *[Elsewhere("tests/training/test_folder_task.py")] * 2,
+        Elsewhere("tests/adapters/test_context_parallel_processes.py"),
         Elsewhere("tests/adapters/test_trainer.py"),
     ),
     "docs/how-to/client.md": (
