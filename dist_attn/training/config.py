@@ -188,7 +188,7 @@ def _of_folder(values: dict[str, Any]) -> dict[str, Any]:
     filled = {"optimiser": {}} | values
     for section, own in (
         ("data", {"tokeniser": values["model"].get("folder"), "stateful": False}),
-        ("optimiser", {"learning_rate": 1e-4 if values["model"].get("lora") else 1e-5}),
+        ("optimiser", {"learning_rate": 1e-5 if values["model"].get("lora") is None else 1e-4}),
     ):
         if isinstance(filled.get(section), dict) and filled[section].get("kind") in (None, "text", "adamw"):
             filled[section] = own | filled[section]

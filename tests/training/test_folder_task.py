@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from dist_attn.adapters.check import check_tensors
 from dist_attn.checkpoints import load_model_and_tokeniser
@@ -19,13 +19,14 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.generation.text import generate_text
 from dist_attn.shipped.downloaded import read_downloaded
 from dist_attn.training import TrainingConfig, train
+from dist_attn.training.averaging import average_folders
 from dist_attn.training.checkpointing import latest_checkpoint
 from dist_attn.training.config import read_config
 from dist_attn.training.loop import build_task
 from dist_attn.training.mesh import Mesh, Share
 from dist_attn.training.optim import build_optimisers
 from dist_attn.wire.messages import SamplingSpec
-from tests.support.foreign_models import TYPES
+from tests.support.foreign_models import TYPES, auto_class
 from tests.support.hugging_face import change_config
 from tests.support.ranks import run_ranks
 from tests.support.tokenisers import foreign_contents
@@ -36,9 +37,11 @@ ROWS, VOCABULARY = 3, 352
 
 def downloaded(folder: Path, kind: str, stored: str = "float32") -> Path:
     """A folder of this type with transformers' first weights, a tokeniser, and code of its own."""
-    config = CONFIG_MAPPING[kind](**TYPES[kind] | {"vocab_size": VOCABULARY})
+    sizes = TYPES[kind] | {"vocab_size": VOCABULARY}
+    text = {"text_config": sizes["text_config"] | {"vocab_size": VOCABULARY}} if "text_config" in sizes else {}
+    config = CONFIG_MAPPING[kind](**sizes | text)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored)).save_pretrained(folder)
+    auto_class(config).from_config(config, dtype=getattr(torch, stored)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(foreign_contents())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -113,29 +116,37 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, kind: str, shape: t
         assert error < 1e-5, f"{name} differs by {error}"
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("qwen3_next", "float32"), ("mamba", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [("qwen3_next", "float32"), ("mamba", "bfloat16"), ("qwen3_5", "float32"), ("gemma3", "float32")],
+)
 def test_the_folder_that_is_written(tmp_path: Path, kind: str, stored: str) -> None:
     """It opens in transformers and here with the weights that were trained, and its tokeniser; and it writes text."""
     config = run_of(tmp_path, kind, stored=stored, run={"export": "best"})
-    train(config)
+    assert train(config, stop=lambda: True)["stopped"]
+    train(config, resume=True)  # also with weights that no text trains, as those of gemma3 that see
     folder, newest = config.run.folder / "model", latest_checkpoint(config.run.folder / "checkpoints")
     assert newest is not None
     trained, tokens_BL = load_file(newest / "model.safetensors"), torch.arange(40)[None]
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    written = auto_class(AutoConfig.from_pretrained(folder))
+    theirs = written.from_pretrained(folder, dtype=torch.float32)
     assert len(trained) == len(list(theirs.parameters()))  # weights that are tied are kept once
     for name, weight in theirs.named_parameters():
         kept = trained[f"inner.{name}"]
         assert torch.equal(weight, kept.to(getattr(torch, stored)).float() if kept.dim() > 1 else kept)
-    ours, tokeniser = load_model_and_tokeniser(folder)
+    ours, _ = load_model_and_tokeniser(folder)
     with torch.no_grad():
         difference = ours.logits(tokens_BL) - theirs.eval()(tokens_BL, use_cache=False).logits
     assert difference.abs().max() < 1e-4
     assert check_tensors(read_downloaded(folder)).parameters == theirs.num_parameters()
     assert read_downloaded(folder).dtype == stored
-    assert tokeniser.encode(b"Call me").tolist() == AutoTokenizer.from_pretrained(folder).encode("Call me")
+    source = tmp_path / "downloaded"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
     assert generate_text(str(folder), b"Call me", SamplingSpec(max_tokens=3))["tokens"] == 3
-    assert (folder / "chat_template.jinja").is_file()
     assert not (folder / "modeling_own.py").exists()
+    with pytest.raises(ConfigError, match="only those of own models are averaged"):
+        average_folders([newest], tmp_path / "average")
     assert json.loads((folder / "manifest.json").read_text())["trained_on"].keys() == {"prose.txt"}
 
 
