@@ -40,12 +40,12 @@ _around_compiled: Callable[[Function], Function] = torch.compiler.disable(recurs
 _never_compiled: Callable[[Function], Function] = torch.compiler.disable(reason="ranks exchange")
 
 
-@dataclass(frozen=True)
 class SequenceSlice:
     """The part of a batch that this rank has: how the sequence is cut, and how many labels all ranks have."""
 
-    layout: SequenceLayout
-    labels: torch.Tensor | float | None = None
+    # No dataclass: FSDP2 makes those that a model is called with anew, with their tensors in another precision.
+    def __init__(self, layout: SequenceLayout, labels: torch.Tensor | float | None) -> None:
+        self.layout, self.labels = layout, labels
 
 
 def context_parallel(
@@ -165,7 +165,8 @@ class ContextParallel:
         with running(one):
             out = self._compute(**arguments | {"use_cache": False, "return_dict": True})
         self._carried.take(one, part.layout.total)
-        out.logits = out.logits[:, : one.length]
+        if not one.length:
+            out.logits = out.logits[:, :0].clone()  # FSDP2 warns of views, which lose its hooks when changed in place
         if labels_BL is not None:
             out.loss = self._loss(out, labels_BL[:, : one.length], part.labels)
         return out

@@ -1,20 +1,33 @@
 """Training over real processes: wrappers that average gradients, and meshes of rows and slices."""
 
-from functools import partial
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_attn import context_parallel
 from dist_attn.comm import Communicator
-from tests.adapters.test_context_parallel import Gradients, assert_same, gradients, ids, made
+from tests.adapters.test_context_parallel import (
+    Gradients,
+    Prepare,
+    assert_same,
+    flat,
+    gradients,
+    ids,
+    in_bfloat16,
+    made,
+)
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.slow
@@ -23,12 +36,28 @@ SHORT: dict[str, dict[str, Any]] = {  # to compile in seconds
     "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2},
     "mamba2": {"num_hidden_layers": 1},
 }
-LAYERS = ("DecoderLayer", "Mamba2Block")
+ON_A_MESH = (*KINDS, "zamba2")  # whose layers share weights
+WRAPPERS, MIXED = ("FSDP2", "DDP"), "FSDP2 in bfloat16"
+MOST = 0.1  # as the norm of all gradients once they are clipped
 
 
-def alone(kind: str, rows: int = 1, **options: Any) -> tuple[float, Gradients]:
+class Step(NamedTuple):
+    """The mean loss of the rows with gradients, and the norm of these with what is left of them once clipped."""
+
+    whole: tuple[float, Gradients]
+    clipped: tuple[float, Gradients]
+
+
+def layers(model: Any) -> list[nn.Module]:
+    """The layers of the decoder."""
+    parts = (part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
+    return [layer for part in parts for layer in part]
+
+
+def alone(kind: str, rows: int = 1, prepare: Prepare = lambda _: None, **options: Any) -> tuple[float, Gradients]:
     """The mean loss of the rows, each by itself, and its gradients."""
     model = made(kind, **options)
+    prepare(model)
     losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss for row in ids(rows)]
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -44,49 +73,73 @@ def run(fn: Any, size: int) -> list[Any]:
     return outcomes
 
 
-def in_parallel(comm: Communicator, kind: str) -> tuple[float, Gradients]:
-    """A step through DistributedDataParallel over the same two ranks that share the sequence."""
-    model = made(kind)
-    parallel = context_parallel(model, dist.group.WORLD, reduction="mean")
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    loss = wrapped(**parallel.shard({"input_ids": ids(), "labels": ids()})).loss
-    loss.backward()
-    return loss.item(), gradients(model)
+def averaged(model: Any, wrapper: str, mesh: DeviceMesh) -> Any:
+    """The model in a wrapper that averages gradients over all ranks of the mesh."""
+    if wrapper == "DDP":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if wrapper == MIXED else MixedPrecisionPolicy()
+    for module in (*layers(model), model):
+        fully_shard(module, mesh=mesh._flatten(), mp_policy=policy)
+    return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_distributed_data_parallel(kind: str) -> None:
-    """Where a wrapper averages gradients over the ranks, every rank has those of one process."""
-    for got in run(partial(in_parallel, kind=kind), 2):
-        assert_same(got, alone(kind))
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of which ranks may hold a part each."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
-def on_a_mesh(comm: Communicator, kind: str) -> tuple[float, Gradients]:
-    """A step of FSDP2 over 2 x 2 ranks: rows over the first dimension, slices of each over the second."""
+def on_a_mesh(comm: Communicator, kinds: Sequence[str]) -> dict[tuple[str, str], Step]:
+    """A step of each type in each wrapper over 2 x 2 ranks: rows over one dimension, slices of each over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "slices"))
-    model = made(kind)
-    parallel = context_parallel(model, mesh["slices"], reduction="mean")
-    layers = [m for m in model.modules() if type(m).__name__.endswith(LAYERS)]
-    assert layers
-    for module in (*layers, model):
-        fully_shard(module, mesh=mesh["rows", "slices"]._flatten())
-    row = ids(2)[mesh["rows"].get_local_rank()][None]
-    loss = model(**parallel.shard({"input_ids": row, "labels": row}, lengths=(45, 16))).loss
-    loss.backward()
-    found = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is None or isinstance(parameter.grad, DTensor)
-        found[name] = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.full_tensor()
-    losses = [torch.zeros(()) for _ in range(4)]
-    dist.all_gather(losses, loss.detach())
-    return torch.stack(losses).mean().item(), found
+    row, steps = ids(2)[mesh["rows"].get_local_rank()][None], {}
+    for kind, wrapper in product(kinds, (*WRAPPERS, MIXED)):
+        model = made(kind)
+        parallel = context_parallel(model, mesh["slices"], reduction="mean")
+        wrapped = averaged(model, wrapper, mesh["rows", "slices"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*returned a view tensor")
+            loss = wrapped(**parallel.shard({"input_ids": row, "labels": row}, lengths=(61, 0))).loss
+        loss.backward()
+        found = {name: whole(grad) for name, grad in gradients(model).items()}
+        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), MOST)).item()
+        clipped = {name: whole(grad) for name, grad in gradients(model).items()}
+        mean = comm.all_reduce_sum(loss.detach()).item() / comm.size
+        steps[kind, wrapper] = Step((mean, found), (norm, clipped))
+    return steps
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_sharded_over_a_mesh(kind: str) -> None:
-    """FSDP2 over rows and slices gives the loss and gradients of one process on all rows."""
-    for got in run(partial(on_a_mesh, kind=kind), 4):
-        assert_same(got, alone(kind, rows=2))
+@cache
+def over_a_mesh(*kinds: str) -> list[dict[tuple[str, str], Step]]:
+    """What every rank has after a step of each of these types in each wrapper."""
+    return run(partial(on_a_mesh, kinds=kinds), 4)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ON_A_MESH)
+def test_wrappers_over_a_mesh(kind: str, wrapper: str) -> None:
+    """Wrappers that average over rows and slices give the loss and gradients of one process on all rows."""
+    for rank in over_a_mesh(*ON_A_MESH):
+        assert_same(rank[kind, wrapper].whole, alone(kind, rows=2))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ON_A_MESH)
+def test_gradients_are_clipped_over_a_mesh(kind: str, wrapper: str) -> None:
+    """Gradients are clipped by the norm that they have in one process, on all ranks."""
+    _, want = alone(kind, rows=2)
+    norm = nn.utils.get_total_norm(want.values()).item()
+    assert norm > 2 * MOST
+    for rank in over_a_mesh(*ON_A_MESH):
+        assert_same(rank[kind, wrapper].clipped, (norm, {name: grad * MOST / norm for name, grad in want.items()}))
+
+
+@pytest.mark.parametrize("kind", ON_A_MESH)
+def test_mixed_precision_over_a_mesh(kind: str) -> None:
+    """Where FSDP2 computes in bfloat16, gradients are about as far from float32 as those of one process."""
+    exact, theirs = flat([alone(kind, rows=2)]), flat([alone(kind, rows=2, prepare=in_bfloat16)])
+    for rank in over_a_mesh(*ON_A_MESH):
+        ours = flat([rank[kind, MIXED].whole])
+        assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
 def summed(comm: Communicator, kind: str) -> tuple[float, Gradients]:
@@ -111,7 +164,7 @@ def compiled(comm: Communicator, kind: str, way: str) -> tuple[float, Gradients]
     model = made(kind, **SHORT[kind])
     called, parallel = model, context_parallel(model, dist.group.WORLD)
     if way == "layers":
-        for layer in (m for m in model.modules() if type(m).__name__.endswith(LAYERS)):
+        for layer in layers(model):
             layer.compile(backend="aot_eager")
     else:
         called = torch.compile(model, backend="aot_eager")
