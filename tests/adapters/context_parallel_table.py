@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import torch
+
 from tests.adapters.test_context_parallel import (
     TOTAL,
     alone,
@@ -10,12 +12,16 @@ from tests.adapters.test_context_parallel import (
     errors,
     ids,
     in_segments,
+    of_rounding,
     of_the_middle_document,
     one_by_one,
     over_ranks,
     packed,
     unsegmented,
 )
+from tests.adapters.test_context_parallel_processes import WRAPPERS, over_a_mesh
+from tests.adapters.test_context_parallel_processes import alone as alone_by_rows
+from tests.support import ranks
 from tests.support.foreign_models import TYPES
 
 __all__ = ["PAGE", "listed"]
@@ -27,12 +33,19 @@ HEAD = """\
 <!-- Written by `python -m tests.adapters.context_parallel_table`; a test compares its list of types with the code. -->
 
 The largest difference of any parameter's gradient from one process of transformers, relative to that gradient's largest
-number plus 1e-4, in float32 on CPUs: small random models, one text of 61 tokens. Columns are over three
-ranks of 17, 0 and 44 tokens but the first, and the last: two ranks and a text in two segments, with gradients through
-the state between them.
+number plus 1e-4, in float32 on CPUs: small random models, one text of 61 tokens. Columns are over three ranks of 17, 0
+and 44 tokens but the first, that of a state (two ranks and a text in two segments, with gradients through the state
+between them) and those of wrappers (2 x 2 processes: two texts, each over ranks of 61 and 0 tokens). None may exceed
+1e-4; the largest are those of decays in delta rules, sums over all tokens that nearly cancel. The gradient with respect
+to tokens of other documents is 0 in bfloat16 too.
 
-|type|one rank|17, 0 and 44 tokens|documents packed|gradient of other documents|computed again|from a state|
-|---|---|---|---|---|---|---|
+In bfloat16, weights and activations, the norm of the difference of all gradients of three models is given, relative to
+theirs: from transformers in bfloat16; from transformers in float32; and that of transformers in bfloat16 from itself in
+float32. Sums and states along the sequence stay in float32.
+
+|type|one rank|17, 0 and 44 tokens|documents packed|gradient of other documents|computed again|from a state|FSDP2|DDP|\
+bfloat16|from float32|theirs from float32|
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -49,12 +62,16 @@ def _row(kind: str) -> str:
         (over_ranks(kind, [packed()]), one_by_one(kind)),
         (over_ranks(kind, text, computed_again), alone(kind)),
         (in_segments(kind, detach=False), unsegmented(kind)),
+        *((over_a_mesh(*TYPES)[0][kind, wrapper].whole, alone_by_rows(kind, rows=2)) for wrapper in WRAPPERS),
     ]
     cells = [f"{max(errors(got, want).values()):.0e}" for (_, got), (_, want) in pairs]
-    leak = of_the_middle_document(kind)[1].max().item()
+    cells += [f"{distance:.1e}" for distance in of_rounding(kind)]
+    leak = max(of_the_middle_document(kind, dtype)[1].max().item() for dtype in (torch.float32, torch.bfloat16))
     cells.insert(3, "0" if leak == 0 else f"**{leak:.0e}**")
     return f"|`{kind}`|{'|'.join(cells)}|\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(HEAD + "".join(map(_row, TYPES)))
+    ranks.PROCESS_DEADLINE_S = 1800.0  # of one group of processes, for all types
+    _, mark, others = PAGE.read_text().partition("\n## ")  # sections of other numbers
+    PAGE.write_text(HEAD + "".join(map(_row, TYPES)) + mark + others)
