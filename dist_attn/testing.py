@@ -12,27 +12,33 @@ implementations go wrong, against the same function on one rank, and names what 
     state       a state before the first token is left out, or the state after the last one is not that of one rank
     gradient    gradients of inputs, parameters or of the state before, added up over ranks, are not those of one rank
     hang        ranks did not make the same exchanges
+    error       a rank raised an error of its own, as where a cut is refused
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.errors import CommError, DistAttnError
+from dist_attn.errors import CommError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers.contract import check_mixer
 
-__all__ = ["Forward", "Subject", "check_context_parallel", "check_mixer", "context_parallel_faults"]
+__all__ = ["Forward", "Run", "Subject", "check_context_parallel", "check_mixer", "context_parallel_faults"]
 
 Forward = Callable[
     [Communicator, SequenceLayout, Tensor, Tensor | None, Sequence[Tensor]], tuple[Tensor, Tensor | None]
 ]
 """This rank's outputs [B, L local, D'] and the state after the last global token, from its slice [B, L local, D], the
 state before the first one, which is None where nothing came before, and the parameters."""
+Run = Callable[[Callable[[Communicator], Any], int], list[Any]]
+"""What a function gives on each of so many ranks; where these are processes, what it calls is pickled."""
+THREADS: Run = partial(run_simulated, timeout_s=20.0)
 # Outputs and states of the ranks; for each loss the gradients of x, the parameters and the state before, added up.
 Found = tuple[list[Tensor], list[Tensor | None], list[list[Tensor]]]
 
@@ -43,13 +49,15 @@ CUTS = {
 }
 STARTS = ((0, 20, 33), (7, 29, 30, 60))  # at cuts and off them; tokens before the first one go on from the state
 DOCUMENT_CUTS = ((20, 9, 32), (20, 0, 41), (58, 1, 1, 1))
+EVEN_CUTS = ((30, 30), (20, 20, 20), (15, 15, 15, 15))
 
 
 @dataclass(frozen=True)
 class Subject:
     """A subject of checks: the function, its input [B, 61, D] in float64, and parameters and a state with gradients.
 
-    Without `state` nothing is asked about states. `packs`: it takes packed documents, which the layout tells.
+    Without `state` nothing is asked about states. `packs`: it takes packed documents, which the layout tells. Without
+    `uneven` the first 60 tokens are cut into equal slices alone. `run` starts the ranks, by default as threads.
     """
 
     forward: Forward
@@ -57,7 +65,17 @@ class Subject:
     parameters: Sequence[Tensor] = ()
     state: Tensor | None = None
     packs: bool = True
+    uneven: bool = True
     tolerance: float = 1e-9
+    run: Run = THREADS
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why ranks gave nothing, by the name of the fault."""
+
+    name: str
+    words: str
 
 
 def check_context_parallel(subject: Subject) -> None:
@@ -70,6 +88,8 @@ def check_context_parallel(subject: Subject) -> None:
 def context_parallel_faults(subject: Subject) -> dict[str, str]:
     """Each fault by its name, with the first case in which it showed; empty where there is none."""
     faults: dict[str, str] = {}
+    if not subject.uneven:
+        subject = replace(subject, x_BLD=subject.x_BLD[:, :60])
     for name, words in (*_of_one_text(subject), *(_of_documents(subject) if subject.packs else ())):
         faults.setdefault(name, words)
     return faults
@@ -79,13 +99,13 @@ def _of_one_text(subject: Subject) -> Iterator[tuple[str, str]]:
     total = subject.x_BLD.shape[1]
     for before in (None, subject.state) if subject.state is not None else (None,):
         want = _run(subject, SequenceLayout((0, total)), before)
-        assert not isinstance(want, str), want
-        for name, cuts in CUTS.items():
+        assert not isinstance(want, _Failure), want.words
+        for name, cuts in CUTS.items() if subject.uneven else (("cut", EVEN_CUTS),):
             for lengths in cuts:
                 where = f"slices of {lengths} tokens{' from a state' * (before is not None)}"
                 got = _run(subject, SequenceLayout.from_lengths(lengths), before)
-                if isinstance(got, str):
-                    yield "hang", f"{where}: {got}"
+                if isinstance(got, _Failure):
+                    yield got.name, f"{where}: {got.words}"
                     continue
                 yield from _differences(subject, name, where, got, want, before is not None)
 
@@ -101,6 +121,7 @@ def _differences(
         turned = torch.cat(got[0][::-1], dim=1)
         named = "order" if _near(turned, want_BLD, subject.tolerance) else "state" if from_state else name
         yield named, f"{where}: outputs are off by {float((out_BLD - want_BLD).abs().max()):.1e}"
+        return  # states and gradients are others then
     for rank, state in enumerate(got[1]):
         wanted = want[1][0]
         kept = wanted is None or (state is not None and _near(state, wanted, subject.tolerance))
@@ -114,16 +135,17 @@ def _differences(
 
 def _of_documents(subject: Subject) -> Iterator[tuple[str, str]]:
     total = subject.x_BLD.shape[1]
-    for starts in STARTS:
+    for every_start in STARTS:
+        starts = [start for start in every_start if start < total]
         edges = [*([] if starts[0] == 0 else [0]), *starts, total]
         parts = [_run(subject, SequenceLayout((0, b - a)), None, tokens=slice(a, b)) for a, b in pairwise(edges)]
-        want_BLD = torch.cat([part[0][0] for part in parts if not isinstance(part, str)], dim=1)
-        for lengths in DOCUMENT_CUTS:
+        want_BLD = torch.cat([part[0][0] for part in parts if not isinstance(part, _Failure)], dim=1)
+        for lengths in DOCUMENT_CUTS if subject.uneven else EVEN_CUTS:
             where = f"documents at {starts} in slices of {lengths} tokens"
             layout = SequenceLayout.from_lengths(lengths, starts)
             got = _run(subject, layout, None, losses=[slice(*edge) for edge in pairwise(edges)])
-            if isinstance(got, str):
-                yield "hang", f"{where}: {got}"
+            if isinstance(got, _Failure):
+                yield got.name, f"{where}: {got.words}"
                 continue
             out_BLD = torch.cat(got[0], dim=1)
             for document, (start, stop) in enumerate(pairwise(edges)):
@@ -143,40 +165,47 @@ def _run(
     *,
     tokens: slice = slice(None),
     losses: Sequence[slice] = (),
-) -> Found | str:
-    """Outputs, states and gradients over ranks; in words why there are none.
+) -> Found | _Failure:
+    """Outputs, states and gradients over ranks.
 
     Gradients are those of all outputs and the state after, or of the outputs of each of these tokens.
     """
     x_BLD = subject.x_BLD[:, tokens].detach()
-
-    def on_rank(comm: Communicator) -> tuple[Tensor, Tensor | None, list[list[Tensor]]]:
-        start, stop = layout.range(comm.rank)
-        mine, *parameters = (t.detach().clone().requires_grad_() for t in (x_BLD, *subject.parameters))
-        state = None if before is None else before.detach().clone().requires_grad_()
-        leaves = [mine, *parameters] if state is None else [mine, *parameters, state]
-        out_BLD, after = subject.forward(comm, layout, mine[:, start:stop], state, parameters)
-        measured = out_BLD.sin() + out_BLD.square()
-        parts = [measured[:, max(at.start - start, 0) : max(at.stop - start, 0)].sum() for at in losses]
-        if not parts:
-            parts = [measured.sum() if after is None else measured.sum() + after.square().sum() / comm.size]
-        grads = [
-            list(torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True))
-            for loss in parts
-        ]
-        return out_BLD.detach(), None if after is None else after.detach(), grads
-
     try:
-        ranks = run_simulated(on_rank, layout.size, timeout_s=20.0)
+        ranks = subject.run(partial(_on_rank, subject, layout, x_BLD, before, losses), layout.size)
     except CommError as error:
-        return str(error).partition("\n")[0]
-    except (DistAttnError, RuntimeError, ValueError, IndexError) as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return _Failure("hang", str(error).partition("\n")[0])
+    except Exception as error:
+        return _Failure("error", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     gradients = [
         [torch.stack(parts).sum(0) for parts in zip(*of_ranks, strict=True)]
         for of_ranks in zip(*(grads for _, _, grads in ranks), strict=True)
     ]
     return [out for out, _, _ in ranks], [after for _, after, _ in ranks], gradients
+
+
+def _on_rank(
+    subject: Subject,
+    layout: SequenceLayout,
+    x_BLD: Tensor,
+    before: Tensor | None,
+    losses: Sequence[slice],
+    comm: Communicator,
+) -> tuple[Tensor, Tensor | None, list[list[Tensor]]]:
+    start, stop = layout.range(comm.rank)
+    mine, *parameters = (t.detach().clone().requires_grad_() for t in (x_BLD, *subject.parameters))
+    state = None if before is None else before.detach().clone().requires_grad_()
+    leaves = [mine, *parameters] if state is None else [mine, *parameters, state]
+    out_BLD, after = subject.forward(comm, layout, mine[:, start:stop], state, parameters)
+    measured = out_BLD.sin() + out_BLD.square()
+    parts = [measured[:, max(at.start - start, 0) : max(at.stop - start, 0)].sum() for at in losses]
+    if not parts:
+        parts = [measured.sum() if after is None else measured.sum() + after.square().sum() / comm.size]
+    grads = [
+        list(torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True))
+        for loss in parts
+    ]
+    return out_BLD.detach(), None if after is None else after.detach(), grads
 
 
 def _near(got: Tensor, want: Tensor, tolerance: float) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import AffineState, LocalSequenceOps, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.testing import Forward, Subject, check_context_parallel, context_parallel_faults
+from tests.support.ranks import run_ranks
 
 HEADS, SIZE, TAPS = 2, 4, 4
 WIDTH = HEADS * SIZE
@@ -89,6 +91,13 @@ def even_alone(comm, layout, x, state, parameters):
     return out.roll(layout.cuts[comm.rank] - even.cuts[comm.rank], dims=1), after
 
 
+def refusing(comm, layout, x, state, parameters):
+    """Slices that are not equal are refused."""
+    if len(set(layout.lengths)) > 1:
+        raise AssertionError("slices differ")
+    return leaking(comm, layout, x, state, parameters)
+
+
 def empty_left_out(comm, layout, x, state, parameters):
     """A rank without tokens does not join the exchanges."""
     if comm.size > 1 and not x.shape[1]:
@@ -122,6 +131,7 @@ BUGS: dict[Callable[..., Outputs], set[str]] = {
     without_state: {"state"},
     without_halo: {"cut", "halo"},
     even_alone: {"cut", "empty"},
+    refusing: {"error"},
     empty_left_out: {"hang"},
     turned: {"order", "documents"},
     detached: {"gradient"},
@@ -132,6 +142,17 @@ BUGS: dict[Callable[..., Outputs], set[str]] = {
 def test_our_own_layer_has_no_fault() -> None:
     """A convolution and a delta rule over ranks are those of one rank in every case."""
     check_context_parallel(subject(sound))
+
+
+@pytest.mark.slow
+def test_ranks_that_are_processes() -> None:
+    """Whoever exchanges over torch.distributed by itself is checked on processes."""
+    check_context_parallel(replace(subject(sound), run=partial(run_ranks, "gloo")))
+
+
+def test_equal_slices_alone() -> None:
+    """Whoever takes no others is still asked about documents."""
+    assert set(context_parallel_faults(replace(subject(refusing), uneven=False))) == {"leak", "documents"}
 
 
 @pytest.mark.slow
