@@ -33,15 +33,13 @@ HEAD = """\
 <!-- Written by `python -m tests.adapters.context_parallel_table`; a test compares its list of types with the code. -->
 
 The largest difference of any parameter's gradient from one process of transformers, relative to that gradient's largest
-number plus 1e-4, in float32 on CPUs: small random models, one text of 61 tokens. Columns are over three ranks of 17, 0
-and 44 tokens but the first, that of a state (two ranks and a text in two segments, with gradients through the state
-between them) and those of wrappers (2 x 2 processes: two texts, each over ranks of 61 and 0 tokens). None may exceed
-1e-4; the largest are those of decays in delta rules, sums over all tokens that nearly cancel. The gradient with respect
-to tokens of other documents is 0 in bfloat16 too.
+number plus 1e-4, in float32 on CPUs: small random models, a text of 61 tokens over ranks of 17, 0 and 44. "From a
+state": two ranks and a text in two segments, with gradients through the state between them; FSDP2 and DDP: 2 x 2
+processes, two texts over 61 and 0 tokens each. The largest are decays of delta rules, sums that nearly cancel.
 
-In bfloat16, weights and activations, the norm of the difference of all gradients of three models is given, relative to
-theirs: from transformers in bfloat16; from transformers in float32; and that of transformers in bfloat16 from itself in
-float32. Sums and states along the sequence stay in float32.
+In bfloat16, weights and activations (states stay in float32), it is the norm of the difference of all gradients of
+three models relative to theirs: from transformers in bfloat16, from it in float32, and between these two. Gradients of
+other documents are 0 there too.
 
 |type|one rank|17, 0 and 44 tokens|documents packed|gradient of other documents|computed again|from a state|FSDP2|DDP|\
 bfloat16|from float32|theirs from float32|
