@@ -61,7 +61,10 @@ class FakeStore:
         if not self.address:
             return self.blobs.get(name, b"")
         path = self._path(name)
-        return path.read_bytes() if path.exists() else b""
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:  # also where it goes while it is looked for
+            return b""
 
     def _path(self, name: str) -> Path:
         return Path(self.address) / SNAPSHOTS / name[-2:] / name
