@@ -72,7 +72,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why ranks gave nothing, by the name of the fault."""
+    """The reason why ranks gave nothing, by the name of the fault."""
 
     name: str
     words: str
