@@ -27,16 +27,19 @@ __all__ = [
     "EluPlusOne",
     "Gaussian",
     "Positive",
-    "PositiveRatios",
     "arc_cosine",
     "elu_plus_one",
     "gaussian",
     "positive",
-    "positive_ratios",
+    "project",
 ]
 
 
-def _project(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
+def project(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
+    """The products w x, [B, H, L, D].
+
+    Raises: ShapeError when they do not fit together.
+    """
     if x_BHLK.dim() != 4 or w_HDK.dim() != 3:
         raise ShapeError(
             f"x has shape {tuple(x_BHLK.shape)} and w {tuple(w_HDK.shape)}; needed are x [B, H, L, K] and w [H, D, K]"
@@ -66,7 +69,7 @@ def gaussian(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
     Shapes: x [B, H, L, K], w [H, D, K] (sigma already multiplied in) -> [B, H, L, 2 D].
     Reference: Random Feature Attention, Eq. 2.
     """
-    projected = _project(x_BHLK, w_HDK)
+    projected = project(x_BHLK, w_HDK)
     scale = 1.0 / math.sqrt(w_HDK.shape[1])
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.cat([projected.sin(), projected.cos()], dim=-1) * scale
@@ -84,7 +87,7 @@ def arc_cosine(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
     Shapes: x [B, H, L, K], w [H, D, K] -> [B, H, L, D].
     Reference: Random Feature Attention, Eq. 9.
     """
-    return F.relu(_project(x_BHLK, w_HDK)) * (1.0 / math.sqrt(w_HDK.shape[1]))
+    return F.relu(project(x_BHLK, w_HDK)) * (1.0 / math.sqrt(w_HDK.shape[1]))
 
 
 def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
@@ -101,21 +104,8 @@ def positive(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
     No maximum is subtracted: a maximum over the sequence would look into the future and differ per shard.
     Shapes: x [B, H, L, K], w [H, D, K] -> [B, H, L, D].
     """
-    exponent = _project(x_BHLK, w_HDK) - 0.5 * x_BHLK.square().sum(dim=-1, keepdim=True)
+    exponent = project(x_BHLK, w_HDK) - 0.5 * x_BHLK.square().sum(dim=-1, keepdim=True)
     return exponent.exp() * (1.0 / math.sqrt(w_HDK.shape[1]))
-
-
-def positive_ratios(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
-    """Positive features relative to the largest of each token, D^-1/2 exp(w x - max w x): none above D^-1/2.
-
-    `positive` is exp(max w x - |x|^2 / 2) times this. Of a query that factor cancels in attention, of a key it is a
-    weight that can be carried as a logarithm.
-
-    Shapes: x [B, H, L, K], w [H, D, K] -> [B, H, L, D].
-    """
-    exponent = _project(x_BHLK, w_HDK)
-    # A constant: the factor that is taken out here is put back elsewhere, so their product does not depend on it.
-    return (exponent - exponent.detach().amax(dim=-1, keepdim=True)).exp() * (1.0 / math.sqrt(w_HDK.shape[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,14 +158,6 @@ class Positive(_Projected):
 
     def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
         return positive(unit_norm(x_BHLK) if self.unit_norm else x_BHLK, self.w_HDK)
-
-
-@dataclass(frozen=True, eq=False)
-class PositiveRatios(_Projected):
-    """`positive_ratios` as a frozen callable."""
-
-    def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
-        return positive_ratios(x_BHLK, self.w_HDK)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,10 @@ from dist_attn.feature_maps import (
     EluPlusOne,
     Gaussian,
     Positive,
-    PositiveRatios,
     arc_cosine,
     elu_plus_one,
     gaussian,
     positive,
-    positive_ratios,
 )
 from dist_attn.ops import FeatureMap
 from tests.support.closeness import assert_close
@@ -70,15 +68,6 @@ def test_positive_estimates_the_exponential_kernel():
     want = float((x @ y).exp())
     assert abs(float(estimates.mean()) - want) < 4 * float(estimates.std()) / math.sqrt(len(estimates))
     assert bool((positive(torch.randn(1, 2, 3, 4), torch.randn(2, 5, 4)) > 0).all())
-
-
-def test_positive_ratios_are_positive_features_without_their_largest_factor():
-    """Times exp(max w x - |x|^2 / 2) they are the positive features; for any x none is above D^-1/2, one is that."""
-    x, w = torch.randn(1, 2, 5, 4, dtype=torch.float64), torch.randn(2, 9, 4, dtype=torch.float64)
-    factor = (x @ w.transpose(-1, -2)).amax(-1, keepdim=True) - 0.5 * x.square().sum(-1, keepdim=True)
-    assert_close(factor.exp() * positive_ratios(x, w), positive(x, w))
-    largest = PositiveRatios(w.float())(1e3 * x.float()).amax(-1)
-    assert_close(largest, torch.full_like(largest, 9**-0.5))
 
 
 @pytest.mark.parametrize(("name", "phi"), [("gaussian", gaussian), ("arccos", arc_cosine)])

@@ -15,11 +15,20 @@ from dist_attn.mixers.heads import HeadInputs, stable_key_weights
 from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, SequenceOps, softmax_attention
 from dist_attn.ops.running_maximum import NO_TOKENS
 from dist_attn_papers.mixers.efficient import EfficientAttention, efficient_attention, log_key_sizes
-from dist_attn_papers.mixers.performer import PerformerAttention
+from dist_attn_papers.mixers.performer import PerformerAttention, PositiveRatios, positive_ratios
 from dist_attn_papers.mixers.positive_configs import EfficientConfig, PerformerConfig
 from tests.mixers.test_kernel_mixers import HEADS, SIZE, _causal_means, _heads
 from tests.support.closeness import assert_close
 from tests.support.sharded_call import check_sharded, random_tensor
+
+
+def test_positive_ratios_are_positive_features_without_their_largest_factor():
+    """Times exp(max w x - |x|^2 / 2) they are the positive features; for any x none is above D^-1/2, one is that."""
+    x, w = torch.randn(1, 2, 5, 4, dtype=torch.float64), torch.randn(2, 9, 4, dtype=torch.float64)
+    factor = (x @ w.transpose(-1, -2)).amax(-1, keepdim=True) - 0.5 * x.square().sum(-1, keepdim=True)
+    assert_close(factor.exp() * positive_ratios(x, w), positive(x, w))
+    largest = PositiveRatios(w.float())(1e3 * x.float()).amax(-1)
+    assert_close(largest, torch.full_like(largest, 9**-0.5))
 
 
 def _performer(**options: object) -> tuple[PerformerAttention, torch.Tensor]:

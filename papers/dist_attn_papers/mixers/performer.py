@@ -1,10 +1,12 @@
 """Attention by positive random features (Performer), causal and over all keys."""
 
+import math
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
-from dist_attn.feature_maps import PositiveRatios
+from dist_attn.feature_maps import project
 from dist_attn.mixers.all_keys import KernelOverAllKeys
 from dist_attn.mixers.feature_map_attention import FeatureMapAttention
 from dist_attn.mixers.random_matrices import RandomMatrices
@@ -17,10 +19,40 @@ from dist_attn_papers.mixers.positive_configs import PerformerConfig
 PROJECTED_TOKENS = 512  # by random vectors at a time
 
 
+def positive_ratios(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
+    """Positive features relative to the largest of each token, D^-1/2 exp(w x - max w x): none above D^-1/2.
+
+    `positive` is exp(max w x - |x|^2 / 2) times this. Of a query that factor cancels in attention, of a key it is a
+    weight that can be carried as a logarithm.
+
+    Shapes: x [B, H, L, K], w [H, D, K] -> [B, H, L, D].
+    """
+    exponent = project(x_BHLK, w_HDK)
+    # A constant: the factor that is taken out here is put back elsewhere, so their product does not depend on it.
+    return (exponent - exponent.detach().amax(dim=-1, keepdim=True)).exp() * (1.0 / math.sqrt(w_HDK.shape[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class PositiveRatios:
+    """`positive_ratios` as a frozen callable."""
+
+    w_HDK: torch.Tensor
+
+    def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
+        return positive_ratios(x_BHLK, self.w_HDK)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.w_HDK,)
+
+    def with_tensors(self, *tensors: torch.Tensor) -> "PositiveRatios":
+        (w_HDK,) = tensors
+        return PositiveRatios(w_HDK)
+
+
 def log_positive_weights(k: torch.Tensor, w_HDK: torch.Tensor, scale: float) -> torch.Tensor:
     """max_d w_d k - |scale k|^2 / 2 of each key, in float32 or wider; k is [B, H, S, K], or [B, H, K] for one token.
 
-    `w` has the scale in it already. The maximum is a constant here, as in `feature_maps.positive_ratios`, which divides
+    `w` has the scale in it already. The maximum is a constant here, as in `positive_ratios`, which divides
     by it.
 
     Reference: Choromanski et al. 2021, Rethinking Attention with Performers, Lemma 1, with the stabiliser for keys.

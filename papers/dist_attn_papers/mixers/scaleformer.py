@@ -13,7 +13,6 @@ from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.attention import AttentionConfig
 from dist_attn.ops import LinearState, SequenceOps
-from dist_attn.ops.relative_rows import take_by_row
 from dist_attn_papers.mixers.scaleformer_config import ScaleformerConfig
 from dist_attn_papers.ops.relative_attention import (
     RelativeState,
@@ -22,6 +21,7 @@ from dist_attn_papers.ops.relative_attention import (
     relative_attention_step,
     relative_attention_streaming,
 )
+from dist_attn_papers.ops.taken_rows import take_by_row
 
 
 @dataclass(frozen=True)

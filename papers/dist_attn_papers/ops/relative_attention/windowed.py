@@ -21,13 +21,13 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.local_sequence_ops import LocalSequenceOps
-from dist_attn.ops.relative_rows import take_by_row
 from dist_attn.ops.scan import MaybeTensors, OutputOnly, Tensors, scan
 from dist_attn.ops.sequence_call import Implementation, local_form
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn_papers.ops.relative_attention.call import Form, RelativeCall, RelativeStreamCall, choose_relative
 from dist_attn_papers.ops.relative_attention.numerators import WindowCarry, numerators, numerators_of_all, walk
 from dist_attn_papers.ops.relative_attention.state import RelativeState, WindowState, normalised
+from dist_attn_papers.ops.taken_rows import take_by_row
 
 # So many tokens of whole documents share one masked score matrix.
 TOGETHER_TOKENS = 128
