@@ -182,10 +182,11 @@ def test_adapters(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
 def test_sharded_parameters(tmp_path: Path, kind: str) -> None:
-    """Two processes that each keep a share of the parameters train what one process does."""
+    """Two processes that each keep a share of the parameters, and compute layers again, train what one process does."""
     config = run_of(tmp_path, kind)
     train(config)
-    run = config.run.model_copy(update={"folder": tmp_path / "sharded", "shard_parameters": True, "sequence_ranks": 2})
+    changes = {"shard_parameters": True, "sequence_ranks": 2, "activation_checkpointing": True}
+    run = config.run.model_copy(update={"folder": tmp_path / "sharded", **changes})
     sharded = config.model_copy(update={"run": run})
     run_ranks("gloo", partial(_trained, sharded), 2)
     want, got = (load_file(each.run.folder / "model" / "model.safetensors") for each in (config, sharded))
