@@ -3,7 +3,7 @@
 `check_context_parallel` runs a function over simulated ranks in the cuts, with the documents and states, at which such
 implementations go wrong, against the same function on one rank, and names what is broken:
 
-    cut         outputs differ where slices are uneven
+    cut         outputs differ where a text is cut into slices
     empty       ... where a rank has no tokens
     halo        ... where slices are shorter than what a convolution looks back over
     order       ... and are those of ranks in another order
@@ -72,7 +72,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The reason why ranks gave nothing, by the name of the fault."""
+    """The fault for which ranks gave nothing."""
 
     name: str
     words: str
