@@ -39,6 +39,7 @@ from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
 from dist_attn.host_limits import compute_environment
 from dist_attn.launchers import MEETING_VARIABLE, ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
+from dist_attn.shipped.gguf_file import is_gguf
 from dist_attn.wire.specs import SamplingSpec
 
 __all__ = ["app", "main"]
@@ -376,7 +377,9 @@ def average(
 
 @app.command()
 def convert(
-    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json, safetensors, tokenizer.json.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder: config.json, safetensors, tokenizer.json; or a GGUF file.")
+    ],
     out: Annotated[Path, typer.Option(help="Where the model folder goes; it must not exist yet.")],
     to: Annotated[
         Literal["softmax", "rfa", "elu", "stream"],
@@ -391,14 +394,28 @@ def convert(
         list[int] | None,
         typer.Option(help="A layer, from 0, that stays exact beside kernel attention; repeatable.", min=0),
     ] = None,
+    weights: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of a GGUF file, how its dequantised weights are written.")
+    ] = "float32",
 ) -> None:
     """Make a GPT-2, Llama, GPT-NeoX (Pythia) or BERT-shaped (MiniLM) model into a model folder for other commands.
 
+    Of a GGUF file it is the folder of transformers that `--model FILE.gguf` makes and keeps by itself.
+
     Example: dist-attn convert downloads/pythia-70m --out models/pythia
+
+    Example: dist-attn convert downloads/qwen3.gguf --out models/qwen3 --weights bfloat16
     """
     if not is_first_rank(os.environ):
         return
     _compute_here()
+    if is_gguf(folder):
+        from dist_attn.conversion.gguf import convert_gguf
+
+        if to != "softmax" or exact_layer:
+            raise InputError(f"{folder} is a GGUF file, which is converted as it is: leave --to and --exact-layer out")
+        print(json.dumps(convert_gguf(folder, out, weights)))
+        return
     from dist_attn.conversion import Conversion, convert_folder, convert_sentence_encoder
 
     if to == "stream":

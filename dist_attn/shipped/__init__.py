@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped.downloaded import SUPPORTED
 from dist_attn.shipped.folder_files import find_json_object, open_file, read_file
+from dist_attn.shipped.gguf_file import folder_of_gguf, is_gguf
 
 OUR_MODEL_TYPE: Final = "dist_attn"
 CONVERTIBLE: Final = ("bert", "gpt2", "gpt_neox", "llama")
@@ -165,10 +166,14 @@ def purpose(folder: Path) -> str:
 def resolve_model_folder(path_or_name: str | Path | None = None) -> Path:
     """Find a model folder by path, or a model that ships or was added by name; None is the default one.
 
+    Of a GGUF file it is the folder that is made of it.
+
     Raises: ModelFolderError when there is neither, naming what was looked for and what there is; and for a folder of
-        Hugging Face's of a type that is not supported.
+        Hugging Face's of a type that is not supported; as `folder_of_gguf`.
     """
     model = DEFAULT_MODEL if path_or_name is None else str(path_or_name)
+    if is_gguf(Path(model)):
+        return folder_of_gguf(Path(model))
     for folder in (Path(model), SHIPPED / model, added_models_folder() / model):
         refuse_foreign(folder)
         if (folder / "config.json").is_file():
