@@ -27,6 +27,7 @@ class Drawing(TypedDict, total=False):
     logprobs: int
     presence_penalty: float
     frequency_penalty: float
+    repetition_penalty: float
     logit_bias: dict[str, float]
 
 

@@ -43,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place o
 
 
 _WITH_FLAGS = {"max_tokens", "temperature", "top_k", "top_p", "seed"}
-_OF_ANSWERS = {"logprobs", "prompt_logprobs"}  # this command prints none
+_OF_ANSWERS = {"logprobs", "prompt_logprobs", "prompt_tokens"}  # this command prints none, and takes the prompt
 _RARE = [name for name in SamplingSpec.__struct_fields__ if name not in _WITH_FLAGS | _OF_ANSWERS]
 DrawingSettings = Annotated[
     list[str] | None,

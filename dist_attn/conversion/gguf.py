@@ -29,7 +29,10 @@ LEFT_OUT: Final = re.compile(
 """Keys that change what is computed; transformers passes over those that it has no place for."""
 NEUTRAL: Final = ("none", 0, 1)
 ENDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
-SAMPLING: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+SAMPLING: Final = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 
 
 def convert_gguf(file: Path, out: Path, weights: GgufPrecision = "float32") -> dict[str, Any]:

@@ -40,6 +40,7 @@ def generate(
     prompt_L = torch.from_numpy(np.array(prompt_tokens, dtype=np.int64))
     if not len(prompt_L):
         raise InputError("the prompt has no tokens; give at least one, for example the tokeniser's end token")
+    spec = spec.after(prompt_tokens)
     generator, ends = generator_for(spec, request=0), spec.ended_by(end_tokens)
     drawn: list[int] = []
     counts = Counter[int]()

@@ -70,21 +70,29 @@ def sample(
 
 
 def adjust_logits(logits_V: torch.Tensor, spec: SamplingSpec, counts: Mapping[int, int]) -> torch.Tensor:
-    """The logits that are drawn from: l + bias - frequency_penalty * c - presence_penalty * [c > 0].
+    """The logits that are drawn from: r(l) + bias - frequency_penalty * c - presence_penalty * [c > 0].
 
-    `counts` says how often (c) each token was drawn before; tokens of the prompt do not count. Without bias and
-    penalties these are the given logits themselves. The rows of a batch and the order of `counts` change no bit.
+    `counts` says how often (c) each token was drawn before; tokens of the prompt count for r alone, which divides what
+    is above 0 by `repetition_penalty` and multiplies the rest, as transformers does. Without bias and penalties these
+    are the given logits themselves. The rows of a batch and the order of `counts` change no bit.
 
     Shapes: logits [V] float64 on the CPU -> [V].
-    Raises: EngineError for a bias on a token that the model does not have.
-    Reference: Keskar et al. 2019 penalise what was drawn by division; this is OpenAI's form, by subtraction.
+    Raises: EngineError for a bias on a token that the model does not have, and for a prompt with one.
+    References: Keskar et al. 2019 for r; the other two are OpenAI's form, by subtraction.
     """
     if not spec.adjusts:
         return logits_V
-    outside = [token for token in spec.logit_bias if not 0 <= token < len(logits_V)]
-    if outside:
-        raise EngineError(f"logit_bias names token {outside[0]}; the model has tokens 0 to {len(logits_V) - 1}")
+    prompt = [*memoryview(spec.prompt_tokens).cast("i")]
+    for where, tokens in (("logit_bias", spec.logit_bias), ("the prompt", (*prompt[:1], *prompt[-1:]))):
+        outside = [token for token in tokens if not 0 <= token < len(logits_V)]
+        if outside:
+            raise EngineError(f"{where} names token {outside[0]}; the model has tokens 0 to {len(logits_V) - 1}")
     adjusted_V = logits_V.clone()
+    if spec.repetition_penalty != 1:
+        seen_V = torch.zeros(len(logits_V), dtype=torch.bool, device="cpu")
+        seen_V[torch.tensor([*counts, *prompt], dtype=torch.int64, device="cpu")] = True
+        less_V = torch.where(logits_V < 0, logits_V * spec.repetition_penalty, logits_V / spec.repetition_penalty)
+        adjusted_V = torch.where(seen_V, less_V, logits_V)
     if spec.logit_bias:
         ids_N = torch.tensor(list(spec.logit_bias), dtype=torch.int64, device="cpu")
         adjusted_V[ids_N] += torch.tensor(list(spec.logit_bias.values()), dtype=torch.float64, device="cpu")

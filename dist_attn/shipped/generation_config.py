@@ -12,13 +12,16 @@ from dist_attn.wire.specs import MOST_END_TOKENS
 __all__ = ["GENERATION_FILE", "GenerationDefaults", "read_generation_defaults"]
 
 GENERATION_FILE: Final = "generation_config.json"
-_NUMBERS: Final = {"temperature": (0.0, float("inf")), "top_p": (0.0, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0)}
+_NUMBERS: Final = {
+    "temperature": (0.0, float("inf")), "top_p": (0.0, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}  # fmt: skip
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
     """The tokens each of which ends a text, the strings that end a chat's answer, and how tokens are drawn by default.
 
-    None: the folder does not say so either. `do_sample` false is temperature 0, whatever else the file has.
+    None: the folder does not say so either. `do_sample` false is temperature 0, and of the rest the penalty counts.
     """
 
     end_tokens: tuple[int, ...] = ()
@@ -27,6 +30,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -53,7 +57,7 @@ def read_generation_defaults(folder: Path, vocab_size: int) -> GenerationDefault
         raise ModelFolderError(f"{path}: top_p is 0; needed is a number above 0 and at most 1, or none")
     stops = _stop_strings(path, about.get("stop_strings"))
     if about.get("do_sample") is False:
-        return GenerationDefaults(ends, stops, temperature=0.0)
+        return GenerationDefaults(ends, stops, temperature=0.0, repetition_penalty=numbers["repetition_penalty"])
     return GenerationDefaults(ends, stops, **numbers)
 
 

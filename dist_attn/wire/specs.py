@@ -1,12 +1,14 @@
 """The parts of messages that state a request: its rows, its draws, its priority and its deadline."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from dist_attn.errors import InputError
 
@@ -56,6 +58,9 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     drawn before, once and once for each time. No end token is drawn before `min_tokens` others; with `ignore_eos` they
     are tokens like any other. `prompt_logprobs` asks for what `logprobs` asks for, of every token of the prompt
     but the first, given those before it. With `max_tokens` 0 the prompt is read and no token is drawn.
+
+    `repetition_penalty` divides logits above 0 of tokens that were drawn or are among `prompt_tokens`, and multiplies
+    others. These are int32, each once, so at most the vocabulary; they stand here because a replay begins from here.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -71,6 +76,14 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    prompt_tokens: bytes = b""
+
+    def after(self, prompt: Sequence[int] | NDArray[np.integer[Any]]) -> "SamplingSpec":
+        """Note the tokens that a text begins with, where they count."""
+        if self.repetition_penalty == 1:
+            return self
+        return msgspec.structs.replace(self, prompt_tokens=np.unique(np.asarray(prompt, np.int32)).tobytes())
 
     def ended_by(self, end_tokens: Collection[int]) -> Collection[int]:
         """The end tokens of a model that end this text."""
@@ -79,7 +92,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     @property
     def penalises(self) -> bool:
         """Return whether earlier draws change a token's logits other than through the model."""
-        return bool(self.presence_penalty or self.frequency_penalty)
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def adjusts(self) -> bool:
@@ -120,6 +133,8 @@ def check_sampling(spec: SamplingSpec) -> None:
         penalty = getattr(spec, name)
         if not -2 <= penalty <= 2:
             raise InputError(f"{name} is {penalty}; it must be from -2 to 2 (0 switches it off)")
+    if not 0.01 <= spec.repetition_penalty <= 100:
+        raise InputError(f"repetition_penalty is {spec.repetition_penalty}; it must be from 0.01 to 100 (1 is off)")
     for token, bias in spec.logit_bias.items():
         if token < 0 or not -100 <= bias <= 100:
             raise InputError(f"logit_bias of token {token} is {bias}; it must be a known token's, from -100 to 100")

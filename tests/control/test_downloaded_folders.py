@@ -315,6 +315,7 @@ def test_a_number_without_bound_is_read(folder: Path) -> None:
     [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": 0.6, "top_p": 0.95}),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
         ({}, {}),
     ],
 )

@@ -4,10 +4,13 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from dist_attn.errors import EngineError, ShapeError
 from dist_attn.generation import generator_for, sample
@@ -237,6 +240,34 @@ def test_penalties_and_biases(
     assert torch.equal(adjusted_V, torch.tensor(naive_adjusted(logits, wanted, drawn), dtype=torch.float64))
     assert logits_V.tolist() == logits
     assert adjust_logits(logits_V, spec(), Counter(drawn)) is logits_V
+
+
+@given(
+    st.lists(st.floats(-20, 20), min_size=4, max_size=9),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.floats(0.1, 10),
+)
+@examples(40)
+def test_repetition_is_penalised_as_transformers_does(
+    logits: list[float], prompt: list[int], drawn: list[int], penalty: float
+) -> None:
+    """Bit for bit, with the tokens of the prompt and those drawn; OpenAI's penalties of the latter come after it."""
+    logits_V = torch.tensor(logits, dtype=torch.float64)
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)
+    want_V = theirs(torch.tensor([prompt + drawn], dtype=torch.int64), logits_V[None])[0]
+    wanted = spec(repetition_penalty=penalty).after(prompt)
+    assert torch.equal(adjust_logits(logits_V, wanted, Counter(drawn)), want_V)
+    both_V = adjust_logits(logits_V, replace(wanted, presence_penalty=0.5), Counter(drawn))
+    assert torch.equal(both_V, want_V - 0.5 * torch.tensor([token in drawn for token in range(len(logits))]))
+
+
+def test_a_prompt_is_noted_where_it_counts_alone() -> None:
+    """Each token once, in order; a token that the model does not have is told before anything is drawn."""
+    assert spec().after([3, 1, 3]) == spec()
+    assert np.frombuffer(spec(repetition_penalty=2.0).after([3, 1, 3]).prompt_tokens, np.int32).tolist() == [1, 3]
+    with pytest.raises(EngineError, match="the prompt names token 3; the model has tokens 0 to 1"):
+        draws([1.0, 0.0], spec(repetition_penalty=2.0).after([3]), 1)
 
 
 def test_a_bias_rules_out_and_decides() -> None:

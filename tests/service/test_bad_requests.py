@@ -55,7 +55,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"temprature": 3}, 400, "unknown_parameter", "temprature", "did you mean temperature?"),
     ({"min_tokens": 5, "max_tokens": 4}, 400, "invalid_value", "min_tokens", "max_tokens=4"),
     ({"length_penalty": 2}, 400, "unsupported_parameter", "length_penalty", "length_penalty=2 is not offered: only 1"),
-    ({"repetition_penalty": 1.1}, 400, "unsupported_parameter", "repetition_penalty", "presence_penalty"),
+    ({"repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty", "0.01"),
     ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format", "text"),
     ({"seed": 2**70}, 400, "invalid_value", "seed", ""),
     ({"n": 33}, 400, "invalid_value", "n", "32"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -242,6 +243,16 @@ def test_penalties_and_biases_reach_the_engine(service: RunningService) -> None:
         told = draw_of(message)
         assert (told.presence_penalty, told.frequency_penalty) == (0.5, -1.0)
         assert told.logit_bias == {97: -100.0, 3: 1.5}
+
+
+def test_a_penalty_of_repetition_goes_with_the_tokens_of_its_prompt(service: RunningService) -> None:
+    """Each once and in order, of each choice its own prompt's; a draw that asks for none is told none."""
+    complete(service, prompt=["baab", "c"], repetition_penalty=1.5)
+    told = [draw_of(message) for message in service.engine.received if is_completion(message)][-2:]
+    assert sorted(np.frombuffer(draw.prompt_tokens, np.int32).tolist() for draw in told) == [[97, 98], [99]]
+    assert {draw.repetition_penalty for draw in told} == {1.5}
+    complete(service, prompt="baab")
+    assert draw_of([m for m in service.engine.received if is_completion(m)][-1]).prompt_tokens == b""
 
 
 def test_one_choice_that_fails_ends_all(tmp_path: Path) -> None:

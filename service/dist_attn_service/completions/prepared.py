@@ -87,7 +87,7 @@ async def prepare(
     if sampling.prompt_logprobs is not None:
         _check_scores(drawn * sum(len(prompt.tokens) for prompt in prompts), sampling.prompt_logprobs)
     choices = [
-        PlannedChoice(place * drawn + number, prompt, _of_choice(sampling, number), place)
+        PlannedChoice(place * drawn + number, prompt, _of_choice(sampling, number).after(prompt.tokens), place)
         for place, prompt in enumerate(prompts)
         for number in range(drawn)
     ]

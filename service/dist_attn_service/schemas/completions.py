@@ -22,7 +22,7 @@ from dist_attn_service.schemas.neutral_fields import (
 )
 
 SEED_BOUND = 1 << 63
-SAID_OTHERWISE = {"max_tokens", "top_k", "logit_bias", "logprobs", "prompt_logprobs"}
+SAID_OTHERWISE = {"max_tokens", "top_k", "logit_bias", "logprobs", "prompt_logprobs", "prompt_tokens"}
 SAID_AS_THEY_ARE = {*SamplingSpec.__struct_fields__} - SAID_OTHERWISE
 """The options that have the name and the value of a field of SamplingSpec."""
 
@@ -69,6 +69,10 @@ class DrawingOptions(HowSoon):
         "subtracted from the logit of each token that was drawn before; those of the prompt do not count"
     )
     frequency_penalty: Penalty | None = optional("likewise, once for each time it was drawn")
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = optional(
+        "of tokens that were drawn or stand in the prompt, not in what a session has read: logits above 0 are divided "
+        "by it, others multiplied, as transformers does"
+    )
     logit_bias: Biases | None = optional(
         "by token id, -100 to 100, at most 1,024: added to its logit; -100 as good as rules it out, the end token too"
     )
@@ -104,9 +108,6 @@ class AnswerOptions(DrawingOptions):
     )
     stream_options: StreamOptions | None = optional("with `stream` alone")
     return_progress: bool | None = optional("with `stream`: events that say how far the prompt is read; ours")
-    repetition_penalty: One | None = only(
-        "1: penalties are subtracted; use presence_penalty or frequency_penalty, which the prompt does not count for"
-    )
     length_penalty: One | None = only("1: there is no beam search")
     use_beam_search: No | None = only("false: there is no beam search")
     early_stopping: No | None = only("false: there is no beam search")
