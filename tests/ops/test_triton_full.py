@@ -113,7 +113,7 @@ def test_no_order_of_sums_is_left_open(monkeypatch):
         call = LinearCall(moved(q), moved(k), moved(v), **kwargs)
         (complete_sums(call, local_sums(replace(call, state=None))[0]).sum() + absorb(call).s_BHMV.sum()).backward()
     sources = list(Path(triton_full.__file__).parents[1].rglob("triton*.py"))
-    assert len(sources) > 10
+    assert len(sources) >= 10
     assert not any("atomic" in path.read_text() for path in sources)
 
 

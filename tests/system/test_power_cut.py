@@ -43,8 +43,11 @@ class Disk:
             os.close(descriptor)
 
     def unmount(self) -> None:
-        """Detach it."""
+        """Detach it; what reached it is a copy, since a mount namespace of another test may still hold the one cut."""
         subprocess.run(["umount", self.folder], check=True, capture_output=True)
+        kept = self.image.with_suffix(".kept")
+        shutil.copyfile(self.image, kept)
+        self.image = kept.rename(self.image)
 
 
 @pytest.fixture
