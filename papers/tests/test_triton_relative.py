@@ -1,5 +1,7 @@
 """GPU kernels of relative attention against the oracle; without a GPU in Triton's interpreter, at small sizes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -188,3 +190,10 @@ def test_a_state_of_another_window_is_refused():
     given = [x.to(DEVICE) for x in inputs(3, 3, 2)]
     with pytest.raises(ShapeError, match="window"):
         relative_attention_streaming(*given, RelativeState.identity(1, 2, 5, 4, 7), implementation="triton")
+
+
+def test_kernels_add_in_one_order():
+    """No kernel adds atomically, which would leave the order of sums open."""
+    sources = list(Path(kernels.__file__).parent.glob("triton*.py"))
+    assert len(sources) >= 4
+    assert not any("atomic" in path.read_text() for path in sources)
