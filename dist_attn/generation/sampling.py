@@ -82,7 +82,7 @@ def adjust_logits(logits_V: torch.Tensor, spec: SamplingSpec, counts: Mapping[in
     """
     if not spec.adjusts:
         return logits_V
-    prompt = [*memoryview(spec.prompt_tokens).cast("i")]
+    prompt = np.frombuffer(spec.prompt_tokens, np.int32)  # in order
     for where, tokens in (("logit_bias", spec.logit_bias), ("the prompt", (*prompt[:1], *prompt[-1:]))):
         outside = [token for token in tokens if not 0 <= token < len(logits_V)]
         if outside:
@@ -90,7 +90,8 @@ def adjust_logits(logits_V: torch.Tensor, spec: SamplingSpec, counts: Mapping[in
     adjusted_V = logits_V.clone()
     if spec.repetition_penalty != 1:
         seen_V = torch.zeros(len(logits_V), dtype=torch.bool, device="cpu")
-        seen_V[torch.tensor([*counts, *prompt], dtype=torch.int64, device="cpu")] = True
+        seen_V[torch.tensor(prompt, dtype=torch.int64, device="cpu")] = True
+        seen_V[torch.tensor([*counts], dtype=torch.int64, device="cpu")] = True
         less_V = torch.where(logits_V < 0, logits_V * spec.repetition_penalty, logits_V / spec.repetition_penalty)
         adjusted_V = torch.where(seen_V, less_V, logits_V)
     if spec.logit_bias:

@@ -36,6 +36,8 @@ NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"
 STRING, ARRAY = 8, 9
 ANY_SIZE: Final = ("context_length", "original_context_length", "sliding_window")
 """Ends of keys whose numbers are no sizes of tensors."""
+CONVERSION_S: Final = 3600.0
+"""The seconds that a conversion may take; other ranks wait for it as long."""
 REFUSED: Final = 2
 """The exit code of a conversion that refuses the file, in the last line that it prints."""
 
@@ -108,7 +110,12 @@ def folder_of_gguf(path: Path) -> Path:
 def _convert(path: Path, folder: Path) -> None:
     say(f"dist-attn: {path} becomes {folder}, this once", sys.stderr)
     command = [sys.executable, "-m", "dist_attn.conversion.gguf", str(path), str(folder)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CONVERSION_S
+        )
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"the process that converts {path} took longer than {CONVERSION_S:g} s") from None
     words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode == REFUSED:
         raise ModelFolderError(words)

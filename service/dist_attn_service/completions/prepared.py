@@ -1,5 +1,6 @@
 """A completion before the engine: options checked, prompts tokenised, and the choices that continue them."""
 
+import asyncio
 import hashlib
 import time
 import uuid
@@ -86,8 +87,11 @@ async def prepare(
     prompts = [await _prompt(context, text, echo=bool(request.echo), framed=framed) for text in texts]
     if sampling.prompt_logprobs is not None:
         _check_scores(drawn * sum(len(prompt.tokens) for prompt in prompts), sampling.prompt_logprobs)
+    after = [sampling] * len(prompts)
+    if sampling.repetition_penalty != 1:  # which sorts all tokens
+        after = [await asyncio.to_thread(sampling.after, prompt.tokens) for prompt in prompts]
     choices = [
-        PlannedChoice(place * drawn + number, prompt, _of_choice(sampling, number).after(prompt.tokens), place)
+        PlannedChoice(place * drawn + number, prompt, _of_choice(after[place], number), place)
         for place, prompt in enumerate(prompts)
         for number in range(drawn)
     ]
