@@ -92,7 +92,7 @@ def _write(file: Path, header: GgufHeader, out: Path, dtype: torch.dtype) -> Non
         raise ModelFolderError(f"{file}: {odd[0]} is not as its {config.model_type} needs it; fetch it again")
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # none of its weights are any more
-    _tell_generation(model.generation_config, header.keys)
+    _set_generation(model.generation_config, header.keys)
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(**where).save_pretrained(out)
 
@@ -110,7 +110,7 @@ def _check_read(file: Path, header: GgufHeader, places: dict[str, Any]) -> None:
         )
 
 
-def _tell_generation(generation: Any, keys: dict[str, Any]) -> None:
+def _set_generation(generation: Any, keys: dict[str, Any]) -> None:
     """Name all tokens that end a text, and the file's own way to draw."""
     ends = [keys[f"tokenizer.ggml.{name}"] for name in ENDS if f"tokenizer.ggml.{name}" in keys]
     generation.eos_token_id = list(dict.fromkeys(ends)) or generation.eos_token_id

@@ -142,18 +142,18 @@ class _Reader:
             raise ValueError(f"its version is {version}; needed is {' or '.join(map(str, VERSIONS))}")
         _require(tensors <= MAX_TENSORS, f"it has {tensors:,} tensors; needed are at most {MAX_TENSORS:,}")
         _require(keys <= MAX_KEYS, f"it has {keys:,} keys; needed are at most {MAX_KEYS:,}")
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for _ in range(keys):
             key = self._text()
-            _require(key not in found, f"it has {key!r} twice")
-            found[key] = self._value(self._number("I"))
+            _require(key not in values, f"it has {key!r} twice")
+            values[key] = self._value(self._number("I"))
         places = dict[str, tuple[tuple[int, ...], int, int]]()
         for _ in range(tensors):
             name, place = self._tensor(blocks)
             _require(name not in places, f"it has {name!r} twice")
             places[name] = place
-        self._check_places(found.get("general.alignment", 32), places)
-        header = GgufHeader(found, {name: shape for name, (shape, _, _) in places.items()})
+        self._check_places(values.get("general.alignment", 32), places)
+        header = GgufHeader(values, {name: shape for name, (shape, _, _) in places.items()})
         _check_sizes(header)
         return header
 
