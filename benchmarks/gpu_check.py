@@ -74,6 +74,8 @@ PIECES = {
     "served": Piece(2, "tests.gpu.service_cases", "served_cases", 110, beside=True),
     "killed": Piece(2, "tests.gpu.service_cases", "killed_cases", 110, beside=True),
     "ranks": Piece(2, "tests.gpu.rank_cases", "rank_cases", 110, processes=4, beside=True),
+    "adapted": Piece(2, "tests.gpu.adapted_cases", "adapted_cases", 110, processes=3, beside=True),
+    "long-texts": Piece(2, "tests.gpu.adapted_cases", "long_text_cases", 75),
     "affine": Piece(2, "tests.gpu.affine_cases", "affine_cases", 25, processes=8),
     "fla": Piece(2, "tests.gpu.fla_cases", "fla_cases", 45, processes=16),
     "fla-times": Piece(2, "benchmarks.gpu.speed", "fla_time_cases", 40),
