@@ -56,8 +56,8 @@ def step_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
 def _plain(module: Any) -> bool:
     """Return whether experts have gates but no biases, transposed weights, norms or places on other processes."""
-    others = module.has_bias or module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel
-    return bool(module.has_gate and not others)
+    others = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")  # older versions lack some
+    return getattr(module, "has_gate", True) and not any(getattr(module, name, False) for name in others)
 
 
 def _products(x_RI: Tensor, weights_EOI: Tensor, numbers: list[int], counts: list[int]) -> Tensor:
