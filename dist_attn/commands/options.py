@@ -32,8 +32,10 @@ DataDir = Annotated[
 ]
 Url = Annotated[str | None, typer.Option(help="Let this service do it (a key goes into DIST_ATTN_API_KEY).")]
 _DEVICES = "auto (a GPU where there is one), cpu, cuda (one for each process) or cuda:N (one for all of this machine)."
-Device = Annotated[str, typer.Option(help=f"What computes: {_DEVICES}", metavar="DEVICE")]
-EngineDevice = Annotated[str | None, typer.Option(help=f"What ranks compute on: {_DEVICES}", metavar="DEVICE")]
+Device = Annotated[str, typer.Option("--device", help=f"What computes: {_DEVICES}", metavar="DEVICE")]
+EngineDevice = Annotated[
+    str | None, typer.Option("--device", help=f"What ranks compute on: {_DEVICES}", metavar="DEVICE")
+]
 _PRECISIONS = "The precision of products; auto: bfloat16 on GPUs, float32 on CPUs."
 Dtype = Annotated[choices.Precision, typer.Option(help=_PRECISIONS)]
 EngineDtype = Annotated[choices.Precision | None, typer.Option(help=_PRECISIONS)]
