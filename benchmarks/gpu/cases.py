@@ -36,11 +36,14 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
     def map(self, kind: str = "gaussian") -> FeatureMap:
-        """The feature map of these sizes, sigma = 1."""
+        """The feature map of these sizes, sigma = 1.
+
+        ReLU's derivative jumps at 0, so what goes into it is not rounded on the way: w is bfloat16, x is not divided.
+        """
         w = torch.randn(self.heads, self.projections, self.head_size, device=DEVICE)
         if kind == "gaussian":
             return feature_maps.Gaussian(w, unit_norm=True)
-        return feature_maps.ArcCosine(w, unit_norm=True) if kind == "arc_cosine" else feature_maps.EluPlusOne()
+        return feature_maps.ArcCosine(w.bfloat16().float()) if kind == "arc_cosine" else feature_maps.EluPlusOne()
 
     def inputs(self, length: int, dtype: torch.dtype, *, gated: bool) -> dict[str, torch.Tensor]:
         """q, k and v, and with gates those of RFA-Gate."""

@@ -82,10 +82,10 @@ def recorded_names() -> tuple[str, ...]:
     return tuple(_records(FILE))
 
 
-def why_wrong(operation: str, device: torch.device, triton: str) -> str | None:
-    """The case by which Triton's kernels are known to be wrong on such GPUs with this Triton, in words, or None."""
+def why_wrong(begins: str, device: torch.device, triton: str) -> str | None:
+    """The first case whose name begins so that was wrong on such GPUs with this Triton, in words, or None."""
     record = record_of(device)
-    wrong = None if record is None or record.triton != triton else record.wrong(f"{operation} ")
+    wrong = None if record is None or record.triton != triton else record.wrong(f"{begins} ")
     if wrong is None:
         return None
     return f"Triton's did not come out right on {torch.cuda.get_device_name(device)} ({wrong})"

@@ -67,16 +67,18 @@ def test_each_operation_has_its_own_cases() -> None:
 
 
 def test_a_case_that_is_known_to_be_wrong_counts_for_its_triton() -> None:
-    """With another Triton, on another GPU and for another operation kernels are tried; with this one nothing is."""
-    wrong = replace(RAN, triton="3.7.1", kernels={**RAN.kernels, "linear step": "errors of 2"})
-    for machine, taken in ((H100, False), (replace(H100, triton="3.7.2"), True)):
+    """With this Triton such calls are not tried; with another one, of another form, type or map they are."""
+    case = "linear causal features float32 1x1"
+    wrong = replace(RAN, triton="3.7.1", kernels={**RAN.kernels, case: "errors of 2"})
+    for machine, known in ((H100, True), (replace(H100, triton="3.7.2"), False)):
         with machine.entered(record=wrong):
             x = torch.zeros(1, 2, 3, 4, device="cuda")
             choice = choose(LinearCall(x, x, x))
-            assert (choice.implementation == "triton") == taken
-            assert taken or "did not come out right on a GPU (linear step: errors of 2)" in choice.reason
-            assert why_wrong("another", machine.device, machine.triton) is None
-            assert ("torch's operations" in kernels_taken(machine.device)) != taken
+            words = f"did not come out right on a GPU ({case}: errors of 2)"
+            assert (choice.implementation == "streaming", words in choice.reason) == (known, known)
+            assert choose(LinearCall(x, x, x, causal=False)).implementation == "triton"
+            assert why_wrong("linear causal features bfloat16", machine.device, machine.triton) is None
+            assert (words in kernels_taken(machine.device)) == known
 
 
 def test_what_is_no_gpu_has_no_record(computed_by: str) -> None:

@@ -22,7 +22,7 @@ from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 from dist_attn.ops.linear_attention.trial import Form, LinearKind, compared
 from dist_attn.ops.sequence_call import Implementation
-from dist_attn.ops.trial import Attempt, Compare, Kind, name_of, way_of, why_not_right_here
+from dist_attn.ops.trial import Attempt, name_of, way_of, why_not_right_here
 
 IMPLEMENTATIONS = get_args(Implementation)
 LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
@@ -46,7 +46,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32, form: Form | 
     """Choose the implementation of a call: the one asked for by name; "auto" takes C kernels for tensors of a CPU.
 
     For tensors of a GPU it takes Triton's kernels unless they are known to be wrong there or their trial, which this
-    begins, did not come out right (`why_not_by_default`). Where kernels cannot take the call, "auto" takes the
+    begins, did not come out right. Where kernels cannot take the call, "auto" takes the
     streaming form. `sums` is the precision that is asked for at least; `form` what is computed, attention by default.
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
@@ -56,7 +56,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32, form: Form | 
     return resolve(
         call.implementation,
         lambda: _why_not_triton(call, sums, interpreted_is_fine=by_name),
-        lambda: _tried(call, form or ("causal" if call.causal else "full")),
+        lambda: why_not_by_default(call, form or ("causal" if call.causal else "full")),
         lambda: (
             why_not_for_c(call.tensors)
             or _unsupported_sums(sums)
@@ -79,7 +79,7 @@ def attempt(call: LinearCall, form: Form, sums: torch.dtype = torch.float32) -> 
     like = call.one_token()  # which all ranks have
     return Attempt(
         LinearKind.of(call, form),
-        lambda: _why_not_triton(like, sums, interpreted_is_fine=False) or _tried(call, form),
+        lambda: _why_not_triton(like, sums, interpreted_is_fine=False) or why_not_by_default(call, form),
     )
 
 
@@ -92,15 +92,11 @@ def _why_not_triton(call: LinearCall, sums: torch.dtype, *, interpreted_is_fine:
     )
 
 
-def _tried(call: LinearCall, form: Form) -> str | None:
-    kind = LinearKind.of(call, form)
-    return why_not_by_default("linear", kind, partial(compared, call, kind))
-
-
-def why_not_by_default(operation: str, kind: Kind, compare: Compare) -> str | None:
+def why_not_by_default(call: LinearCall, form: Form) -> str | None:
     """The reason why "auto" does not take Triton's kernels on a GPU: by its record, else by the trial of this kind."""
-    on = surroundings_of(kind.device)
-    return why_wrong(operation, kind.device, on.triton) or why_not_right_here(kind, compare)
+    kind = LinearKind.of(call, form)
+    wrong = why_wrong(kind.case, kind.device, surroundings_of(kind.device).triton)
+    return wrong or why_not_right_here(kind, partial(compared, call, kind))
 
 
 def choose_attention(call: LinearCall, *, form: Form | None = None) -> Choice:
@@ -212,10 +208,10 @@ def kernels_taken(device: torch.device) -> str:
         return "C's" if reason is None else f"torch's operations; {reason}"
     name, record, triton = torch.cuda.get_device_name(device), record_of(device), surroundings_of(device).triton
     reason = why_no_kernels(torch.empty(0, device=device), interpreted_is_fine=False)
-    reason = reason or why_wrong("linear", device, triton)
     if reason is not None:
         return f"torch's operations; {reason}"
-    words = f"Triton's {triton}, each where its trial comes out right"
+    wrong = why_wrong("linear", device, triton)
+    words = f"Triton's {triton}, each where its trial comes out right{'' if wrong is None else f'; {wrong}'}"
     if record is None or find_spec("fla") is None or why_not_right("fla", name, record) is not None:
         return words
     faster = cases_of_fla(record)

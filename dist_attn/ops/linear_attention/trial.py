@@ -71,6 +71,12 @@ class LinearKind:
         )
 
     @property
+    def case(self) -> str:
+        """The first words of the names of such cases in the record of a GPU."""
+        features = "features" if self.feature_map is None else self.feature_map.kind
+        return f"linear {self.form} {features} {name_of(self.dtype)}"
+
+    @property
     def words(self) -> str:
         """The kind as people are told of it."""
         phi, sizes = self.feature_map, " x ".join(map(str, self.sizes))
