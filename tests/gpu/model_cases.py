@@ -116,9 +116,9 @@ def training_cases(*, tiny: bool) -> Cases:
     if tiny:
         return {"losses as on the CPU": _losses, "4 steps": partial(_hundred_steps, 32, 2, 2, 2, 32, 4)}
     return {
+        "100 steps, 100M": partial(_hundred_steps, 768, 12, 12, 16, 1_024, 100),
         "losses as on the CPU": _losses,
         "100 steps, books-6m": partial(_hundred_steps, 256, 6, 4, 32, 512, 100),
-        "100 steps, 100M": partial(_hundred_steps, 768, 12, 12, 16, 1_024, 100),
     }
 
 
