@@ -75,10 +75,10 @@ PIECES = {
     "killed": Piece(2, "tests.gpu.service_cases", "killed_cases", 110, beside=True),
     "ranks": Piece(2, "tests.gpu.rank_cases", "rank_cases", 110, processes=4, beside=True),
     "adapted": Piece(2, "tests.gpu.adapted_cases", "adapted_cases", 110, processes=3, beside=True),
-    "long-texts": Piece(2, "tests.gpu.adapted_cases", "long_text_cases", 75),
     "affine": Piece(2, "tests.gpu.affine_cases", "affine_cases", 25, processes=8),
     "fla": Piece(2, "tests.gpu.fla_cases", "fla_cases", 45, processes=16),
     "fla-times": Piece(2, "benchmarks.gpu.speed", "fla_time_cases", 40),
+    "long-texts": Piece(0, "tests.gpu.adapted_cases", "long_text_cases", 75),
     "tiles": Piece(0, "benchmarks.gpu.speed", "tile_cases", 60, processes=8),
 }
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     results = Results(options.json, _setting(tiny=options.tiny))
     if options.work:
-        return _work(results, options.work, options.number)
+        return _work(results, options.work, options.number, options.cases)
     around = asdict(look_around())
     results.write({"setting": results.setting, "around": around})
     wanted = _wanted(options)
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
         # What a piece leaves of its time is for those after it.
         own = (ends - time.monotonic()) * seconds[number] / sum(seconds[number:])
         with ThreadPoolExecutor(len(names)) as together:
-            list(together.map(partial(_run, results, seconds=own), names))
+            list(together.map(partial(_run, results, seconds=own, chosen=options.cases), names))
         kept = _keep(results, around)
     return 0 if kept and all(map(results.is_right, wanted)) else 1
 
@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", type=int, choices=(1, 2), help="one of two calls, the first of which is worth more")
     parser.add_argument("--seconds", type=float, help="for all pieces together (default: the sum of theirs)")
     parser.add_argument("--only", nargs="+", choices=PIECES, help="these pieces")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="WORDS", help="only cases with any of these in them")
     parser.add_argument("--tune", action="store_true", help="measure tiles too, last")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, also without a GPU")
     parser.add_argument("--read", type=Path, metavar="F", help="bring what a file has into record and results")
@@ -169,7 +170,7 @@ def _driver() -> str:
     return done.stdout.split("\n")[0]
 
 
-def _run(results: Results, name: str, seconds: float) -> None:
+def _run(results: Results, name: str, seconds: float, chosen: Sequence[str] = ()) -> None:
     """Let processes carry a piece out until it is done or its time is over."""
     began = time.monotonic()
     print(f"{name}: at most {seconds:.0f} s", flush=True)
@@ -179,7 +180,7 @@ def _run(results: Results, name: str, seconds: float) -> None:
         while not row["ended"] and len(results.of(name)) > tried and time.monotonic() < began + seconds:
             # A fault in a kernel takes its process along: another one goes on behind the case that did it.
             tried = len(results.of(name))
-            row["ended"] = _one_round(results, name, began + seconds, said)
+            row["ended"] = _one_round(results, name, began + seconds, said, chosen)
         if not row["ended"]:
             said.seek(0)
             row["error"] = said.read()[-2_000:]
@@ -193,10 +194,10 @@ def _run(results: Results, name: str, seconds: float) -> None:
     print(f"{name}: {len(cases) - len(wrong)} of {len(cases)} right, {row['seconds']:g} s{end}", flush=True)
 
 
-def _one_round(results: Results, name: str, deadline: float, said: IO[str]) -> bool:
+def _one_round(results: Results, name: str, deadline: float, said: IO[str], chosen: Sequence[str]) -> bool:
     """Whether the processes of a piece have tried all of it."""
     words = [sys.executable, "-m", PIECES[name].program, f"--work={name}", f"--json={results.file}"]
-    words += ["--tiny"] * results.setting["tiny"]
+    words += ["--tiny"] * results.setting["tiny"] + ["--cases", *chosen] * bool(chosen)
     # Of a machine with many cores each takes its share.
     environment = {"OMP_NUM_THREADS": str(max(1, len(own_cores()) // PIECES[name].processes)), **os.environ}
     if not results.setting["driver"]:
@@ -228,7 +229,7 @@ def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
         return False
 
 
-def _work(results: Results, name: str, number: int) -> int:
+def _work(results: Results, name: str, number: int, chosen: Sequence[str]) -> int:
     """Carry out this process's share of the cases that are to be done; 1 where a fault leaves it without a GPU."""
     die_with_parent()
     if not results.setting["driver"]:
@@ -237,6 +238,8 @@ def _work(results: Results, name: str, number: int) -> int:
     piece = PIECES[name]
     function = getattr(importlib.import_module(piece.module), piece.function)
     cases: dict[str, Callable[[], Row]] = function(tiny=results.setting["tiny"])
+    if chosen:
+        cases = {case: work for case, work in cases.items() if any(word in case for word in chosen)}
     before, start = results.of(name), results.read()[1]
     if number == 0:
         results.write({"piece": name, "case": "", "cases": list(cases)})

@@ -133,7 +133,7 @@ def test_what_cannot_be_filed_ends_nothing(
     began = []
     monkeypatch.setattr(gpu_check, "keep", full)
     monkeypatch.setattr(gpu_check, "_setting", lambda *, tiny: SETTING)
-    monkeypatch.setattr(gpu_check, "_run", lambda results, name, seconds: began.append(name))
+    monkeypatch.setattr(gpu_check, "_run", lambda results, name, **_: began.append(name))
     assert main([f"--json={tmp_path / 'f'}", "--tiny", "--only", "kernels", "captured"]) == 1
     assert began == ["kernels", "captured"]
     assert "no space left" in capsys.readouterr().out
