@@ -26,6 +26,8 @@ TIMEOUT_S = 120.0
 ACCEPTED = 5e-4  # of a gradient's largest number; decays of delta rules are sums over all tokens that nearly cancel
 SMALL = ("qwen3_next", "mamba2", "falcon_h1", "gemma3_text")
 LONG = ("qwen3_next", "mamba2")
+# Hidden size, layers, heads and their size.
+SIZES = {"tiny": (32, 4, 2, 16), "100M": (768, 12, 12, 64), "1B": (2_048, 16, 32, 64)}
 Step = tuple[float, dict[str, torch.Tensor]]
 
 
@@ -39,13 +41,18 @@ def adapted_cases(*, tiny: bool) -> Cases:
 
 
 def long_text_cases(*, tiny: bool) -> Cases:
-    """Steps of some 100M parameters in bfloat16 with float32 weights, layers computed again in the backward pass."""
-    lengths = (64,) if tiny else (16_384, 65_536)
-    return {
-        f"{kind}, {ranks} of gloo" if ranks > 1 else kind: partial(_long, kind, lengths, ranks, tiny)
-        for ranks in (1, 2)
-        for kind in LONG[: 1 if tiny else None]
+    """Steps in bfloat16 with float32 weights, layers computed again in the backward pass."""
+    lengths, kinds = ((64,), LONG[:1]) if tiny else ((16_384, 65_536), LONG)
+    cases: Cases = {
+        f"{kind}, {ranks} of gloo" if ranks > 1 else kind: partial(
+            _long, partial(_config, kind, "tiny" if tiny else "100M"), lengths, ranks
+        )
+        for kind in kinds
+        for ranks in (2, 1)
     }
+    if not tiny:
+        cases["qwen3_next, 1B"] = partial(_long, partial(_config, "qwen3_next", "1B"), (32_768,), 1)
+    return cases
 
 
 def _gradients(kinds: Sequence[str], backend: str, ranks: int) -> Row:
@@ -81,22 +88,22 @@ def _small_steps(kinds: Sequence[str], rank: int, size: int) -> dict[str, Step |
     return steps
 
 
-def _long(kind: str, lengths: Sequence[int], ranks: int, tiny: bool) -> Row:
+def _long(config: Callable[[], Any], lengths: Sequence[int], ranks: int) -> Row:
     """Tokens a second and the most memory of a rank, by length; on one rank transformers alone too."""
     backend = "gloo" if ranks > 1 or DEVICE != "cuda" else "nccl"
     row: Row = {}
-    for found in _over(backend, ranks, partial(_long_steps, kind, lengths, tiny)):
+    for found in _over(backend, ranks, partial(_long_steps, config, lengths)):
         for name, number in found.items():
             fits = min if name.endswith("tokens/s") else max
             row[name] = fits(row.get(name, number), number) if isinstance(number, float) else number
     return row
 
 
-def _long_steps(kind: str, lengths: Sequence[int], tiny: bool, rank: int, size: int) -> Row:
+def _long_steps(config: Callable[[], Any], lengths: Sequence[int], rank: int, size: int) -> Row:
     torch.manual_seed(0)
     row: Row = {}
     for cut in (True,) if size > 1 else (False, True):
-        model: Any = AutoModelForCausalLM.from_config(_config(kind, tiny)).to(DEVICE).train()
+        model: Any = AutoModelForCausalLM.from_config(config()).to(DEVICE).train()
         model.gradient_checkpointing_enable()
         parallel = context_parallel(model, dist.group.WORLD) if cut else None
         row["parameters"] = float(sum(p.numel() for p in model.parameters()))
@@ -134,9 +141,9 @@ def _steps(model: Any, parallel: Any, tokens: int) -> dict[str, float]:
     return {"tokens/s": tokens / min(taken), "peak MiB": peak, "loss": loss.item()}
 
 
-def _config(kind: str, tiny: bool) -> Any:
-    """Some 100M parameters, without experts."""
-    size, layers, heads, dim = (32, 4, 2, 16) if tiny else (768, 12, 12, 64)
+def _config(kind: str, parameters: str) -> Any:
+    """A configuration without experts of about so many."""
+    size, layers, heads, dim = SIZES[parameters]
     if kind == "mamba2":
         return Mamba2Config(
             vocab_size=8_192, hidden_size=size, num_hidden_layers=2 * layers, num_heads=2 * size // dim, head_dim=dim,
