@@ -27,7 +27,7 @@ from dist_attn.ops.linear_attention.implementation import (
     kernels_taken,
     why_not_by_default,
 )
-from dist_attn.ops.linear_attention.trial import LinearKind
+from dist_attn.ops.linear_attention.trial import LinearKind, compared
 from dist_attn.ops.state import steps_in_place
 from dist_attn.ops.trial import results_of, tried
 from dist_attn.sharded import ShardedSequenceOps, carry_scan, linear, trials
@@ -283,7 +283,7 @@ def test_trials_find_the_kernels_right(
     kind, before = LinearKind.of(call, form), torch.get_rng_state()
     with warnings.catch_warnings(), steps_in_place():
         warnings.simplefilter("ignore")  # the interpreter's, of numbers that a mask drops
-        assert why_not_by_default(call, form) is None
+        assert why_not_by_default(kind.case, kind, partial(compared, call, kind)) is None
     assert trial.found_right() == [kind.words]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -322,6 +322,6 @@ def test_trials_find_what_kernels_get_wrong(kernels: str, faulty: str, words: st
     call = call_of("cuda" if torch.cuda.is_available() else "cpu")
     kind = LinearKind.of(call, "step" if module == "triton_decode" else "causal")
     with pytest.warns(RuntimeWarning, match="the streaming form is taken"):
-        reason = why_not_by_default(call, kind.form)
+        reason = why_not_by_default(kind.case, kind, partial(compared, call, kind))
     assert words in reason
     assert f"(Triton {surroundings_of(call.v_BHSV.device).triton})" in reason

@@ -22,7 +22,7 @@ from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 from dist_attn.ops.linear_attention.trial import Form, LinearKind, compared
 from dist_attn.ops.sequence_call import Implementation
-from dist_attn.ops.trial import Attempt, name_of, way_of, why_not_right_here
+from dist_attn.ops.trial import Attempt, Compare, Kind, name_of, way_of, why_not_right_here
 
 IMPLEMENTATIONS = get_args(Implementation)
 LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
@@ -56,7 +56,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32, form: Form | 
     return resolve(
         call.implementation,
         lambda: _why_not_triton(call, sums, interpreted_is_fine=by_name),
-        lambda: why_not_by_default(call, form or ("causal" if call.causal else "full")),
+        lambda: _tried(call, form or ("causal" if call.causal else "full")),
         lambda: (
             why_not_for_c(call.tensors)
             or _unsupported_sums(sums)
@@ -79,7 +79,7 @@ def attempt(call: LinearCall, form: Form, sums: torch.dtype = torch.float32) -> 
     like = call.one_token()  # which all ranks have
     return Attempt(
         LinearKind.of(call, form),
-        lambda: _why_not_triton(like, sums, interpreted_is_fine=False) or why_not_by_default(call, form),
+        lambda: _why_not_triton(like, sums, interpreted_is_fine=False) or _tried(call, form),
     )
 
 
@@ -92,11 +92,18 @@ def _why_not_triton(call: LinearCall, sums: torch.dtype, *, interpreted_is_fine:
     )
 
 
-def why_not_by_default(call: LinearCall, form: Form) -> str | None:
-    """The reason why "auto" does not take Triton's kernels on a GPU: by its record, else by the trial of this kind."""
+def _tried(call: LinearCall, form: Form) -> str | None:
     kind = LinearKind.of(call, form)
-    wrong = why_wrong(kind.case, kind.device, surroundings_of(kind.device).triton)
-    return wrong or why_not_right_here(kind, partial(compared, call, kind))
+    return why_not_by_default(kind.case, kind, partial(compared, call, kind))
+
+
+def why_not_by_default(case: str, kind: Kind, compare: Compare) -> str | None:
+    """The reason why "auto" does not take Triton's kernels on a GPU: by its record, else by the trial of this kind.
+
+    `case` is how the names of such cases begin in the record.
+    """
+    wrong = why_wrong(case, kind.device, surroundings_of(kind.device).triton)
+    return wrong or why_not_right_here(kind, compare)
 
 
 def choose_attention(call: LinearCall, *, form: Form | None = None) -> Choice:
