@@ -37,7 +37,7 @@ def _token_features(x_ptr, x, w, outputs, K, D, scale, MAP: tl.constexpr):
         projected = tl.load(x_ptr + outputs, mask=outputs < K, other=0.0).to(tl.float32)[None, :]
     else:
         projected = tl.sum(w * tl.trans(x), axis=0)[None, :]
-    first, second = features(projected, outputs, D, scale, MAP, "ieee")
+    first, second = features(projected, (outputs < D)[None, :], scale, MAP, "ieee")
     return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 

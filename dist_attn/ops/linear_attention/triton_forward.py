@@ -60,7 +60,7 @@ class KernelPlan:
     @property
     def scale(self) -> float:
         """The factor of features."""
-        return float(self.projections**-0.5)
+        return float(self.projections**-0.5) if self.map in ("gaussian", "arc_cosine") else 1.0
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """The constants that the kernels that make features are compiled for."""
@@ -283,7 +283,7 @@ def _length(stretch: Stretch, y: torch.Tensor) -> int:
 
 def _parts(plan: KernelPlan, values: int) -> int:
     """Programs that share a state."""
-    return blocks(values, plan.tiles.block_v) * blocks(plan.projections, plan.tiles.block_d)
+    return blocks(values, plan.tiles.block_v) * blocks(plan.projections, plan.tiles.sum_d)
 
 
 def _sums(
@@ -327,7 +327,8 @@ def _walk(
         x, y, stretch.w, *weights, either(gain, end.zm), *(start or end), *(before or end), *end, *(other or end),
         either(products, end.zm), *strides(x, y), *stretch.sizes(x.shape[3], values), splits, length,
         HAS_GAIN=gain is not None, HAS_START=start is not None, REVERSE=reverse, WITH_DOT=products is not None,
-        **plan.constants(dtype),
+        ALIKE=weights.values is weights.z,
+        **plan.constants(dtype) | {"BLOCK_D": plan.tiles.sum_d},
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def values_gradient_kernel(
     state_ptr, zm_ptr, grad_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
     y_stride_b, y_stride_h, y_stride_l, grad_stride_b, grad_stride_h, grad_stride_l,
-    L, N, H, K, D, M, V, scale,
+    L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -82,13 +82,13 @@ def values_gradient_kernel(
         k_ptr + batch * k_stride_b + head * k_stride_h + start * k_stride_l, k_stride_l,
         q_ptr + batch * q_stride_b + head * q_stride_h + start * q_stride_l, q_stride_l, rows, valid,
         map_of_head(w_ptr, head, K, D, PRECISION), state_ptr + (group * N + chunk) * M * V,
-        zm_ptr + (group * N + chunk) * (M + 1), values, K, D, V, scale,
+        zm_ptr + (group * N + chunk) * (M + 1), values, K, D, V,
         False, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_V, BLOCK_X,
     )  # fmt: skip
     weights = pair_weights(decay_ptr + group * N * T, documents_ptr, tokens, tokens, L, True, HAS_GATE, HAS_DOCUMENTS)
-    inverse = tl.load(inverse_ptr + group * N * T + tokens)
+    inverse = tl.load(inverse_ptr + group * N * T + tokens) * (scale * scale)
     weights = operand(scores * weights * inverse[None, :], PRECISION)
-    left = tl.load(left_ptr + group * N * T + tokens)
+    left = tl.load(left_ptr + group * N * T + tokens) * scale
     grad_out = operand(load_tile(grad_out_ptr, rows, values, y_stride_l, valid, V), PRECISION)
     grad = product(weights, grad_out, grad * left[:, None], PRECISION)
     if HAS_SCALE:
@@ -221,13 +221,13 @@ def _walk_projections(
                 other_x, other_lengths, high, low, other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D,
                 MAP, UNIT, PRECISION, T, BLOCK_D,
             )  # fmt: skip
-            other, other_second = features(other, outputs, D, scale, MAP, PRECISION)
+            other, other_second = features(other, (outputs < D)[None, :], scale, MAP, PRECISION)
             other, other_second = operand(other, PRECISION), operand(other_second, PRECISION)
         projected = project(
             own_x, lengths, high, low, own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        first, second = features(projected, outputs, D, scale, MAP, PRECISION)
+        first, second = features(projected, (outputs < D)[None, :], scale, MAP, PRECISION)
         grad_first, through, products = _part_gradient(
             first, other, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr,
             outputs, values, D, V, PAIRS, PRECISION, T, BLOCK_D,
@@ -255,8 +255,8 @@ def features_gradient_kernel(
     grad_ptr, rows_ptr, state_rows_ptr,
     own_stride_b, own_stride_h, own_stride_l, other_stride_b, other_stride_h, other_stride_l,
     own_y_stride_b, own_y_stride_h, own_y_stride_l, other_y_stride_b, other_y_stride_h, other_y_stride_l,
-    grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K, D, M, V, scale,
-    KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr,
+    grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    V: tl.constexpr, scale, KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,

@@ -18,6 +18,7 @@ class Tiles:
 
     chunk           tokens that attend to each other directly; states are stored once a chunk.
     block_d         projections of a tile of features (twice as many features of a Gaussian map).
+    sum_d           likewise of a tile of states: a block of them fills the 64 rows of a Hopper GPU's products.
     block_v         values of a tile of outputs or states; features are made once for each such block.
     warps, stages   of 32 threads; of the pipeline of loads. Four warps of a Hopper GPU share products of 64 rows, so
                     more of them than one for 16 tokens of a chunk would cut its columns into narrow products.
@@ -27,6 +28,7 @@ class Tiles:
 
     chunk: int = 64
     block_d: int = 32
+    sum_d: int = 64
     block_v: int = 128
     warps: int = 4
     stages: int = 2
@@ -35,7 +37,10 @@ class Tiles:
     def fitted(self, projections: int, values: int) -> "Tiles":
         """No tile larger than what it covers."""
         return replace(
-            self, block_d=min(self.block_d, power_tile(projections)), block_v=min(self.block_v, power_tile(values))
+            self,
+            block_d=min(self.block_d, power_tile(projections)),
+            sum_d=min(self.sum_d, power_tile(projections)),
+            block_v=min(self.block_v, power_tile(values)),
         )
 
     def of_features_gradient(self, values: int, *, projects: bool) -> "Tiles":
