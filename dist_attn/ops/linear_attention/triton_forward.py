@@ -22,7 +22,7 @@ from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 # Triton decides when the kernels are imported, by TRITON_INTERPRET: the same kernels in numpy, on tensors of the CPU.
 INTERPRETED = isinstance(outputs_kernel, InterpretedFunction)
 SCAN_BLOCK = 1024
-SUM_PROGRAMS = 528  # as many as lie beside each other on the 132 units of an H100
+SUM_PROGRAMS = 264  # of four warps: as many as lie beside each other on the 132 units of an H100
 CLOSED_GATE = CLOSED[torch.float32]
 
 
@@ -223,7 +223,7 @@ def sequence_sums(
     stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: TokenWeights, dtype: torch.dtype
 ) -> StateSums:
     """Sums of features of x and values y over all tokens, [G, M, V] and [G, M + 1], in products of `dtype`."""
-    sums = _sums(stretch, x, y, weights, dtype, _length(stretch, y))
+    sums = _sums(stretch, x, y, weights, dtype, _length(stretch, y, twice=False))
     return StateSums(sums.s.sum(1), sums.zm.sum(1))
 
 
@@ -243,7 +243,7 @@ def states(
 
     A chunk adds `sequence_sums` of its own to what its gain [G, N] leaves. Products are those with `other`.
     """
-    plan, length, values = stretch.plan, _length(stretch, y), y.shape[3]
+    plan, length, values = stretch.plan, _length(stretch, y, twice=True), y.shape[3]
     splits = blocks(stretch.chunks, length)
     starts = StateSums(start.s.unsqueeze(1), start.zm.unsqueeze(1))
     if splits > 1:
@@ -273,12 +273,15 @@ def key_states(stretch: Stretch, gate: Gates, start: StateSums) -> Scanned:
     return states(stretch, k, v, TokenWeights.all(gate.kept), start, gate.gain, k.dtype)
 
 
-def _length(stretch: Stretch, y: torch.Tensor) -> int:
-    """Chunks of a split: enough splits to fill a GPU, and no more, as each is walked from one chunk to the next.
+def _length(stretch: Stretch, y: torch.Tensor, *, twice: bool) -> int:
+    """Chunks of a split: as many splits as a GPU walks at a time, and no more, as the rest would wait for all of them.
 
-    Two at least, so that the few tokens of a trial are walked as many are.
+    Two splits that are walked `twice` take as long as all walked once. Two chunks at least, so that the few tokens of a
+    trial are walked as many are.
     """
-    return max(2, blocks(stretch.chunks * _parts(stretch.plan, y.shape[3]) * stretch.groups, SUM_PROGRAMS))
+    tiles, groups = stretch.plan.tiles, stretch.groups
+    splits = SUM_PROGRAMS * 4 // (tiles.warps * groups * _parts(stretch.plan, y.shape[3]))
+    return max(2, blocks(stretch.chunks, splits if splits > (2 if twice else 1) else 1))
 
 
 def _parts(plan: KernelPlan, values: int) -> int:
