@@ -286,7 +286,7 @@ def _length(stretch: Stretch, y: torch.Tensor, *, twice: bool) -> int:
 
 def _parts(plan: KernelPlan, values: int) -> int:
     """Programs that share a state."""
-    return blocks(values, plan.tiles.block_v) * blocks(plan.projections, plan.tiles.sum_d)
+    return blocks(values, plan.tiles.sum_v) * blocks(plan.projections, plan.tiles.sum_d)
 
 
 def _sums(
@@ -331,7 +331,7 @@ def _walk(
         either(products, end.zm), *strides(x, y), *stretch.sizes(x.shape[3], values), splits, length,
         HAS_GAIN=gain is not None, HAS_START=start is not None, REVERSE=reverse, WITH_DOT=products is not None,
         ALIKE=weights.values is weights.z,
-        **plan.constants(dtype) | {"BLOCK_D": plan.tiles.sum_d},
+        **plan.constants(dtype) | {"BLOCK_D": plan.tiles.sum_d, "BLOCK_V": plan.tiles.sum_v},
     )  # fmt: skip
 
 

@@ -118,14 +118,14 @@ def scores_and_reads(
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
         own, own_second = features(own, True, 1.0, MAP, PRECISION)
-        scores = product(narrow(own, PRECISION), other, scores, PRECISION)
         num, den = read_state(own, state, z, num, den, WITH_Z, PRECISION)
+        scores = product(narrow(own, PRECISION), other, scores, PRECISION)
         if MAP == "gaussian":
-            scores = product(narrow(own_second, PRECISION), other_second, scores, PRECISION)
             num, den = read_state(own_second, state_second, z_second, num, den, WITH_Z, PRECISION)
+            scores = product(narrow(own_second, PRECISION), other_second, scores, PRECISION)
         if PRECISION == "bf16":
             # A copy: were this product still under way in the next round, all products would wait for each other.
-            num = tl.where(valid[:, None], num, 0.0)
+            scores = tl.where(valid[:, None], scores, 0.0)
     return scores, num, den
 
 
