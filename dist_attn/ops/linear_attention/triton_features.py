@@ -252,12 +252,12 @@ def features_across(
 
 
 @triton.jit
-def projection_gradient(projected, grad_first, grad_second, first, second, scale, MAP: tl.constexpr):
-    """The gradient of what `features` was given, from those of its two parts."""
+def projection_gradient(projected, grad_first, grad_second, first, second, MAP: tl.constexpr):
+    """The gradient of what `features` was given with a scale of 1, from those of its two parts."""
     if MAP == "gaussian":
         return grad_first * second - grad_second * first
     elif MAP == "arc_cosine":
-        return tl.where(projected > 0.0, grad_first * scale, 0.0)
+        return tl.where(projected > 0.0, grad_first, 0.0)
     elif MAP == "elu":
         return tl.where(projected > 0.0, grad_first, grad_first * first)
     else:

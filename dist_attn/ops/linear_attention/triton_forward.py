@@ -223,7 +223,8 @@ def sequence_sums(
     stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: TokenWeights, dtype: torch.dtype
 ) -> StateSums:
     """Sums of features of x and values y over all tokens, [G, M, V] and [G, M + 1], in products of `dtype`."""
-    sums = _sums(stretch, x, y, weights, dtype, _length(stretch, y, twice=False))
+    gain = stretch.empty(stretch.chunks).fill_(1.0)
+    sums = _sums(stretch, x, y, weights, gain, dtype, _length(stretch, y, twice=False))
     return StateSums(sums.s.sum(1), sums.zm.sum(1))
 
 
@@ -233,7 +234,7 @@ def states(
     y: torch.Tensor,
     weights: TokenWeights,
     start: StateSums,
-    gain: torch.Tensor | None,
+    gain: torch.Tensor,
     dtype: torch.dtype,
     *,
     reverse: bool = False,
@@ -247,10 +248,8 @@ def states(
     splits = blocks(stretch.chunks, length)
     starts = StateSums(start.s.unsqueeze(1), start.zm.unsqueeze(1))
     if splits > 1:
-        starts = _sums(stretch, x, y, weights, dtype, length, gain, reverse=reverse)
-        kept = stretch.empty(splits).fill_(1.0)
-        if gain is not None:
-            kept = F.pad(gain, (0, splits * length - stretch.chunks), value=1.0).view(-1, splits, length).prod(-1)
+        starts = _sums(stretch, x, y, weights, gain, dtype, length, reverse=reverse)
+        kept = F.pad(gain, (0, splits * length - stretch.chunks), value=1.0).view(-1, splits, length).prod(-1)
         for sums, first in zip(starts, start, strict=True):
             elements = first.numel() // stretch.groups
             scan_kernel[(stretch.groups, blocks(elements, SCAN_BLOCK))](
@@ -294,9 +293,9 @@ def _sums(
     x: torch.Tensor,
     y: torch.Tensor,
     weights: TokenWeights,
+    gain: torch.Tensor,
     dtype: torch.dtype,
     length: int,
-    gain: torch.Tensor | None = None,
     *,
     reverse: bool = False,
 ) -> StateSums:
@@ -312,7 +311,7 @@ def _walk(
     x: torch.Tensor,
     y: torch.Tensor,
     weights: TokenWeights,
-    gain: torch.Tensor | None,
+    gain: torch.Tensor,
     start: StateSums | None,
     before: StateSums | None,
     end: StateSums,
@@ -327,9 +326,9 @@ def _walk(
     plan, values = stretch.plan, y.shape[3]
     splits = blocks(stretch.chunks, length)
     sums_kernel[(stretch.groups * splits * _parts(plan, values),)](
-        x, y, stretch.w, *weights, either(gain, end.zm), *(start or end), *(before or end), *end, *(other or end),
+        x, y, stretch.w, *weights, gain, *(start or end), *(before or end), *end, *(other or end),
         either(products, end.zm), *strides(x, y), *stretch.sizes(x.shape[3], values), splits, length,
-        HAS_GAIN=gain is not None, HAS_START=start is not None, REVERSE=reverse, WITH_DOT=products is not None,
+        HAS_START=start is not None, REVERSE=reverse, WITH_DOT=products is not None,
         ALIKE=weights.values is weights.z,
         **plan.constants(dtype) | {"BLOCK_D": plan.tiles.sum_d, "BLOCK_V": plan.tiles.sum_v},
     )  # fmt: skip

@@ -100,15 +100,13 @@ def _times(state, gain):
 
 
 @triton.jit
-def _left(total, total_second, z, z_second, mass, gain, HAS_GAIN: tl.constexpr):
+def _left(total, total_second, z, z_second, mass, gain):
     """The parts of a state that a chunk's gain leaves.
 
     Taken where x has come already, and not among the products, which would then wait for each other.
     """
-    if HAS_GAIN:
-        total, total_second, mass = _times(total, gain), _times(total_second, gain), _times(mass, gain)
-        z, z_second = _times(z, gain), _times(z_second, gain)
-    return total, total_second, z, z_second, mass
+    total, total_second = _times(total, gain), _times(total_second, gain)
+    return total, total_second, _times(z, gain), _times(z_second, gain), _times(mass, gain)
 
 
 @triton.jit
@@ -191,7 +189,7 @@ def sums_kernel(
     start_ptr, start_zm_ptr, before_ptr, before_zm_ptr, end_ptr, end_zm_ptr, other_ptr, other_zm_ptr, dot_ptr,
     x_stride_b, x_stride_h, x_stride_l, y_stride_b, y_stride_h, y_stride_l,
     L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale, splits, length,
-    HAS_GAIN: tl.constexpr, HAS_START: tl.constexpr, REVERSE: tl.constexpr, WITH_DOT: tl.constexpr,
+    HAS_START: tl.constexpr, REVERSE: tl.constexpr, WITH_DOT: tl.constexpr,
     ALIKE: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
@@ -231,11 +229,11 @@ def sums_kernel(
             )  # fmt: skip
         # Read before features are made, as nothing prefetches them.
         weight, z_weight, own_mass = _weights(weight_ptr, z_weight_ptr, mass_weight_ptr, of_chunk * T + rows, scale)
-        gain = tl.load(gain_ptr + of_chunk) if HAS_GAIN else 1.0
+        gain = tl.load(gain_ptr + of_chunk)
         valid, start = chunk * T + rows < L, chunk.to(tl.int64) * T
         x_at, y_at = x_ptr + start * x_stride_l, y_ptr + start * y_stride_l
         x, inverse = load_vectors(x_at, x_stride_l, rows, valid, K, MAP, UNIT, T, BLOCK_X)
-        total, total_second, z, z_second, mass = _left(total, total_second, z, z_second, mass, gain, HAS_GAIN)
+        total, total_second, z, z_second, mass = _left(total, total_second, z, z_second, mass, gain)
         first, second = features_across(
             x, inverse, high, low, x_at, x_stride_l, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,

@@ -104,7 +104,7 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
     sizes = {"K": size, "D": size, "M": 2 * size, "V": size}
     made = {**map_form, **precision, **blocks, **sizes}
     optional = {"HAS_GATE": True, "HAS_SCALE": True, "HAS_DOCUMENTS": False}
-    walk = {"HAS_GAIN": True, "HAS_START": False, "REVERSE": False, "WITH_DOT": False, "ALIKE": True}
+    walk: dict[str, object] = {"HAS_START": False, "REVERSE": False, "WITH_DOT": False, "ALIKE": True}
     walk = {**made, **walk, "BLOCK_D": tiles.sum_d, "BLOCK_V": tiles.sum_v}
     of_values, step = tiles.of_features_gradient(size, projects=True), triton_decode.STEP_TILES
     four = replace(tiles, warps=4)
