@@ -108,8 +108,6 @@ class _CausalKernels(LinearTerms):
         befores = [StateSums(*map(present, pair)) for pair in zip(starts[::2], starts[1::2], strict=True)]
         with on_device(grad_out.device):
             for (tokens, stretch), start in reversed(list(zip(self._stretches(x), befores, strict=True))):
-                gate = gates(stretch)
-                scanned = key_states(stretch, gate, start)
                 of_out = grad_out[:, :, tokens]
                 if out is None:
                     rows = undivided_rows(stretch, *grad_result[:, :, tokens, -2:].unbind(-1))
@@ -121,7 +119,7 @@ class _CausalKernels(LinearTerms):
                     torch.empty_like(t) if total is None else total[:, :, tokens]
                     for t, total in zip(own, (totals.q, totals.k, totals.v), strict=True)
                 ]
-                part = stretch_gradients(stretch, gate, scanned.before, rows, of_out, end, into, with_map=with_map)
+                part = stretch_gradients(stretch, start, rows, of_out, end, into, with_map=with_map)
                 end = StateSums(present(part.s), present(part.zm))
                 for total, grad in ((totals.log_gate, part.log_gate), (totals.key_scale, part.key_scale)):
                     if total is not None and grad is not None:

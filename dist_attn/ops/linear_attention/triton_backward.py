@@ -22,6 +22,8 @@ from dist_attn.ops.linear_attention.triton_forward import (
     TokenWeights,
     blocks,
     either,
+    gates,
+    key_states,
     precision,
     states,
     strides,
@@ -71,8 +73,7 @@ class FeaturesGradient(NamedTuple):
 
 def stretch_gradients(
     stretch: Stretch,
-    gate: Gates,
-    before: StateSums,
+    start: StateSums,
     rows: DivisorRows,
     grad_out: torch.Tensor,
     grad_end: StateSums,
@@ -82,9 +83,12 @@ def stretch_gradients(
 ) -> LinearTensors:
     """The gradients of a stretch from those of its outputs and of the state after it, [G, M, V] and [G, M + 1].
 
+    `start` is the state before it, of which those of chunks are made again.
     Those of q, k and v fill `into`, those of the state before are of the same shapes; None where no such input is.
     """
     q, k, v = stretch.q, stretch.k, stretch.v
+    gate = gates(stretch)
+    before = key_states(stretch, gate, start).before
     of_queries = TokenWeights(*(gate.read * row for row in rows))
     other = None if stretch.log_gate is None else before
     after = states(stretch, q, grad_out, of_queries, grad_end, gate.gain, q.dtype, reverse=True, other=other)

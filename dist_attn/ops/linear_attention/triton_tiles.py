@@ -65,11 +65,11 @@ def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dt
         stages = 1 if dtype == torch.float32 and generation > 9 else 2
         tiles = Tiles(chunk=32, block_d=16, block_v=32, sum_v=32, stages=stages, gradient_stages=stages)
     elif generation < 9:  # matrix units read their operands out of registers
-        tiles = Tiles(block_d=16, block_v=64, sum_v=64, gradient_stages=2)
+        tiles = Tiles(block_d=16, block_v=64, sum_v=32, gradient_stages=2)
     elif generation == 9:
         tiles = Tiles()
     else:  # on Blackwell results of products lie outside the registers and come into them whole
-        tiles = Tiles(block_d=16, gradient_stages=2)
+        tiles = Tiles(block_d=16, sum_v=32, gradient_stages=2)
     if max(head_size, values) > 128:  # whole rows of q, k, v and dO lie in shared memory
         v = min(64, tiles.block_v)
         tiles = replace(tiles, block_d=16, block_v=v, sum_v=v, stages=1, gradient_stages=1)
