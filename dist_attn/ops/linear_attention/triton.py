@@ -99,23 +99,29 @@ class _CausalKernels(LinearTerms):
         end = StateSums(*(g.flatten(0, 1).contiguous() for g in (results.s, results.zm)))
         along_tokens = x._replace(s=None, zm=None, w=None)
         totals = LinearInputs(
-            *(None if t is None or not n else torch.empty_like(t) for t, n in zip(along_tokens, needs, strict=True))
+            *(
+                None if t is None or not n else rowwise(torch.empty_like(t))
+                for t, n in zip(along_tokens, needs, strict=True)
+            )
         )
         grad_w = None
         befores = [StateSums(*map(present, pair)) for pair in zip(starts[::2], starts[1::2], strict=True)]
         with on_device(grad_out.device):
             for (tokens, stretch), start in reversed(list(zip(self._stretches(x), befores, strict=True))):
-                gate = gates(stretch)
-                scanned = key_states(stretch, gate, start)
                 of_out = grad_out[:, :, tokens]
                 if out is None:
                     rows = undivided_rows(stretch, *grad_result[:, :, tokens, -2:].unbind(-1))
                 else:
                     attended = Attended(*(present(t)[:, :, tokens] for t in (out, den, mass)))
                     rows = policy_rows(stretch, attended, of_out)
-                part = stretch_gradients(stretch, gate, scanned.before, rows, of_out, end, with_map=with_map)
+                own = stretch.q, stretch.k, stretch.v
+                into = [
+                    torch.empty_like(t) if total is None else total[:, :, tokens]
+                    for t, total in zip(own, (totals.q, totals.k, totals.v), strict=True)
+                ]
+                part = stretch_gradients(stretch, start, rows, of_out, end, into, with_map=with_map)
                 end = StateSums(present(part.s), present(part.zm))
-                for total, grad in zip(totals, part._replace(s=None, zm=None, w=None), strict=True):
+                for total, grad in ((totals.log_gate, part.log_gate), (totals.key_scale, part.key_scale)):
                     if total is not None and grad is not None:
                         total[:, :, tokens] = grad
                 grad_w = part.w if grad_w is None or part.w is None else grad_w + part.w

@@ -4,6 +4,7 @@ Shape letters: B batch, H heads, L tokens, K head size, V values, D projections,
 tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from dist_attn.ops.linear_attention.triton_forward import (
     TokenWeights,
     blocks,
     either,
+    gates,
+    key_states,
     precision,
     states,
     strides,
@@ -48,7 +51,7 @@ class DivisorRows(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The inputs of the gradient of queries' or keys' features; see `features_gradient_kernel`."""
+    """The inputs of the gradient of queries' or keys' features, and where it goes; see `features_gradient_kernel`."""
 
     own: torch.Tensor
     other: torch.Tensor
@@ -56,13 +59,13 @@ class Side(NamedTuple):
     other_y: torch.Tensor
     weights: TokenWeights
     state: StateSums
+    grad: torch.Tensor
     keys: bool
 
 
 class FeaturesGradient(NamedTuple):
-    """dx, dw [H, D, K] where it was asked for, sums of E [G, N T] and their part that went through states."""
+    """dw [H, D, K] where it was asked for, sums of E [G, N T] and their part that went through states."""
 
-    x: torch.Tensor
     w: torch.Tensor | None
     rows: torch.Tensor
     state_rows: torch.Tensor
@@ -70,30 +73,34 @@ class FeaturesGradient(NamedTuple):
 
 def stretch_gradients(
     stretch: Stretch,
-    gate: Gates,
-    before: StateSums,
+    start: StateSums,
     rows: DivisorRows,
     grad_out: torch.Tensor,
     grad_end: StateSums,
+    into: Sequence[torch.Tensor],
     *,
     with_map: bool,
 ) -> LinearTensors:
     """The gradients of a stretch from those of its outputs and of the state after it, [G, M, V] and [G, M + 1].
 
-    Those of the state before are of the same shapes; None where there is no such input.
+    `start` is the state before it, of which those of chunks are made again.
+    Those of q, k and v fill `into`, those of the state before are of the same shapes; None where no such input is.
     """
     q, k, v = stretch.q, stretch.k, stretch.v
+    gate = gates(stretch)
+    before = key_states(stretch, gate, start).before
     of_queries = TokenWeights(*(gate.read * row for row in rows))
     other = None if stretch.log_gate is None else before
     after = states(stretch, q, grad_out, of_queries, grad_end, gate.gain, q.dtype, reverse=True, other=other)
-    queries = Side(q, k, grad_out, v, of_queries, before, False)
-    keys = Side(k, q, v, grad_out, TokenWeights.all(gate.left), after.before, True)
+    grad_q, grad_k, grad_v = into
+    queries = Side(q, k, grad_out, v, of_queries, before, grad_q, False)
+    keys = Side(k, q, v, grad_out, TokenWeights.all(gate.left), after.before, grad_k, True)
     of_q, of_k = (features_gradient(stretch, gate, rows, side, with_map) for side in (queries, keys))
     key_scale = None if stretch.key_scale is None else of_k.rows[:, : stretch.tokens].reshape(v.shape[:3])
     return LinearInputs(
-        q=of_q.x,
-        k=of_k.x,
-        v=_values_gradient(stretch, gate, rows, grad_out, after.before),
+        q=grad_q,
+        k=grad_k,
+        v=_values_gradient(stretch, gate, rows, grad_out, after.before, grad_v),
         log_gate=_gate_gradient(stretch, gate, of_q, of_k, after),
         key_scale=key_scale,
         s=after.end.s,
@@ -141,8 +148,7 @@ def features_gradient(
     own, size, values = side.own, side.own.shape[3], side.own_y.shape[3]
     has_w = stretch.plan.map in ("gaussian", "arc_cosine")
     plan = replace(stretch.plan, tiles=stretch.plan.tiles.of_features_gradient(values, projects=has_w))
-    grad = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    projected = grad
+    projected = grad = side.grad
     if has_w:
         projected = grad.new_empty((*own.shape[:3], plan.projections), dtype=tile_dtype(own.dtype))
     sums, state_sums = torch.empty_like(gate.left), torch.empty_like(gate.left)
@@ -154,7 +160,7 @@ def features_gradient(
         **stretch.options, **plan.constants(own.dtype),
     )  # fmt: skip
     if not has_w:
-        return FeaturesGradient(grad, None, sums, state_sums)
+        return FeaturesGradient(None, sums, state_sums)
     tiles, heads = plan.tiles, own.shape[1]
     inputs_gradient_kernel[(stretch.chunks * stretch.groups,)](
         projected, own, stretch.w, grad, *strides(own, grad), stretch.tokens, stretch.chunks, heads, size,
@@ -162,7 +168,7 @@ def features_gradient(
         BLOCK_X=power_tile(size), num_warps=tiles.warps, num_stages=stretch.plan.tiles.stages,
     )  # fmt: skip
     grad_w = map_gradient(projected.flatten(0, 1), own, plan.tiles.chunk, own.dtype) if with_map else None
-    return FeaturesGradient(grad, grad_w, sums, state_sums)
+    return FeaturesGradient(grad_w, sums, state_sums)
 
 
 def map_gradient(projected: torch.Tensor, x: torch.Tensor, chunk: int, dtype: torch.dtype) -> torch.Tensor:
@@ -179,10 +185,9 @@ def map_gradient(projected: torch.Tensor, x: torch.Tensor, chunk: int, dtype: to
 
 
 def _values_gradient(
-    stretch: Stretch, gate: Gates, rows: DivisorRows, grad_out: torch.Tensor, after: StateSums
+    stretch: Stretch, gate: Gates, rows: DivisorRows, grad_out: torch.Tensor, after: StateSums, grad: torch.Tensor
 ) -> torch.Tensor:
     q, k, v = stretch.q, stretch.k, stretch.v
-    grad = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     values_gradient_kernel[(stretch.chunks * stretch.groups, blocks(v.shape[3], stretch.plan.tiles.block_v))](
         q, k, grad_out, stretch.w, gate.decay, either(gate.key_scale, grad), gate.left, rows.inverse,
         either(stretch.documents, grad), *after, grad, *strides(q, k, grad_out, grad),

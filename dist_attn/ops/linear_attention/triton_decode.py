@@ -15,8 +15,8 @@ from dist_attn.ops.linear_attention.triton_outputs import guard
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 from dist_attn.ops.state import LinearState, writes_in_place
 
-# A program keeps [32, 64] of the state in registers at a time; its tiles of w come out of the L2 cache.
-STEP_TILES = Tiles(block_d=32, block_v=64, warps=4, stages=2)
+# A program keeps twice [16, 128] of the state in registers at a time, while the next rows, and w's, are on their way.
+STEP_TILES = Tiles(block_d=16, block_v=128, warps=4, stages=2)
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _token_features(x_ptr, x, w, outputs, K, D, scale, MAP: tl.constexpr):
         projected = tl.load(x_ptr + outputs, mask=outputs < K, other=0.0).to(tl.float32)[None, :]
     else:
         projected = tl.sum(w * tl.trans(x), axis=0)[None, :]
-    first, second = features(projected, outputs, D, scale, MAP, "ieee")
+    first, second = features(projected, (outputs < D)[None, :], scale, MAP, "ieee")
     return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 
@@ -58,9 +58,10 @@ def _part(
 @triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, log_gate_ptr, key_scale_ptr, s_ptr, z_ptr, mass_ptr,
-    out_ptr, s_out_ptr, z_out_ptr, mass_out_ptr, den_ptr, H, K, D, M, V, scale, eps,
+    out_ptr, s_out_ptr, z_out_ptr, mass_out_ptr, den_ptr,
+    H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale, eps,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One token of one head. Grid: G x blocks of values."""
     group = tl.program_id(0).to(tl.int64)
@@ -79,7 +80,7 @@ def step_kernel(
         key_scale = tl.load(key_scale_ptr + group).to(tl.float32)
     num = tl.zeros((BLOCK_V,), tl.float32)
     den = tl.sum(tl.zeros((BLOCK_V,), tl.float32), axis=0)
-    for d in range(0, D, BLOCK_D):
+    for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
         outputs = d + tl.arange(0, BLOCK_D)
         w = tl.zeros((1, BLOCK_D), tl.float32)
         if MAP == "gaussian" or MAP == "arc_cosine":
@@ -131,7 +132,8 @@ def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, Linear
             out, *after, den, heads, size, plan.projections, plan.features, values, plan.scale, policy.eps,
             KIND=policy.kind, HAS_GATE=log_gate is not None, HAS_SCALE=key_scale is not None,
             MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=power_tile(size),
-            BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, num_warps=plan.tiles.warps,
+            BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, STAGES=plan.tiles.stages,
+            num_warps=plan.tiles.warps,
         )  # fmt: skip
     if policy.is_watched:
         policy.tell_watch(den[..., None], mass[..., None])

@@ -47,12 +47,17 @@ def sine_and_cosine(x):
 
 @triton.jit
 def fast_sine_and_cosine(x):
-    """Compute both to 1e-6 while |x| < 1e3, by the GPU's own instructions; bfloat16 keeps three digits of them."""
-    turns = tl.floor(x * 0.15915494309189535 + 0.5)
-    r = (x - turns * 6.28125) - turns * 0.0019353071795864769
-    sine = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [r], dtype=tl.float32, is_pure=True, pack=1)
-    cosine = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [r], dtype=tl.float32, is_pure=True, pack=1)
+    """Compute both to 4e-5 while |x| < 314, by the GPU's own instructions; bfloat16 keeps three digits of them."""
+    sine = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    cosine = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return sine, cosine
+
+
+@triton.jit
+def fast_exp(x):
+    """Compute exp x by the GPU's own instruction; 0 below 1e-38."""
+    power = x * 1.4426950408889634
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -144,14 +149,14 @@ def map_of_head(w_ptr, head, K, D, PRECISION: tl.constexpr):
 def load_map(
     w_ptr, outputs, K, D, MAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """The two parts of some projections, [BLOCK_X, BLOCK_D] each; zeros where `project` reads w or none is there."""
+    """The two parts of some projections, [BLOCK_D, BLOCK_X] each; zeros where `project` reads w or none is there."""
     if MAP == "none" or MAP == "elu" or PRECISION == "ieee":
-        high = tl.zeros((16, BLOCK_D), tl.float32)
+        high = tl.zeros((BLOCK_D, 16), tl.float32)
         low = high
     else:
         inputs = tl.arange(0, BLOCK_X)
-        high = load_projections(w_ptr, inputs, outputs, K, D)
-        low = load_projections(w_ptr + D * K, inputs, outputs, K, D)
+        high = load_tile(w_ptr, outputs, inputs, K, outputs < D, K)
+        low = load_tile(w_ptr + D * K, outputs, inputs, K, outputs < D, K)
     return high, low
 
 
@@ -169,8 +174,8 @@ def load_vectors(
     else:
         x = load_tile(x_ptr, rows, tl.arange(0, BLOCK_X), stride, valid, K)
         if UNIT:
-            length = tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1))
-            inverse = 1.0 / tl.where(length == 0.0, 1.0, length)
+            square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+            inverse = tl.rsqrt(tl.where(square == 0.0, 1.0, square))
     return x, inverse
 
 
@@ -189,20 +194,19 @@ def project(
             for first in range(0, K, 32):
                 inputs = first + tl.arange(0, 32)
                 part = load_tile(x_ptr, rows, inputs, stride, valid, K)
-                w = load_projections(w_ptr, inputs, outputs, K, D)
-                projected = product(part, w, projected, PRECISION)
+                w = load_tile(w_ptr, outputs, inputs, K, outputs < D, K)
+                projected = product(part, tl.trans(w), projected, PRECISION)
         else:
-            projected = product(narrow(x, PRECISION), narrow(high, PRECISION), projected, PRECISION)
-            projected = product(narrow(x, PRECISION), narrow(low, PRECISION), projected, PRECISION)
+            projected = product(narrow(x, PRECISION), tl.trans(narrow(high, PRECISION)), projected, PRECISION)
+            projected = product(narrow(x, PRECISION), tl.trans(narrow(low, PRECISION)), projected, PRECISION)
         if UNIT:
             projected = projected * inverse[:, None]
     return projected
 
 
 @triton.jit
-def features(projected, outputs, D, scale, MAP: tl.constexpr, PRECISION: tl.constexpr):
-    """The two parts of phi, [T, BLOCK_D] each; 0 in columns that are not there."""
-    there = (outputs < D)[None, :]
+def features(projected, there, scale, MAP: tl.constexpr, PRECISION: tl.constexpr):
+    """The two parts of phi; 0 where a projection is not `there`."""
     if MAP == "gaussian":
         if PRECISION == "bf16":
             sine, cosine = fast_sine_and_cosine(projected)
@@ -214,7 +218,11 @@ def features(projected, outputs, D, scale, MAP: tl.constexpr, PRECISION: tl.cons
         first = tl.where(projected > 0.0, projected * scale, 0.0)
         second = first
     elif MAP == "elu":
-        first = tl.where(projected > 0.0, projected + 1.0, tl.exp(tl.minimum(projected, 0.0)))
+        if PRECISION == "bf16":
+            power = fast_exp(projected)
+        else:
+            power = tl.exp(projected)
+        first = tl.where(projected > 0.0, projected + 1.0, power)
         second = first
     else:
         first = projected
@@ -223,12 +231,33 @@ def features(projected, outputs, D, scale, MAP: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def projection_gradient(projected, grad_first, grad_second, first, second, scale, MAP: tl.constexpr):
-    """The gradient of what `features` was given, from those of its two parts."""
+def features_across(
+    x, inverse, high, low, x_ptr, stride, rows, valid, w_ptr, outputs, K, D,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Both parts of phi before their scale as rows, [BLOCK_D, T]; anything in rows that are not there."""
+    if MAP == "none" or MAP == "elu" or PRECISION == "ieee":
+        projected = project(
+            x, inverse, high, low, x_ptr, stride, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
+        )  # fmt: skip
+        projected = tl.trans(projected)
+    else:
+        x = tl.trans(narrow(x, PRECISION))
+        projected = product(narrow(high, PRECISION), x, tl.zeros((BLOCK_D, T), tl.float32), PRECISION)
+        projected = product(narrow(low, PRECISION), x, projected, PRECISION)
+        if UNIT:
+            projected = projected * inverse[None, :]
+    return features(projected, True, 1.0, MAP, PRECISION)
+
+
+@triton.jit
+def projection_gradient(projected, grad_first, grad_second, first, second, MAP: tl.constexpr):
+    """The gradient of what `features` was given with a scale of 1, from those of its two parts."""
     if MAP == "gaussian":
         return grad_first * second - grad_second * first
     elif MAP == "arc_cosine":
-        return tl.where(projected > 0.0, grad_first * scale, 0.0)
+        return tl.where(projected > 0.0, grad_first, 0.0)
     elif MAP == "elu":
         return tl.where(projected > 0.0, grad_first, grad_first * first)
     else:

@@ -22,7 +22,7 @@ from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 # Triton decides when the kernels are imported, by TRITON_INTERPRET: the same kernels in numpy, on tensors of the CPU.
 INTERPRETED = isinstance(outputs_kernel, InterpretedFunction)
 SCAN_BLOCK = 1024
-SUM_PROGRAMS = 528  # as many as lie beside each other on the 132 units of an H100
+SUM_PROGRAMS = 264  # of four warps: as many as lie beside each other on the 132 units of an H100
 CLOSED_GATE = CLOSED[torch.float32]
 
 
@@ -60,7 +60,7 @@ class KernelPlan:
     @property
     def scale(self) -> float:
         """The factor of features."""
-        return float(self.projections**-0.5)
+        return float(self.projections**-0.5) if self.map in ("gaussian", "arc_cosine") else 1.0
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """The constants that the kernels that make features are compiled for."""
@@ -223,7 +223,8 @@ def sequence_sums(
     stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: TokenWeights, dtype: torch.dtype
 ) -> StateSums:
     """Sums of features of x and values y over all tokens, [G, M, V] and [G, M + 1], in products of `dtype`."""
-    sums = _sums(stretch, x, y, weights, dtype, _length(stretch, y))
+    gain = stretch.empty(stretch.chunks).fill_(1.0)
+    sums = _sums(stretch, x, y, weights, gain, dtype, _length(stretch, y, twice=False))
     return StateSums(sums.s.sum(1), sums.zm.sum(1))
 
 
@@ -233,7 +234,7 @@ def states(
     y: torch.Tensor,
     weights: TokenWeights,
     start: StateSums,
-    gain: torch.Tensor | None,
+    gain: torch.Tensor,
     dtype: torch.dtype,
     *,
     reverse: bool = False,
@@ -243,14 +244,12 @@ def states(
 
     A chunk adds `sequence_sums` of its own to what its gain [G, N] leaves. Products are those with `other`.
     """
-    plan, length, values = stretch.plan, _length(stretch, y), y.shape[3]
+    plan, length, values = stretch.plan, _length(stretch, y, twice=True), y.shape[3]
     splits = blocks(stretch.chunks, length)
     starts = StateSums(start.s.unsqueeze(1), start.zm.unsqueeze(1))
     if splits > 1:
-        starts = _sums(stretch, x, y, weights, dtype, length, gain, reverse=reverse)
-        kept = stretch.empty(splits).fill_(1.0)
-        if gain is not None:
-            kept = F.pad(gain, (0, splits * length - stretch.chunks), value=1.0).view(-1, splits, length).prod(-1)
+        starts = _sums(stretch, x, y, weights, gain, dtype, length, reverse=reverse)
+        kept = F.pad(gain, (0, splits * length - stretch.chunks), value=1.0).view(-1, splits, length).prod(-1)
         for sums, first in zip(starts, start, strict=True):
             elements = first.numel() // stretch.groups
             scan_kernel[(stretch.groups, blocks(elements, SCAN_BLOCK))](
@@ -273,17 +272,20 @@ def key_states(stretch: Stretch, gate: Gates, start: StateSums) -> Scanned:
     return states(stretch, k, v, TokenWeights.all(gate.kept), start, gate.gain, k.dtype)
 
 
-def _length(stretch: Stretch, y: torch.Tensor) -> int:
-    """Chunks of a split: enough splits to fill a GPU, and no more, as each is walked from one chunk to the next.
+def _length(stretch: Stretch, y: torch.Tensor, *, twice: bool) -> int:
+    """Chunks of a split: as many splits as a GPU walks at a time, and no more, as the rest would wait for all of them.
 
-    Two at least, so that the few tokens of a trial are walked as many are.
+    Two splits that are walked `twice` take as long as all walked once. Two chunks at least, so that the few tokens of a
+    trial are walked as many are.
     """
-    return max(2, blocks(stretch.chunks * _parts(stretch.plan, y.shape[3]) * stretch.groups, SUM_PROGRAMS))
+    tiles, groups = stretch.plan.tiles, stretch.groups
+    splits = SUM_PROGRAMS * 4 // (tiles.warps * groups * _parts(stretch.plan, y.shape[3]))
+    return max(2, blocks(stretch.chunks, splits if splits > (2 if twice else 1) else 1))
 
 
 def _parts(plan: KernelPlan, values: int) -> int:
     """Programs that share a state."""
-    return blocks(values, plan.tiles.block_v) * blocks(plan.projections, plan.tiles.block_d)
+    return blocks(values, plan.tiles.sum_v) * blocks(plan.projections, plan.tiles.sum_d)
 
 
 def _sums(
@@ -291,9 +293,9 @@ def _sums(
     x: torch.Tensor,
     y: torch.Tensor,
     weights: TokenWeights,
+    gain: torch.Tensor,
     dtype: torch.dtype,
     length: int,
-    gain: torch.Tensor | None = None,
     *,
     reverse: bool = False,
 ) -> StateSums:
@@ -309,7 +311,7 @@ def _walk(
     x: torch.Tensor,
     y: torch.Tensor,
     weights: TokenWeights,
-    gain: torch.Tensor | None,
+    gain: torch.Tensor,
     start: StateSums | None,
     before: StateSums | None,
     end: StateSums,
@@ -324,10 +326,11 @@ def _walk(
     plan, values = stretch.plan, y.shape[3]
     splits = blocks(stretch.chunks, length)
     sums_kernel[(stretch.groups * splits * _parts(plan, values),)](
-        x, y, stretch.w, *weights, either(gain, end.zm), *(start or end), *(before or end), *end, *(other or end),
+        x, y, stretch.w, *weights, gain, *(start or end), *(before or end), *end, *(other or end),
         either(products, end.zm), *strides(x, y), *stretch.sizes(x.shape[3], values), splits, length,
-        HAS_GAIN=gain is not None, HAS_START=start is not None, REVERSE=reverse, WITH_DOT=products is not None,
-        **plan.constants(dtype),
+        HAS_START=start is not None, REVERSE=reverse, WITH_DOT=products is not None,
+        ALIKE=weights.values is weights.z,
+        **plan.constants(dtype) | {"BLOCK_D": plan.tiles.sum_d, "BLOCK_V": plan.tiles.sum_v},
     )  # fmt: skip
 
 

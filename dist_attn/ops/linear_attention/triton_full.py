@@ -141,12 +141,13 @@ class _Sums(KernelOperation[SumTensors]):
         with on_device(v.device):
             of_sums, ones = _one_state(grads[0], grads[1], v.dtype), stretch.ones()
             gate = _gates(ones, None if x.weight is None else _weights(stretch, x.weight))
-            side = Side(stretch.k, stretch.k, stretch.v, stretch.v, TokenWeights.all(ones), of_sums, True)
+            grad = stretch.k.new_empty(stretch.k.shape)
+            side = Side(stretch.k, stretch.k, stretch.v, stretch.v, TokenWeights.all(ones), of_sums, grad, True)
             with_map = x.w is not None and bool(needs.w)
             of_k = features_gradient(stretch, gate, DivisorRows(ones, ones, ones), side, with_map, pairs=False)
             grad_v, _ = read(stretch, stretch.k, of_sums, gate.key_scale, v.dtype)
         grad_weight = None if x.weight is None else of_k.rows[:, : v.shape[2]].reshape(v.shape[:3])
-        return SumInputs(of_k.x, grad_v, grad_weight, converted(of_k.w, x.w))
+        return SumInputs(grad, grad_v, grad_weight, converted(of_k.w, x.w))
 
     def replay(self, x: SumTensors) -> Tensors:
         phi = _features(self.feature_map, x.k, x.w)
@@ -187,10 +188,11 @@ class _Read(KernelOperation[ReadTensors]):
             weights = TokenWeights(*rows)
             of_state = sequence_sums(stretch, stretch.q, stretch.v, weights, q.dtype)
             state = _one_state(s, zm, q.dtype)
-            side = Side(stretch.q, stretch.q, stretch.v, stretch.v, weights, state, False)
+            grad = stretch.q.new_empty(stretch.q.shape)
+            side = Side(stretch.q, stretch.q, stretch.v, stretch.v, weights, state, grad, False)
             with_map = x.w is not None and bool(needs.w)
             of_q = features_gradient(stretch, _gates(rows.inverse, None), rows, side, with_map, pairs=False)
-        return ReadInputs(of_q.x, of_state.s.view(s.shape), of_state.zm.view(zm.shape), converted(of_q.w, x.w))
+        return ReadInputs(grad, of_state.s.view(s.shape), of_state.zm.view(zm.shape), converted(of_q.w, x.w))
 
     def replay(self, x: ReadTensors) -> Tensors:
         q, s, zm = present(x.q), present(x.s), present(x.zm)

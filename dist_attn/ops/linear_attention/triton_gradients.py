@@ -59,7 +59,7 @@ def values_gradient_kernel(
     state_ptr, zm_ptr, grad_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
     y_stride_b, y_stride_h, y_stride_l, grad_stride_b, grad_stride_h, grad_stride_l,
-    L, N, H, K, D, M, V, scale,
+    L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -82,13 +82,13 @@ def values_gradient_kernel(
         k_ptr + batch * k_stride_b + head * k_stride_h + start * k_stride_l, k_stride_l,
         q_ptr + batch * q_stride_b + head * q_stride_h + start * q_stride_l, q_stride_l, rows, valid,
         map_of_head(w_ptr, head, K, D, PRECISION), state_ptr + (group * N + chunk) * M * V,
-        zm_ptr + (group * N + chunk) * (M + 1), values, K, D, V, scale,
+        zm_ptr + (group * N + chunk) * (M + 1), values, K, D, V,
         False, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_V, BLOCK_X,
     )  # fmt: skip
     weights = pair_weights(decay_ptr + group * N * T, documents_ptr, tokens, tokens, L, True, HAS_GATE, HAS_DOCUMENTS)
-    inverse = tl.load(inverse_ptr + group * N * T + tokens)
+    inverse = tl.load(inverse_ptr + group * N * T + tokens) * (scale * scale)
     weights = operand(scores * weights * inverse[None, :], PRECISION)
-    left = tl.load(left_ptr + group * N * T + tokens)
+    left = tl.load(left_ptr + group * N * T + tokens) * scale
     grad_out = operand(load_tile(grad_out_ptr, rows, values, y_stride_l, valid, V), PRECISION)
     grad = product(weights, grad_out, grad * left[:, None], PRECISION)
     if HAS_SCALE:
@@ -206,7 +206,10 @@ def _walk_projections(
     PAIRS: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of projections over |x|, or of own for maps without w; sums of `_part_gradient`."""
+    """Store the gradients of projections over |x|, or of own for maps without w; sums of `_part_gradient`.
+
+    Features here are those before their scale, with which `entering` comes.
+    """
     state_rows, chunk_rows = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
     own_x, lengths = load_vectors(own_ptr, own_stride, rows, valid, K, MAP, UNIT, T, BLOCK_X)
     other_x, other_lengths = own_x, lengths
@@ -221,13 +224,13 @@ def _walk_projections(
                 other_x, other_lengths, high, low, other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D,
                 MAP, UNIT, PRECISION, T, BLOCK_D,
             )  # fmt: skip
-            other, other_second = features(other, outputs, D, scale, MAP, PRECISION)
+            other, other_second = features(other, True, 1.0, MAP, PRECISION)
             other, other_second = operand(other, PRECISION), operand(other_second, PRECISION)
         projected = project(
             own_x, lengths, high, low, own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        first, second = features(projected, outputs, D, scale, MAP, PRECISION)
+        first, second = features(projected, (outputs < D)[None, :], 1.0, MAP, PRECISION)
         grad_first, through, products = _part_gradient(
             first, other, entering, y, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr,
             outputs, values, D, V, PAIRS, PRECISION, T, BLOCK_D,
@@ -242,10 +245,10 @@ def _walk_projections(
             products += products_second
         state_rows += through
         chunk_rows += products
-        grad_projected = projection_gradient(projected, grad_first, grad_second, first, second, scale, MAP)
-        grad_projected = tl.where((outputs < D)[None, :], grad_projected, 0.0) * own_scale[:, None]
-        store_tile(grad_ptr, grad_stride, rows, valid, outputs, D, grad_projected * lengths[:, None])
-    return state_rows, chunk_rows
+        grad_projected = projection_gradient(projected, grad_first, grad_second, first, second, MAP)
+        factor = own_scale * lengths * scale
+        store_tile(grad_ptr, grad_stride, rows, valid, outputs, D, grad_projected * factor[:, None])
+    return state_rows * scale, chunk_rows * scale
 
 
 @triton.jit
@@ -255,8 +258,8 @@ def features_gradient_kernel(
     grad_ptr, rows_ptr, state_rows_ptr,
     own_stride_b, own_stride_h, own_stride_l, other_stride_b, other_stride_h, other_stride_l,
     own_y_stride_b, own_y_stride_h, own_y_stride_l, other_y_stride_b, other_y_stride_h, other_y_stride_l,
-    grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K, D, M, V, scale,
-    KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr,
+    grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    V: tl.constexpr, scale, KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -309,7 +312,7 @@ def features_gradient_kernel(
     state_rows, chunk_rows = _walk_projections(
         own_ptr, own_stride_l, other_ptr, other_stride_l, map_of_head(w_ptr, head, K, D, PRECISION),
         state_ptr + state * M * V, zm_ptr, grad_ptr, grad_stride_l,
-        operand(entering, PRECISION), y, own_y_ptr, own_y_stride_l, own_scale,
+        operand(entering * scale, PRECISION), y, own_y_ptr, own_y_stride_l, own_scale,
         tl.load(weight_ptr + at), tl.load(z_weight_ptr + at), rows, valid, values, K, D, V, scale,
         PAIRS, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_X,
     )  # fmt: skip

@@ -67,27 +67,32 @@ def guard(denominator, mass, eps, KIND: tl.constexpr):
 
 
 @triton.jit
-def read_state(
-    phi, state_ptr, z_ptr, outputs, values, D, V, num, den, WITH_Z: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """num + phi S, and with WITH_Z den + phi z, of some rows of both."""
-    phi = operand(phi, PRECISION)
+def load_state(state_ptr, z_ptr, outputs, values, D, V):
+    """Some rows of a state and of z."""
     at = state_ptr + outputs[:, None] * V + values[None, :]
     state = tl.load(at, mask=(outputs[:, None] < D) & (values[None, :] < V), other=0.0)
+    return state, tl.load(z_ptr + outputs, mask=outputs < D, other=0.0)
+
+
+@triton.jit
+def read_state(phi, state, z, num, den, WITH_Z: tl.constexpr, PRECISION: tl.constexpr):
+    """num + phi S, and with WITH_Z den + phi z, of some rows of both."""
     if WITH_Z:
-        z = tl.load(z_ptr + outputs, mask=outputs < D, other=0.0)
-        den += tl.sum(phi.to(tl.float32) * z[None, :], axis=1)
-    return product(phi, operand(state, PRECISION), num, PRECISION), den
+        den += tl.sum(phi * z[None, :], axis=1)
+    return product(operand(phi, PRECISION), operand(state, PRECISION), num, PRECISION), den
 
 
 @triton.jit
 def scores_and_reads(
     own_ptr, own_stride, other_ptr, other_stride, rows, valid, w_ptr, state_ptr, z_ptr, values,
-    K, D, V, scale,
+    K, D, V,
     WITH_Z: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """phi(own) phi(other)^T [T, T], phi(own) S [T, BLOCK_V] and with WITH_Z phi(own) z [T] of one chunk."""
+    """phi(own) phi(other)^T [T, T], phi(own) S [T, BLOCK_V] and with WITH_Z phi(own) z [T] of one chunk.
+
+    Features are those before their scale.
+    """
     scores = tl.zeros((T, T), tl.float32)
     num = tl.zeros((T, BLOCK_V), tl.float32)
     den = tl.zeros((T,), tl.float32)
@@ -96,27 +101,31 @@ def scores_and_reads(
     for d in range(0, D, BLOCK_D):
         outputs = d + tl.arange(0, BLOCK_D)
         high, low = load_map(w_ptr, outputs, K, D, MAP, PRECISION, BLOCK_D, BLOCK_X)
+        # Read before features are made, as nothing prefetches z.
+        state, z = load_state(state_ptr, z_ptr, outputs, values, D, V)
+        state_second, z_second = state, z
+        if MAP == "gaussian":
+            state_second, z_second = load_state(state_ptr + D * V, z_ptr + D, outputs, values, D, V)
         other = project(
             other_x, other_inverse, high, low, other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
         # Narrowed before the own ones are made: in float32 both would be held in registers at a time.
-        other, other_second = features(other, outputs, D, scale, MAP, PRECISION)
+        other, other_second = features(other, (outputs < D)[None, :], 1.0, MAP, PRECISION)
         other, other_second = tl.trans(narrow(other, PRECISION)), tl.trans(narrow(other_second, PRECISION))
         own = project(
             own_x, own_inverse, high, low, own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        own, own_second = features(own, outputs, D, scale, MAP, PRECISION)
+        own, own_second = features(own, True, 1.0, MAP, PRECISION)
+        num, den = read_state(own, state, z, num, den, WITH_Z, PRECISION)
         scores = product(narrow(own, PRECISION), other, scores, PRECISION)
-        num, den = read_state(
-            own, state_ptr, z_ptr, outputs, values, D, V, num, den, WITH_Z, PRECISION
-        )  # fmt: skip
         if MAP == "gaussian":
+            num, den = read_state(own_second, state_second, z_second, num, den, WITH_Z, PRECISION)
             scores = product(narrow(own_second, PRECISION), other_second, scores, PRECISION)
-            num, den = read_state(
-                own_second, state_ptr + D * V, z_ptr + D, outputs, values, D, V, num, den, WITH_Z, PRECISION
-            )  # fmt: skip
+        if PRECISION == "bf16":
+            # A copy: were this product still under way in the next round, all products would wait for each other.
+            scores = tl.where(valid[:, None], scores, 0.0)
     return scores, num, den
 
 
@@ -126,7 +135,7 @@ def outputs_kernel(
     out_ptr, denominator_ptr, mass_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
     v_stride_b, v_stride_h, v_stride_l, out_stride_b, out_stride_h, out_stride_l,
-    L, N, H, K, D, M, V, scale, eps,
+    L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale, eps,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -151,19 +160,21 @@ def outputs_kernel(
         q_ptr + batch * q_stride_b + head * q_stride_h + start * q_stride_l, q_stride_l,
         k_ptr + batch * k_stride_b + head * k_stride_h + start * k_stride_l, k_stride_l, rows, valid,
         map_of_head(w_ptr, head, K, D, PRECISION), state_ptr + (group * N + chunk) * M * V, zm_ptr, values,
-        K, D, V, scale, True, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_V, BLOCK_X,
+        K, D, V, True, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_V, BLOCK_X,
     )  # fmt: skip
     weights = pair_weights(decay_ptr + group * N * T, documents_ptr, tokens, tokens, L, False, HAS_GATE, HAS_DOCUMENTS)
     if HAS_SCALE:
         weights = weights * tl.load(key_scale_ptr + group * N * T + tokens)[None, :]
     read = tl.load(read_ptr + group * N * T + tokens)
-    mass = read * tl.load(zm_ptr + M) + tl.sum(weights, axis=1)
-    weights = weights * scores
+    # Zeros of the scores: in a layout of its own the sum would have all weights made twice.
+    mass = read * tl.load(zm_ptr + M) + tl.sum(weights + 0.0 * scores, axis=1)
+    weights = weights * (scores * (scale * scale))
+    read = read * scale
     den = read * den + tl.sum(weights, axis=1)
     v = operand(load_tile(v_ptr, rows, values, v_stride_l, valid, V), PRECISION)
     num = product(operand(weights, PRECISION), v, num * read[:, None], PRECISION)
-    divisor = tl.where(valid, guard(den, mass, eps, KIND), 1.0)
-    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num / divisor[:, None])
+    inverse = 1.0 / tl.where(valid, guard(den, mass, eps, KIND), 1.0)
+    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num * inverse[:, None])
     if tl.program_id(1) == 0:
         tl.store(denominator_ptr + group * L + tokens, den, mask=valid)
         tl.store(mass_ptr + group * L + tokens, mass, mask=valid)
@@ -173,7 +184,7 @@ def outputs_kernel(
 def read_kernel(
     x_ptr, w_ptr, weight_ptr, state_ptr, zm_ptr, out_ptr, denominator_ptr,
     x_stride_b, x_stride_h, x_stride_l, out_stride_b, out_stride_h, out_stride_l,
-    L, N, H, K, D, M, V, scale, eps,
+    L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale, eps,
     KIND: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -205,16 +216,16 @@ def read_kernel(
             x, inverse, high, low, x_ptr, x_stride_l, rows, valid, w_ptr, outputs, K, D,
             MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        first, second = features(projected, outputs, D, scale, MAP, PRECISION)
-        num, den = read_state(first, state_ptr, zm_ptr, outputs, values, D, V, num, den, True, PRECISION)
+        first, second = features(projected, True, scale, MAP, PRECISION)
+        state, z = load_state(state_ptr, zm_ptr, outputs, values, D, V)
+        num, den = read_state(first, state, z, num, den, True, PRECISION)
         if MAP == "gaussian":
-            num, den = read_state(
-                second, state_ptr + D * V, zm_ptr + D, outputs, values, D, V, num, den, True, PRECISION
-            )  # fmt: skip
+            state, z = load_state(state_ptr + D * V, zm_ptr + D, outputs, values, D, V)
+            num, den = read_state(second, state, z, num, den, True, PRECISION)
     if HAS_WEIGHT:
         num = num * tl.load(weight_ptr + group * N * T + tokens)[:, None]
     mass = tl.zeros((T,), tl.float32) + tl.load(zm_ptr + M)
-    divisor = tl.where(valid, guard(den, mass, eps, KIND), 1.0)
-    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num / divisor[:, None])
+    inverse = 1.0 / tl.where(valid, guard(den, mass, eps, KIND), 1.0)
+    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num * inverse[:, None])
     if tl.program_id(1) == 0:
         tl.store(denominator_ptr + group * L + tokens, den, mask=valid)

@@ -17,14 +17,13 @@ import triton
 import triton.language as tl
 
 from dist_attn.ops.linear_attention.triton_features import (
-    features,
+    features_across,
     load_map,
     load_tile,
     load_vectors,
     map_of_head,
     operand,
     product,
-    project,
 )
 
 
@@ -95,16 +94,41 @@ def gate_gradients_kernel(
 
 
 @triton.jit
-def _left(state, gain):
+def _times(state, gain):
     # Dropped, not multiplied by 0: what went wrong in one document must not reach the next.
     return tl.where(gain == 0.0, 0.0, state * gain)
 
 
 @triton.jit
+def _left(total, total_second, z, z_second, mass, gain):
+    """The parts of a state that a chunk's gain leaves.
+
+    Taken where x has come already, and not among the products, which would then wait for each other.
+    """
+    total, total_second = _times(total, gain), _times(total_second, gain)
+    return total, total_second, _times(z, gain), _times(z_second, gain), _times(mass, gain)
+
+
+@triton.jit
+def _weights(weight_ptr, z_weight_ptr, mass_weight_ptr, at, scale):
+    """The weights of a chunk's features as rows, with their scale, and the sum of those of its mass."""
+    weight, z_weight = tl.load(weight_ptr + at) * scale, tl.load(z_weight_ptr + at) * scale
+    return weight[None, :], z_weight[None, :], tl.sum(tl.load(mass_weight_ptr + at), axis=0)
+
+
+@triton.jit
+def _add(total, z, phi, y, weight, z_weight, ALIKE: tl.constexpr, PRECISION: tl.constexpr):
+    """The sums and what a chunk adds: products of features with values, and features; ALIKE says of one weight."""
+    weighted = phi * weight
+    total = product(operand(weighted, PRECISION), y, total, PRECISION)
+    return total, z + tl.sum(weighted if ALIKE else phi * z_weight, axis=1)
+
+
+@triton.jit
 def _part(s_ptr, outputs, values, D, V):
-    """The addresses of rows of a state [M, V], values first, and which of them are there."""
-    at = s_ptr + outputs[None, :] * V + values[:, None]
-    return at, (outputs[None, :] < D) & (values[:, None] < V)
+    """The addresses of rows of a state [M, V], and which of them are there."""
+    at = s_ptr + outputs[:, None] * V + values[None, :]
+    return at, (outputs[:, None] < D) & (values[None, :] < V)
 
 
 @triton.jit
@@ -113,7 +137,7 @@ def _begin(
     HAS_START: tl.constexpr, MAP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A program's part of the state at an address, or of none: both parts of S and of z, and the mass."""
-    total, z, mass = tl.zeros((BLOCK_V, BLOCK_D), tl.float32), tl.zeros((BLOCK_D,), tl.float32), 0.0
+    total, z, mass = tl.zeros((BLOCK_D, BLOCK_V), tl.float32), tl.zeros((BLOCK_D,), tl.float32), 0.0
     total_second, z_second = total, z
     if HAS_START:
         at, there = _part(s_ptr, outputs, values, D, V)
@@ -143,10 +167,10 @@ def _leave(
 
 @triton.jit
 def _meet(
-    s_ptr, zm_ptr, total, total_second, z, z_second, mass, outputs, values, with_z, with_mass, D, M, V,
+    dot_ptr, s_ptr, zm_ptr, total, total_second, z, z_second, mass, outputs, values, with_z, with_mass, D, M, V,
     MAP: tl.constexpr,
 ):  # fmt: skip
-    """The product of a program's part of a state with that of another."""
+    """Store the product of a program's part of a state with that of another."""
     at, there = _part(s_ptr, outputs, values, D, V)
     in_z = (outputs < D) & with_z
     products = total * tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -155,7 +179,7 @@ def _meet(
         products += total_second * tl.load(at + D * V, mask=there, other=0.0).to(tl.float32)
         z_products += z_second * tl.load(zm_ptr + D + outputs, mask=in_z, other=0.0)
     masses = mass * tl.load(zm_ptr + M, mask=with_mass, other=0.0)
-    return tl.sum(tl.sum(products, axis=1), axis=0) + tl.sum(z_products, axis=0) + masses
+    tl.store(dot_ptr, tl.sum(tl.sum(products, axis=1), axis=0) + tl.sum(z_products, axis=0) + masses)
 
 
 # Not another kernel where a split has one chunk: a trial of few tokens runs the one of many.
@@ -164,9 +188,9 @@ def sums_kernel(
     x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, gain_ptr,
     start_ptr, start_zm_ptr, before_ptr, before_zm_ptr, end_ptr, end_zm_ptr, other_ptr, other_zm_ptr, dot_ptr,
     x_stride_b, x_stride_h, x_stride_l, y_stride_b, y_stride_h, y_stride_l,
-    L, N, H, K, D, M, V, scale, splits, length,
-    HAS_GAIN: tl.constexpr, HAS_START: tl.constexpr, REVERSE: tl.constexpr, WITH_DOT: tl.constexpr,
-    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale, splits, length,
+    HAS_START: tl.constexpr, REVERSE: tl.constexpr, WITH_DOT: tl.constexpr,
+    ALIKE: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Walk a split; see above. Grid: G splits x blocks of values x blocks of projections, which read the same tokens.
@@ -184,7 +208,6 @@ def sums_kernel(
     outputs = part % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
     with_z, with_mass = part // blocks_d == 0, part == 0
     at = group * splits + split
-    # Values are the rows: a block of them fills the 64 rows of a Hopper GPU's products where one of features would not.
     total, total_second, z, z_second, mass = _begin(
         start_ptr + at * M * V, start_zm_ptr + at * (M + 1), outputs, values, D, M, V, HAS_START, MAP, BLOCK_D, BLOCK_V
     )  # fmt: skip
@@ -200,24 +223,25 @@ def sums_kernel(
                 mass, outputs, values, with_z, with_mass, D, M, V, MAP,
             )  # fmt: skip
         if WITH_DOT:
-            dot = _meet(
-                other_ptr + of_chunk * M * V, other_zm_ptr + of_chunk * (M + 1), total, total_second, z, z_second,
-                mass, outputs, values, with_z, with_mass, D, M, V, MAP,
+            _meet(
+                dot_ptr + of_chunk * parts + part, other_ptr + of_chunk * M * V, other_zm_ptr + of_chunk * (M + 1),
+                total, total_second, z, z_second, mass, outputs, values, with_z, with_mass, D, M, V, MAP,
             )  # fmt: skip
-            tl.store(dot_ptr + of_chunk * parts + part, dot)
-        if HAS_GAIN:
-            gain = tl.load(gain_ptr + of_chunk)
-            total, total_second, mass = _left(total, gain), _left(total_second, gain), _left(mass, gain)
-            z, z_second = _left(z, gain), _left(z_second, gain)
-        first, second, y, weight, z_weight, own_mass = _chunk(
-            x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, high, low, x_stride_l, y_stride_l,
-            rows, outputs, values, chunk, of_chunk, L, K, D, V, scale, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_X,
+        # Read before features are made, as nothing prefetches them.
+        weight, z_weight, own_mass = _weights(weight_ptr, z_weight_ptr, mass_weight_ptr, of_chunk * T + rows, scale)
+        gain = tl.load(gain_ptr + of_chunk)
+        valid, start = chunk * T + rows < L, chunk.to(tl.int64) * T
+        x_at, y_at = x_ptr + start * x_stride_l, y_ptr + start * y_stride_l
+        x, inverse = load_vectors(x_at, x_stride_l, rows, valid, K, MAP, UNIT, T, BLOCK_X)
+        total, total_second, z, z_second, mass = _left(total, total_second, z, z_second, mass, gain)
+        first, second = features_across(
+            x, inverse, high, low, x_at, x_stride_l, rows, valid, w_ptr, outputs, K, D,
+            MAP, UNIT, PRECISION, T, BLOCK_D,
         )  # fmt: skip
-        total = product(y, operand(first * weight, PRECISION), total, PRECISION)
-        z += tl.sum(first * z_weight, axis=0)
+        y = operand(load_tile(y_at, rows, values, y_stride_l, valid, V), PRECISION)
+        total, z = _add(total, z, first, y, weight, z_weight, ALIKE, PRECISION)
         if MAP == "gaussian":
-            total_second = product(y, operand(second * weight, PRECISION), total_second, PRECISION)
-            z_second += tl.sum(second * z_weight, axis=0)
+            total_second, z_second = _add(total_second, z_second, second, y, weight, z_weight, ALIKE, PRECISION)
         mass += own_mass
     at = group if HAS_START else at
     if not HAS_START or split == (0 if REVERSE else splits - 1):
@@ -225,28 +249,6 @@ def sums_kernel(
             end_ptr + at * M * V, end_zm_ptr + at * (M + 1), total, total_second, z, z_second,
             mass, outputs, values, with_z, with_mass, D, M, V, MAP,
         )  # fmt: skip
-
-
-@triton.jit
-def _chunk(
-    x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, high, low, x_stride, y_stride,
-    rows, outputs, values, chunk, of_chunk, L, K, D, V, scale,
-    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Of one chunk's tokens both parts of phi(x), y with values first, the weights as columns, and their mass."""
-    valid, at = chunk * T + rows < L, of_chunk * T + rows
-    x_ptr += chunk.to(tl.int64) * T * x_stride
-    y_ptr += chunk.to(tl.int64) * T * y_stride
-    x, inverse = load_vectors(x_ptr, x_stride, rows, valid, K, MAP, UNIT, T, BLOCK_X)
-    projected = project(
-        x, inverse, high, low, x_ptr, x_stride, rows, valid, w_ptr, outputs, K, D,
-        MAP, UNIT, PRECISION, T, BLOCK_D,
-    )  # fmt: skip
-    first, second = features(projected, outputs, D, scale, MAP, PRECISION)
-    y = tl.trans(operand(load_tile(y_ptr, rows, values, y_stride, valid, V), PRECISION))
-    weight, z_weight = tl.load(weight_ptr + at)[:, None], tl.load(z_weight_ptr + at)[:, None]
-    return first, second, y, weight, z_weight, tl.sum(tl.load(mass_weight_ptr + at), axis=0)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -265,4 +267,4 @@ def scan_kernel(
         at = group * N + (N - 1 - n if REVERSE else n)
         total = tl.load(sums_ptr + at * E + elements, mask=there, other=0.0)
         tl.store(sums_ptr + at * E + elements, state, mask=there)
-        state = _left(state, tl.load(gain_ptr + at)) + total
+        state = _times(state, tl.load(gain_ptr + at)) + total

@@ -18,7 +18,8 @@ class Tiles:
 
     chunk           tokens that attend to each other directly; states are stored once a chunk.
     block_d         projections of a tile of features (twice as many features of a Gaussian map).
-    block_v         values of a tile of outputs or states; features are made once for each such block.
+    block_v         values of a tile of outputs; features are made once for each such block.
+    sum_d, sum_v    likewise of a tile of states: 64 projections fill the rows of a Hopper GPU's products.
     warps, stages   of 32 threads; of the pipeline of loads. Four warps of a Hopper GPU share products of 64 rows, so
                     more of them than one for 16 tokens of a chunk would cut its columns into narrow products.
     gradient_stages of the gradients of features, which hold whole rows of q, k, v and dO: with one there, two programs
@@ -28,14 +29,21 @@ class Tiles:
     chunk: int = 64
     block_d: int = 32
     block_v: int = 128
+    sum_d: int = 64
+    sum_v: int = 128
     warps: int = 4
     stages: int = 2
     gradient_stages: int = 1
 
     def fitted(self, projections: int, values: int) -> "Tiles":
         """No tile larger than what it covers."""
+        d, v = power_tile(projections), power_tile(values)
         return replace(
-            self, block_d=min(self.block_d, power_tile(projections)), block_v=min(self.block_v, power_tile(values))
+            self,
+            block_d=min(self.block_d, d),
+            block_v=min(self.block_v, v),
+            sum_d=min(self.sum_d, d),
+            sum_v=min(self.sum_v, v),
         )
 
     def of_features_gradient(self, values: int, *, projects: bool) -> "Tiles":
@@ -55,15 +63,16 @@ def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dt
     """
     if dtype != torch.bfloat16:  # float32 tiles take two registers for one, and their products three times as many
         stages = 1 if dtype == torch.float32 and generation > 9 else 2
-        tiles = Tiles(chunk=32, block_d=16, block_v=32, stages=stages, gradient_stages=stages)
+        tiles = Tiles(chunk=32, block_d=16, block_v=32, sum_v=32, stages=stages, gradient_stages=stages)
     elif generation < 9:  # matrix units read their operands out of registers
-        tiles = Tiles(block_d=16, block_v=64, gradient_stages=2)
+        tiles = Tiles(block_d=16, block_v=64, sum_v=32, gradient_stages=2)
     elif generation == 9:
         tiles = Tiles()
     else:  # on Blackwell results of products lie outside the registers and come into them whole
-        tiles = Tiles(block_d=16, gradient_stages=2)
+        tiles = Tiles(block_d=16, sum_v=32, gradient_stages=2)
     if max(head_size, values) > 128:  # whole rows of q, k, v and dO lie in shared memory
-        tiles = replace(tiles, block_d=16, block_v=min(64, tiles.block_v), stages=1, gradient_stages=1)
+        v = min(64, tiles.block_v)
+        tiles = replace(tiles, block_d=16, block_v=v, sum_v=v, stages=1, gradient_stages=1)
     return tiles.fitted(projections, values)
 
 
@@ -99,8 +108,8 @@ def _projections(q_BHLK: torch.Tensor, feature_map: FeatureMap | None) -> int:
 def candidates(projections: int, values: int) -> list[Tiles]:
     """The tiles that a measurement may choose from, without doubles."""
     tried = [
-        Tiles(chunk, block_d, block_v, warps, stages, gradient_stages)
-        for chunk, warps in ((64, 4), (128, 8))
+        Tiles(chunk, block_d, block_v, sum_d, sum_v, warps, stages, gradient_stages)
+        for chunk, warps, sum_d, sum_v in ((64, 4, 64, 128), (128, 8, 128, 64))
         for block_d in (32, 64)
         for block_v in (64, 128)
         for stages, gradient_stages in ((1, 1), (2, 1), (2, 2))

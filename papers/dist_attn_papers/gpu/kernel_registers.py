@@ -101,9 +101,11 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
     precision, columns = {"PRECISION": PRECISIONS[dtype]}, {"BLOCK_X": power_tile(size)}
     blocks = {"T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_V": tiles.block_v, **columns}
     map_form: dict[str, object] = {"MAP": "gaussian", "UNIT": True}
-    made = {**map_form, **precision, **blocks}
+    sizes = {"K": size, "D": size, "M": 2 * size, "V": size}
+    made = {**map_form, **precision, **blocks, **sizes}
     optional = {"HAS_GATE": True, "HAS_SCALE": True, "HAS_DOCUMENTS": False}
-    walk = {"HAS_GAIN": True, "HAS_START": False, "REVERSE": False, "WITH_DOT": False}
+    walk: dict[str, object] = {"HAS_START": False, "REVERSE": False, "WITH_DOT": False, "ALIKE": True}
+    walk = {**made, **walk, "BLOCK_D": tiles.sum_d, "BLOCK_V": tiles.sum_v}
     of_values, step = tiles.of_features_gradient(size, projects=True), triton_decode.STEP_TILES
     four = replace(tiles, warps=4)
     causal = {**made, **optional, "BLOCK_V": of_values.block_v, "PAIRS": True, "WITH_ROWS": True}
@@ -114,12 +116,12 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
     square = min(64, power_tile(size))
     gradient = triton_gradients.features_gradient_kernel
     return {
-        "sums": Kernel(triton_states.sums_kernel, {**walk, **made}, tiles),
+        "sums": Kernel(triton_states.sums_kernel, walk, tiles),
         "scan": Kernel(triton_states.scan_kernel, {"REVERSE": False, "BLOCK": 1024}, four),
-        "states": Kernel(triton_states.sums_kernel, {**walk, "HAS_START": True, **made}, tiles),
+        "states": Kernel(triton_states.sums_kernel, {**walk, "HAS_START": True}, tiles),
         "states back": Kernel(
             triton_states.sums_kernel,
-            {**walk, "HAS_START": True, "REVERSE": True, "WITH_DOT": True, **made},
+            {**walk, "HAS_START": True, "REVERSE": True, "WITH_DOT": True, "ALIKE": False},
             tiles,
             {"other_ptr": _type("state_ptr", dtype)},
         ),
@@ -145,8 +147,8 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
         "full gradient of keys' features": Kernel(gradient, {"KEYS": True, **full}, of_values, projections),
         "step": Kernel(
             triton_decode.step_kernel,
-            {"KIND": "floor", "HAS_GATE": True, "HAS_SCALE": True, **map_form, **columns}
-            | {"BLOCK_D": step.block_d, "BLOCK_V": step.block_v},
+            {"KIND": "floor", "HAS_GATE": True, "HAS_SCALE": True, **map_form, **columns, **sizes}
+            | {"BLOCK_D": step.block_d, "BLOCK_V": step.block_v, "STAGES": step.stages},
             step,
             {"w_ptr": "*fp32"},
         ),
@@ -185,7 +187,7 @@ def compiled(kernel: Kernel, dtype: torch.dtype, capability: int) -> Compiled:
     names = kernel.source.arg_names
     signature = {n: "constexpr" if n in kernel.constants else kernel.types.get(n) or _type(n, dtype) for n in names}
     # As at a launch: addresses and row lengths of whole 16 bytes may be read as such.
-    aligned = [name.endswith("_ptr") or "_stride_" in name or name in SIZES for name in names]
+    aligned = [n not in kernel.constants and (n.endswith("_ptr") or "_stride_" in n or n in SIZES) for n in names]
     attributes = {(i,): [["tt.divisibility", 16]] for i, whole in enumerate(aligned) if whole}
     made = triton.compile(
         ASTSource(kernel.source, signature, dict(kernel.constants), attributes),

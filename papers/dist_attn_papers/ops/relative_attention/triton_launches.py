@@ -253,7 +253,8 @@ def _states(
     plan = KernelPlan("none", False, Denominator(), x.setting.tiles, size, size, size)
     stretch = Stretch(plan, tokens, tokens, y, y)
     if x.setting.causal:
-        return states(stretch, tokens, y, weights, start, None, y.dtype, reverse=reverse)
+        gain = stretch.empty(stretch.chunks).fill_(1.0)
+        return states(stretch, tokens, y, weights, start, gain, y.dtype, reverse=reverse)
     end = sequence_sums(stretch, tokens, y, weights, y.dtype)
     return Scanned(end._replace(s=end.s.to(tile_dtype(x.v.dtype))), end, None)
 
