@@ -328,10 +328,11 @@ def _copied(state: ModelState) -> ModelState:
 
 
 def _copy(own: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
-    """Write into buffers what does not lie there."""
-    for to, tensor in zip(own, new, strict=True):
-        if to is not tensor:
-            to.copy_(tensor)
+    """Write into buffers what does not lie there, on a GPU by one kernel for each type."""
+    pairs = [(to, tensor) for to, tensor in zip(own, new, strict=True) if to is not tensor]
+    for dtype in dict.fromkeys(to.dtype for to, _ in pairs):
+        some = [pair for pair in pairs if pair[0].dtype == dtype]
+        torch._foreach_copy_([to for to, _ in some], [tensor for _, tensor in some])
 
 
 def _shapes(state: ModelState) -> list[tuple[tuple[int, ...], torch.dtype]]:
