@@ -14,6 +14,7 @@ from typing import Literal, Protocol, final
 import torch
 
 from dist_attn.errors import ConfigError, ShapeError
+from dist_attn.generation.constant_folding import ConstantFolding
 from dist_attn.mixers import MixerState
 from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxSlots, SoftmaxState
 from dist_attn.models import CausalModel, ModelState
@@ -64,6 +65,7 @@ class StepGraphs:
     def __init__(self, device: torch.device, capture: Capture | None = None) -> None:
         self._device = device
         self._capture = cuda_graph if capture is None else capture
+        self._folding: ConstantFolding | None = None  # one for all graphs, so that weights are cast once
         there = capture is not None or device.type == "cuda"
         self._refusal = None if there else f"the model is on {device.type}, and graphs are of CUDA"
 
@@ -72,11 +74,13 @@ class StepGraphs:
         """The reason why there are no graphs, in words; None while one may be asked for."""
         return self._refusal
 
-    def graph_of(self, run: Callable[[], None], warm_up: Callable[[], object]) -> Replayed | None:
-        """The graph of `run`, see `cuda_graph`; None where there is a `refusal`."""
+    def graph_of(self, model: CausalModel, run: Callable[[], None], warm_up: Callable[[], object]) -> Replayed | None:
+        """The graph of `run`, see `cuda_graph`, a step of the model; None where there is a `refusal`."""
         if self._refusal is None:
+            self._folding = self._folding or ConstantFolding((*model.parameters(), *model.buffers()))
             try:
-                return self._capture(run, warm_up, self._device)
+                with self._folding:
+                    return self._capture(run, warm_up, self._device)
             except RuntimeError as error:
                 self._refusal = f"the step could not be captured ({str(error).splitlines()[0]})"
         return None
@@ -203,7 +207,7 @@ class CapturedStep:
         else:
             self._x_BD.copy_(x_BD)
         if not (first or self._grows or looked_at) and self._graph is None:
-            self._graph = self._graphs.graph_of(self._run_counted, self._warm_up)
+            self._graph = self._graphs.graph_of(self._model, self._run_counted, self._warm_up)
         if self._graph is None or looked_at:
             self._run_watched(watch)
         else:
@@ -324,10 +328,11 @@ def _copied(state: ModelState) -> ModelState:
 
 
 def _copy(own: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
-    """Write into buffers what does not lie there."""
-    for to, tensor in zip(own, new, strict=True):
-        if to is not tensor:
-            to.copy_(tensor)
+    """Write into buffers what does not lie there, on a GPU by one kernel for each type."""
+    pairs = [(to, tensor) for to, tensor in zip(own, new, strict=True) if to is not tensor]
+    for dtype in dict.fromkeys(to.dtype for to, _ in pairs):
+        some = [pair for pair in pairs if pair[0].dtype == dtype]
+        torch._foreach_copy_([to for to, _ in some], [tensor for _, tensor in some])
 
 
 def _shapes(state: ModelState) -> list[tuple[tuple[int, ...], torch.dtype]]:

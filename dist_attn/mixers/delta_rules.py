@@ -47,17 +47,19 @@ class GatedDeltaNet(RecurrentMixer):
         config = self.config
         groups = config.num_key_heads
         keys, each = groups * config.key_size, config.num_heads // groups
-        q, k, v = F.silu(convolved).split((keys, keys, config.values_size), dim=-1)
-        q, k = (unit_norm(split_heads_last(t, groups), KEY_EPS).repeat_interleave(each, dim=-2) for t in (q, k))
+        qk, v = F.silu(convolved).split((2 * keys, config.values_size), dim=-1)
+        q, k = unit_norm(split_heads_last(qk, 2 * groups), KEY_EPS).chunk(2, dim=-2)
+        if each > 1:
+            q, k = (t.repeat_interleave(each, dim=-2) for t in (q, k))
         written, step = linear_float32(self.gate, x).chunk(2, dim=-1)
-        log_decay = -self.log_rate_H.exp() * F.softplus(step + self.step_bias_H)
+        beta, log_decay = torch.sigmoid(written), -self.log_rate_H.exp() * F.softplus(step + self.step_bias_H)
         return Recurrence(
             q * config.key_size**-0.5,
             k,
             split_heads_last(v, config.num_heads),
             log_decay[..., None],
             rest,
-            beta=torch.sigmoid(written) * (2 if config.allow_negative else 1),
+            beta=2 * beta if config.allow_negative else beta,
         )
 
 
@@ -84,16 +86,17 @@ class KimiDeltaAttention(RecurrentMixer):
     def recurrence(self, x: torch.Tensor, convolved: torch.Tensor, rest: torch.Tensor) -> Recurrence:
         config = self.config
         heads, keys = config.num_heads, config.keys_size
-        parts = F.silu(convolved).split((keys, keys, config.values_size), dim=-1)
-        q, k, v = (split_heads_last(t, heads) for t in parts)
+        qk, v = F.silu(convolved).split((2 * keys, config.values_size), dim=-1)
+        q, k = unit_norm(split_heads_last(qk, 2 * heads), KEY_EPS).chunk(2, dim=-2)
         log_decay = -self.log_rate_H.exp()[:, None] * F.softplus(split_heads_last(self.steps(x), heads))
+        gate, beta = self.out_gate(x), torch.sigmoid(linear_float32(self.gate, x))
         return Recurrence(
-            unit_norm(q, KEY_EPS) * config.key_size**-0.5,
-            unit_norm(k, KEY_EPS),
-            v,
+            q * config.key_size**-0.5,
+            k,
+            split_heads_last(v, heads),
             log_decay,
-            self.out_gate(x),
-            beta=torch.sigmoid(linear_float32(self.gate, x)) * (2 if config.allow_negative else 1),
+            gate,
+            beta=2 * beta if config.allow_negative else beta,
         )
 
 

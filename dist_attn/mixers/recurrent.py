@@ -183,8 +183,7 @@ class GatedNorm(nn.Module):
         dtype = torch.promote_types(out.dtype, torch.float32)
         y, factor = out.flatten(-2).to(dtype), self.gate(gate.to(dtype))
         y = split_heads_last(y * factor if self.gate_first else y, out.flatten(-2).shape[-1] // self.group)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.view(-1, self.group)
-        y = y.flatten(-2)
+        y = (F.rms_norm(y, (self.group,), eps=self.eps) * self.weight.view(-1, self.group)).flatten(-2)
         return (y if self.gate_first else y * factor).to(out.dtype)
 
 

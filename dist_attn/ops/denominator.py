@@ -47,8 +47,9 @@ class Denominator:
 
         Shapes: num [B, H, ..., V], den [B, H, ...], mass broadcastable to den.
         """
-        self.tell_watch(den, mass)
-        return num / self.guard(den, mass)[..., None]
+        divisor = self.guard(den, mass)
+        self._tell_watch(den, divisor)
+        return num / divisor[..., None]
 
     @property
     def is_watched(self) -> bool:
@@ -57,9 +58,14 @@ class Denominator:
 
     def tell_watch(self, den: torch.Tensor, mass: torch.Tensor) -> None:
         """Have a `Watch`, where there is one, count the denominators that the policy replaces."""
+        if self.is_watched:
+            self._tell_watch(den, self.guard(den, mass))
+
+    def _tell_watch(self, den: torch.Tensor, divisor: torch.Tensor) -> None:
         watch = current_watch()
         if watch is not None and self.is_watched:
-            watch.count(den, self.guard(den, mass))
+            # A denominator that is NaN is no guarded one: NaN - NaN > 0 is false.
+            watch.count((divisor.detach() - den.detach()).abs() > 0)
 
     def guard(self, den: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
         """The divisor that the policy puts in the place of `den`."""

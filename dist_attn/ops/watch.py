@@ -51,18 +51,13 @@ class Watch:
         self.denominators = 0
         self._guarded: dict[int, torch.Tensor] = {}
 
-    def count(self, den: torch.Tensor, divisor: torch.Tensor) -> None:
-        """One read-out: its denominators and what a policy made of them.
-
-        Shapes: both [B, H, ...].
-        """
-        den, divisor = den.detach()[: self.rows], divisor.detach()[: self.rows]
-        # A denominator that is NaN is no guarded one: NaN - NaN > 0 is false.
-        guarded = (divisor - den).abs() > 0
+    def count(self, guarded: torch.Tensor) -> None:
+        """One read-out: whether a policy put something else in the place of a denominator, bool [B, H, ...]."""
+        guarded = guarded[: self.rows]
+        self.denominators += guarded.numel()
         if self.counting_B is not None:
-            guarded = guarded & self.counting_B.view(-1, *[1] * (den.dim() - 1))
+            guarded = guarded & self.counting_B.view(-1, *[1] * (guarded.dim() - 1))
         guarded_H = guarded.transpose(0, 1).flatten(1).sum(1)
-        self.denominators += den.numel()
         before = self._guarded.get(self.layer)
         self._guarded[self.layer] = guarded_H if before is None else before + guarded_H
 

@@ -243,7 +243,7 @@ def affine_step(
             out = _read(before, q)
             if bonus_HK is not None:
                 out = out + (q * bonus_HK.to(before.dtype) * k).sum(-1, keepdim=True) * v
-        after = _written(before, decay, k, v, taken)
+        after = _written(before, decay.exp(), k, v, taken)
         out = _read(after, q) if out is None else out
     return out.to(v_BHV.dtype), AffineState(after)
 
@@ -261,7 +261,8 @@ def gated_delta_step(
     before = state.s_BHKV
     with without_autocast(v_BHV.device):
         q, k, v, decay, beta = (x.to(before.dtype) for x in (q_BHK, k_BHK, v_BHV, log_decay_BHK, beta_BH))
-        new_BHV = beta[..., None] * (v - _read(before, k * decay.exp()))
+        decay = decay.exp()
+        new_BHV = beta[..., None] * (v - _read(before, k * decay))
         after = _written(before, decay, k, new_BHV, None)
         out = _read(after, q)
     return out.to(v_BHV.dtype), AffineState(after)
@@ -273,14 +274,14 @@ def _read(s_BHKV: torch.Tensor, x_BHK: torch.Tensor) -> torch.Tensor:
 
 def _written(
     s_BHKV: torch.Tensor,
-    log_decay_BHK: torch.Tensor,
+    decay_BHK: torch.Tensor,
     k_BHK: torch.Tensor,
     v_BHV: torch.Tensor,
     taken: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """The state one token later, with what an erasure adds; written over the state before where `writes_in_place`."""
     out = s_BHKV if writes_in_place() else None
-    s = torch.mul(s_BHKV, log_decay_BHK.exp()[..., None], out=out)
+    s = torch.mul(s_BHKV, decay_BHK[..., None], out=out)
     for x_BHK, y_BHV in [(k_BHK, v_BHV)] + ([] if taken is None else [taken]):
         s = torch.addcmul(s, x_BHK[..., :, None], y_BHV[..., None, :], out=out)
     return s

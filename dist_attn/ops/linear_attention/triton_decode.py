@@ -14,6 +14,7 @@ from dist_attn.ops.linear_attention.triton_forward import KernelPlan, blocks, ei
 from dist_attn.ops.linear_attention.triton_outputs import guard
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 from dist_attn.ops.state import LinearState, writes_in_place
+from dist_attn.ops.watch import current_watch
 
 # A program keeps twice [16, 128] of the state in registers at a time, while the next rows, and w's, are on their way.
 STEP_TILES = Tiles(block_d=16, block_v=128, warps=4, stages=2)
@@ -58,7 +59,7 @@ def _part(
 @triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, log_gate_ptr, key_scale_ptr, s_ptr, z_ptr, mass_ptr,
-    out_ptr, s_out_ptr, z_out_ptr, mass_out_ptr, den_ptr,
+    out_ptr, s_out_ptr, z_out_ptr, mass_out_ptr, guarded_ptr,
     H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale, eps,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
@@ -97,11 +98,11 @@ def step_kernel(
                 gate, k_second * key_scale, q_second, v, num, den,
             )  # fmt: skip
     mass = tl.load(mass_ptr + group) * gate + key_scale
-    out = num / guard(den, mass, eps, KIND)
-    tl.store(out_ptr + group * V + values, out.to(out_ptr.dtype.element_ty), mask=values < V)
+    divisor = guard(den, mass, eps, KIND)
+    tl.store(out_ptr + group * V + values, (num / divisor).to(out_ptr.dtype.element_ty), mask=values < V)
     if tl.program_id(1) == 0:
         tl.store(mass_out_ptr + group, mass)
-        tl.store(den_ptr + group, den)
+        tl.store(guarded_ptr + group, tl.abs(divisor - den) > 0.0)
 
 
 def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
@@ -125,18 +126,19 @@ def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, Linear
     if writes_in_place() and state.s_BHMV.is_contiguous():
         # z and the mass, which programs of other values read too, may not change meanwhile.
         s = after[0] = state.s_BHMV
-    out, den = torch.empty_like(v), torch.empty_like(mass)
+    out, guarded = torch.empty_like(v), torch.empty_like(mass, dtype=torch.bool)
     with on_device(v.device):
-        step_kernel[(den.numel(), blocks(values, plan.tiles.block_v))](
-            q, k, v, w.detach().float().contiguous(), either(log_gate, den), either(key_scale, den), *before,
-            out, *after, den, heads, size, plan.projections, plan.features, values, plan.scale, policy.eps,
+        step_kernel[(mass.numel(), blocks(values, plan.tiles.block_v))](
+            q, k, v, w.detach().float().contiguous(), either(log_gate, mass), either(key_scale, mass), *before,
+            out, *after, guarded, heads, size, plan.projections, plan.features, values, plan.scale, policy.eps,
             KIND=policy.kind, HAS_GATE=log_gate is not None, HAS_SCALE=key_scale is not None,
             MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=power_tile(size),
             BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, STAGES=plan.tiles.stages,
             num_warps=plan.tiles.warps,
         )  # fmt: skip
-    if policy.is_watched:
-        policy.tell_watch(den[..., None], mass[..., None])
+    watch = current_watch()
+    if watch is not None and policy.is_watched:
+        watch.count(guarded)
     log_decay_BH = state.log_decay_BH
     if log_gate is not None:
         log_decay_BH = log_decay_BH + log_gate.to(log_decay_BH.dtype)

@@ -150,7 +150,7 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, size: int) -> dict[str, Kernel]
             {"KIND": "floor", "HAS_GATE": True, "HAS_SCALE": True, **map_form, **columns, **sizes}
             | {"BLOCK_D": step.block_d, "BLOCK_V": step.block_v, "STAGES": step.stages},
             step,
-            {"w_ptr": "*fp32"},
+            {"w_ptr": "*fp32", "guarded_ptr": "*i1"},
         ),
     }
 
