@@ -59,7 +59,7 @@ def values_gradient_kernel(
     state_ptr, zm_ptr, grad_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
     y_stride_b, y_stride_h, y_stride_l, grad_stride_b, grad_stride_h, grad_stride_l,
-    L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale,
+    L, N, H, K, D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, scale,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -258,8 +258,8 @@ def features_gradient_kernel(
     grad_ptr, rows_ptr, state_rows_ptr,
     own_stride_b, own_stride_h, own_stride_l, other_stride_b, other_stride_h, other_stride_l,
     own_y_stride_b, own_y_stride_h, own_y_stride_l, other_y_stride_b, other_y_stride_h, other_y_stride_l,
-    grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    V: tl.constexpr, scale, KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr,
+    grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K, D: tl.constexpr, M: tl.constexpr,
+    V, scale, KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -294,7 +294,7 @@ def features_gradient_kernel(
     y = load_tile(own_y_ptr, rows, values, own_y_stride_l, valid, V)
     entering, masses = tl.zeros((T, T), tl.float32), tl.zeros((T,), tl.float32)
     if PAIRS:
-        if PRECISION == "ieee":
+        if PRECISION == "ieee":  # K and V are no constants, or loops over them would spill registers
             entering = pair_products(
                 own_y_ptr, own_y_stride_l, valid, other_y_ptr, other_y_stride_l, valid, rows, V, PRECISION, T, 32
             )  # fmt: skip

@@ -185,12 +185,13 @@ def compiled(kernel: Kernel, dtype: torch.dtype, capability: int) -> Compiled:
     from triton.compiler import ASTSource
 
     names = kernel.source.arg_names
-    signature = {n: "constexpr" if n in kernel.constants else kernel.types.get(n) or _type(n, dtype) for n in names}
+    constants = {p.name: kernel.constants[p.name] for p in kernel.source.params if p.is_constexpr}
+    signature = {n: "constexpr" if n in constants else kernel.types.get(n) or _type(n, dtype) for n in names}
     # As at a launch: addresses and row lengths of whole 16 bytes may be read as such.
-    aligned = [n not in kernel.constants and (n.endswith("_ptr") or "_stride_" in n or n in SIZES) for n in names]
+    aligned = [n not in constants and (n.endswith("_ptr") or "_stride_" in n or n in SIZES) for n in names]
     attributes = {(i,): [["tt.divisibility", 16]] for i, whole in enumerate(aligned) if whole}
     made = triton.compile(
-        ASTSource(kernel.source, signature, dict(kernel.constants), attributes),
+        ASTSource(kernel.source, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": kernel.tiles.warps, "num_stages": kernel.tiles.stages},
     )
