@@ -73,16 +73,16 @@ class _CausalKernels(LinearTerms):
         width, dtype = (values + 2, torch.float32) if self.undivided else (values, v.dtype)
         result = torch.empty((*v.shape[:3], width), dtype=dtype, device=v.device)
         state = StateSums(s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous())
-        den, mass = (torch.empty(v.shape[:3], device=v.device) for _ in range(2))
-        starts: list[torch.Tensor] = []
+        starts, divisors = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         with on_device(v.device):
             for tokens, stretch in self._stretches(x):
                 starts += state
                 gate = gates(stretch)
                 scanned = key_states(stretch, gate, state)
                 attended = outputs(stretch, gate, scanned.before, result[:, :, tokens, :values])
-                den[:, :, tokens], mass[:, :, tokens] = attended.den, attended.mass
+                divisors.append((attended.den, attended.mass))
                 state = scanned.end
+        den, mass = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*divisors, strict=True))
         self.denominator.tell_watch(den, mass)
         if self.undivided:
             result[..., -2], result[..., -1] = den, mass
