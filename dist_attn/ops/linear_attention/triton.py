@@ -52,6 +52,9 @@ def triton_linear_attention(
     q, v = call.q_BHLK, call.v_BHSV
     policy = Denominator("one") if undivided else call.denominator
     plan = KernelPlan.of(q.shape[3], v.shape[3], call.feature_map, policy, tiles or tiles_for(q, v, call.feature_map))
+    # Once: both passes read them so.
+    gate, scale = (None if t is None else t.contiguous() for t in (call.log_gate_BHS, call.key_scale_BHS))
+    call = call.with_sequence(*call.qkv, gate, scale)
     attention = _CausalKernels.of(call, undivided=undivided, plan=plan)
     return attention.attend(call, call.state_before(plan.features))
 
