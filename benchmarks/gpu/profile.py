@@ -53,11 +53,12 @@ def _training_step(tiny: bool) -> Work:
     model, compute = small_gpt("rfa_gate", tiny).train(), compute_on(torch.device(DEVICE), "bfloat16")
     (optimiser,) = build_optimisers(model, OptimiserConfig())
     tokens_BL = torch.randint(0, 60, (2, 32) if tiny else (16, 1_024), device=DEVICE)
+    first = model.initial_state(len(tokens_BL))
 
     def step() -> None:
         optimiser.zero_grad(set_to_none=True)
         with compute.autocast():
-            h_BLD, _ = model.hidden(tokens_BL)
+            h_BLD, _ = model.hidden(tokens_BL, state=first)
             loss = token_loss(model.readout, h_BLD.flatten(0, 1), tokens_BL.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
