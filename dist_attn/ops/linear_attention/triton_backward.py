@@ -34,11 +34,10 @@ from dist_attn.ops.linear_attention.triton_gradients import (
     features_gradient_kernel,
     inputs_gradient_kernel,
     map_gradient_kernel,
-    row_products_kernel,
     values_gradient_kernel,
 )
 from dist_attn.ops.linear_attention.triton_states import gate_gradients_kernel
-from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
+from dist_attn.ops.linear_attention.triton_tiles import power_tile
 
 MAP_CHUNKS = 16  # chunks of tokens behind each partial sum of dw
 
@@ -128,17 +127,6 @@ def policy_rows(stretch: Stretch, attended: Attended, grad_out: torch.Tensor) ->
         T=plan.tiles.chunk, BLOCK_V=plan.tiles.block_v, num_warps=4,
     )  # fmt: skip
     return rows
-
-
-def row_products(a: torch.Tensor, b: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-    """a_t . b_t of [B, H, L, V] tensors, float32 [B, H, L]."""
-    heads, tokens, values = a.shape[1:]
-    products = torch.empty(a.shape[:3], device=a.device)
-    count = blocks(tokens, 64)
-    row_products_kernel[(a.shape[0] * heads * count,)](
-        a, b, products, *strides(a, b), tokens, count, heads, values, T=64, BLOCK_V=tiles.block_v, num_warps=4,
-    )  # fmt: skip
-    return products
 
 
 def features_gradient(
