@@ -28,6 +28,13 @@ def test_direct_equals_oracle(length, taps, centred):
             assert_close(got, want)
 
 
+def test_second_derivatives():
+    """Gradients have gradients of their own, those of differences."""
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(convolve, (x, w))
+
+
 def test_golden():
     """The golden causal convolution comes out."""
     g = golden("conv")

@@ -52,6 +52,9 @@ def triton_linear_attention(
     q, v = call.q_BHLK, call.v_BHSV
     policy = Denominator("one") if undivided else call.denominator
     plan = KernelPlan.of(q.shape[3], v.shape[3], call.feature_map, policy, tiles or tiles_for(q, v, call.feature_map))
+    # Once: both passes read them so.
+    gate, scale = (None if t is None else t.contiguous() for t in (call.log_gate_BHS, call.key_scale_BHS))
+    call = call.with_sequence(*call.qkv, gate, scale)
     attention = _CausalKernels.of(call, undivided=undivided, plan=plan)
     return attention.attend(call, call.state_before(plan.features))
 
@@ -73,21 +76,22 @@ class _CausalKernels(LinearTerms):
         width, dtype = (values + 2, torch.float32) if self.undivided else (values, v.dtype)
         result = torch.empty((*v.shape[:3], width), dtype=dtype, device=v.device)
         state = StateSums(s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous())
-        den, mass = (torch.empty(v.shape[:3], device=v.device) for _ in range(2))
-        starts: list[torch.Tensor] = []
+        weights = self._weights(x)
+        starts, divisors = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         with on_device(v.device):
-            for tokens, stretch in self._stretches(x):
+            for tokens, stretch in self._stretches(x, weights):
                 starts += state
                 gate = gates(stretch)
                 scanned = key_states(stretch, gate, state)
                 attended = outputs(stretch, gate, scanned.before, result[:, :, tokens, :values])
-                den[:, :, tokens], mass[:, :, tokens] = attended.den, attended.mass
+                divisors.append((attended.den, attended.mass))
                 state = scanned.end
+        den, mass = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*divisors, strict=True))
         self.denominator.tell_watch(den, mass)
         if self.undivided:
             result[..., -2], result[..., -1] = den, mass
         results = result, state.s.view_as(s), state.zm.view_as(zm)
-        return results, (None, None, None, *starts) if self.undivided else (result, den, mass, *starts)
+        return results, (*((None, None, None) if self.undivided else (result, den, mass)), weights, *starts)
 
     def backward(self, x: LinearTensors, needs: LinearTensors, grads: Tensors, kept: Tensors) -> LinearTensors:
         """The gradients of all inputs, stretch by stretch from the last to the first."""
@@ -95,7 +99,7 @@ class _CausalKernels(LinearTerms):
         with_map = x.w is not None and bool(needs.w)
         grad_result = rowwise(present(results.out))
         grad_out = grad_result[..., : present(x.v).shape[3]]
-        out, den, mass, *starts = kept
+        out, den, mass, weights, *starts = kept
         end = StateSums(*(g.flatten(0, 1).contiguous() for g in (results.s, results.zm)))
         along_tokens = x._replace(s=None, zm=None, w=None)
         totals = LinearInputs(
@@ -107,7 +111,8 @@ class _CausalKernels(LinearTerms):
         grad_w = None
         befores = [StateSums(*map(present, pair)) for pair in zip(starts[::2], starts[1::2], strict=True)]
         with on_device(grad_out.device):
-            for (tokens, stretch), start in reversed(list(zip(self._stretches(x), befores, strict=True))):
+            stretches = self._stretches(x, present(weights))
+            for (tokens, stretch), start in reversed(list(zip(stretches, befores, strict=True))):
                 of_out = grad_out[:, :, tokens]
                 if out is None:
                     rows = undivided_rows(stretch, *grad_result[:, :, tokens, -2:].unbind(-1))
@@ -127,12 +132,15 @@ class _CausalKernels(LinearTerms):
                 grad_w = part.w if grad_w is None or part.w is None else grad_w + part.w
         return totals._replace(s=end.s.view(s.shape), zm=end.zm.view(zm.shape), w=converted(grad_w, x.w))
 
-    def _stretches(self, x: LinearTensors) -> list[_Part]:
+    def _weights(self, x: LinearTensors) -> torch.Tensor:
+        """The map's tensor as kernels read it, or anything where it has none."""
+        return present(x.s) if x.w is None else map_operand(x.w, present(x.v).dtype)
+
+    def _stretches(self, x: LinearTensors, weights: torch.Tensor) -> list[_Part]:
         """The token ranges whose states exist at once, and what the kernels get of each."""
         q, k, v = (rowwise(present(t)) for t in (x.q, x.k, x.v))
         s, tokens, chunk = present(x.s), v.shape[2], self.plan.tiles.chunk
         step = chunk * max(1, STATE_BYTES // (tile_dtype(v.dtype).itemsize * max(1, s.numel())))
-        weights = s if x.w is None else map_operand(x.w, v.dtype)
         numbers = document_numbers(self.documents, tokens, v.device) if self.documents else None
         parts = []
         for first, last in pairwise([*range(0, tokens, step), tokens]):

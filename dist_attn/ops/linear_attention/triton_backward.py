@@ -12,6 +12,7 @@ import torch
 
 from dist_attn.ops.kernel_operation import present
 from dist_attn.ops.linear_attention.differentiable import LinearInputs, LinearTensors
+from dist_attn.ops.linear_attention.triton_divisors import divisor_rows_kernel
 from dist_attn.ops.linear_attention.triton_forward import (
     CLOSED_GATE,
     Attended,
@@ -33,17 +34,19 @@ from dist_attn.ops.linear_attention.triton_gradients import (
     features_gradient_kernel,
     inputs_gradient_kernel,
     map_gradient_kernel,
-    row_products_kernel,
     values_gradient_kernel,
 )
 from dist_attn.ops.linear_attention.triton_states import gate_gradients_kernel
-from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
+from dist_attn.ops.linear_attention.triton_tiles import power_tile
 
 MAP_CHUNKS = 16  # chunks of tokens behind each partial sum of dw
 
 
 class DivisorRows(NamedTuple):
-    """Of every query, [G, N T]: one over its divisor, and the gradients of its denominator and mass."""
+    """Of every query, [G, N T]: one over its divisor, and the gradients of its denominator and mass.
+
+    Where they are made they are one tensor, [3, G, N T].
+    """
 
     inverse: torch.Tensor
     grad_den: torch.Tensor
@@ -74,7 +77,7 @@ class FeaturesGradient(NamedTuple):
 def stretch_gradients(
     stretch: Stretch,
     start: StateSums,
-    rows: DivisorRows,
+    rows_3GT: torch.Tensor,
     grad_out: torch.Tensor,
     grad_end: StateSums,
     into: Sequence[torch.Tensor],
@@ -86,10 +89,10 @@ def stretch_gradients(
     `start` is the state before it, of which those of chunks are made again.
     Those of q, k and v fill `into`, those of the state before are of the same shapes; None where no such input is.
     """
-    q, k, v = stretch.q, stretch.k, stretch.v
+    q, k, v, rows = stretch.q, stretch.k, stretch.v, DivisorRows(*rows_3GT)
     gate = gates(stretch)
     before = key_states(stretch, gate, start).before
-    of_queries = TokenWeights(*(gate.read * row for row in rows))
+    of_queries = TokenWeights(*(gate.read * rows_3GT))
     other = None if stretch.log_gate is None else before
     after = states(stretch, q, grad_out, of_queries, grad_end, gate.gain, q.dtype, reverse=True, other=other)
     grad_q, grad_k, grad_v = into
@@ -109,36 +112,21 @@ def stretch_gradients(
     )
 
 
-def undivided_rows(stretch: Stretch, grad_den: torch.Tensor, grad_mass: torch.Tensor) -> DivisorRows:
-    """Rows of outputs that were not divided, from the gradients of their denominators and masses [B, H, L]."""
-    return DivisorRows(*map(stretch.filled, (torch.ones_like(grad_den), grad_den, grad_mass)))
+def undivided_rows(stretch: Stretch, grad_den: torch.Tensor, grad_mass: torch.Tensor) -> torch.Tensor:
+    """`DivisorRows` of outputs that were not divided, from the gradients of their denominators and masses [B, H, L]."""
+    return stretch.filled(torch.stack([torch.ones_like(grad_den), grad_den, grad_mass]))
 
 
-def policy_rows(stretch: Stretch, attended: Attended, grad_out: torch.Tensor) -> DivisorRows:
-    """Rows of outputs that were divided, from dO [B, H, L, V]."""
-    products = row_products(grad_out, attended.out, stretch.plan.tiles)
-    with torch.enable_grad():
-        # The policy in its one place, with its own derivatives.
-        den, mass = (t.detach().requires_grad_() for t in (attended.den, attended.mass))
-        divisor = stretch.plan.policy.guard(den, mass)
-    inverse = divisor.detach().reciprocal()
-    grads: tuple[torch.Tensor | None, ...] = (None, None)
-    if divisor.requires_grad:
-        grads = torch.autograd.grad(divisor, (den, mass), -products * inverse, allow_unused=True)
-    return DivisorRows(
-        *(stretch.filled(torch.zeros_like(inverse) if row is None else row) for row in (inverse, *grads))
-    )
-
-
-def row_products(a: torch.Tensor, b: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-    """a_t . b_t of [B, H, L, V] tensors, float32 [B, H, L]."""
-    heads, tokens, values = a.shape[1:]
-    products = torch.empty(a.shape[:3], device=a.device)
-    count = blocks(tokens, 64)
-    row_products_kernel[(a.shape[0] * heads * count,)](
-        a, b, products, *strides(a, b), tokens, count, heads, values, T=64, BLOCK_V=tiles.block_v, num_warps=4,
+def policy_rows(stretch: Stretch, attended: Attended, grad_out: torch.Tensor) -> torch.Tensor:
+    """`DivisorRows` of outputs that were divided, from dO [B, H, L, V]."""
+    plan, tokens = stretch.plan, stretch.chunks * stretch.plan.tiles.chunk
+    rows = torch.empty((3, stretch.groups, tokens), device=grad_out.device)
+    divisor_rows_kernel[(stretch.groups * stretch.chunks,)](
+        grad_out, attended.out, attended.den, attended.mass, rows, *strides(grad_out, *attended), stretch.tokens,
+        stretch.chunks, grad_out.shape[1], grad_out.shape[3], plan.policy.eps, KIND=plan.policy.kind,
+        T=plan.tiles.chunk, BLOCK_V=plan.tiles.block_v, num_warps=4,
     )  # fmt: skip
-    return products
+    return rows
 
 
 def features_gradient(
@@ -205,11 +193,11 @@ def _gate_gradient(
     key_rows, state_rows = of_k.rows, of_k.state_rows
     if gate.key_scale is not None:
         key_rows, state_rows = key_rows * gate.key_scale, state_rows * gate.key_scale
-    ends = gate.gain * present(after.products)
-    groups, chunks = ends.shape
+    groups, chunks = gate.gain.shape
     grad_decay = (of_q.rows - key_rows).view(groups, chunks, -1)
     # The last cumulative gate of a chunk is in the weight of all that enters the state after it.
-    grad_decay[..., -1] += ends + state_rows.view(groups, chunks, -1).sum(-1)
+    of_states = state_rows.view(groups, chunks, -1).sum(-1)
+    grad_decay[..., -1].add_(of_states.addcmul_(gate.gain, present(after.products)))
     grad = torch.empty(stretch.log_gate.shape, dtype=torch.float32, device=stretch.log_gate.device)
     gate_gradients_kernel[(groups * chunks,)](
         stretch.log_gate, either(stretch.documents, grad), grad_decay, grad, stretch.tokens, chunks,

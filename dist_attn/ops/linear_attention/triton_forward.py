@@ -117,8 +117,8 @@ class Stretch(NamedTuple):
         return torch.ones((self.groups, self.chunks * self.plan.tiles.chunk), device=self.v.device)
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, H, L] -> float32 [G, N T], with zeros behind."""
-        return F.pad(x.flatten(0, 1).float(), (0, self.chunks * self.plan.tiles.chunk - self.tokens))
+        """[..., B, H, L] -> float32 [..., G, N T], with zeros behind."""
+        return filled_up(x.flatten(-3, -2).float(), self.chunks * self.plan.tiles.chunk)
 
     def sizes(self, size: int, values: int) -> tuple[int | float, ...]:
         """L, N, H, K, D, M, V and the scale of features, as kernels take them."""
@@ -202,8 +202,9 @@ def map_operand(w_HDK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     w_HDK = w_HDK.float().contiguous()
     if dtype == torch.float32:
         return w_HDK
-    high = w_HDK.to(dtype)
-    return torch.stack([high, (w_HDK - high.float()).to(dtype)], dim=1)
+    parts = w_HDK.new_empty((w_HDK.shape[0], 2, *w_HDK.shape[1:]), dtype=dtype)
+    torch.sub(w_HDK, parts[:, 0].copy_(w_HDK), out=parts[:, 1])
+    return parts
 
 
 def gates(stretch: Stretch) -> Gates:
@@ -249,7 +250,7 @@ def states(
     starts = StateSums(start.s.unsqueeze(1), start.zm.unsqueeze(1))
     if splits > 1:
         starts = _sums(stretch, x, y, weights, gain, dtype, length, reverse=reverse)
-        kept = F.pad(gain, (0, splits * length - stretch.chunks), value=1.0).view(-1, splits, length).prod(-1)
+        kept = filled_up(gain, splits * length, 1.0).view(-1, splits, length).prod(-1)
         for sums, first in zip(starts, start, strict=True):
             elements = first.numel() // stretch.groups
             scan_kernel[(stretch.groups, blocks(elements, SCAN_BLOCK))](
@@ -358,6 +359,12 @@ def read(
         plan.policy.eps, KIND=plan.policy.kind, HAS_WEIGHT=weight is not None, **plan.constants(x.dtype),
     )  # fmt: skip
     return out, den
+
+
+def filled_up(x: torch.Tensor, length: int, value: float = 0.0) -> torch.Tensor:
+    """x [..., L] of `length`, with `value` behind, in order in memory; x itself where it is that already."""
+    behind = length - x.shape[-1]
+    return F.pad(x, (0, behind), value=value) if behind else x.contiguous()
 
 
 def blocks(size: int, block: int) -> int:

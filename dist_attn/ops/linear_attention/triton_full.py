@@ -181,11 +181,11 @@ class _Read(KernelOperation[ReadTensors]):
         with on_device(q.device):
             if self.undivided:
                 grad_den = present(grads[1])
-                rows = undivided_rows(stretch, grad_den, torch.zeros_like(grad_den))
+                made = undivided_rows(stretch, grad_den, torch.zeros_like(grad_den))
             else:
                 out, den = map(present, kept)
-                rows = policy_rows(stretch, Attended(out, den, zm[..., -1:].expand_as(den)), stretch.v)
-            weights = TokenWeights(*rows)
+                made = policy_rows(stretch, Attended(out, den, zm[..., -1:].expand_as(den)), stretch.v)
+            rows, weights = DivisorRows(*made), TokenWeights(*made)
             of_state = sequence_sums(stretch, stretch.q, stretch.v, weights, q.dtype)
             state = _one_state(s, zm, q.dtype)
             grad = stretch.q.new_empty(stretch.q.shape)

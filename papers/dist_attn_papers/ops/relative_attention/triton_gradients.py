@@ -17,6 +17,31 @@ from dist_attn_papers.ops.relative_attention.triton_outputs import window_scores
 
 
 @triton.jit
+def row_products_kernel(
+    a_ptr, b_ptr, out_ptr,
+    a_stride_b, a_stride_h, a_stride_l, b_stride_b, b_stride_h, b_stride_l,
+    L, blocks, H, V, T: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """a_t . b_t in float32, [G, L]. Grid: G x blocks of T tokens."""
+    program = tl.program_id(0)
+    group, block = (program // blocks).to(tl.int64), program % blocks
+    batch, head = group // H, group % H
+    rows = tl.arange(0, T)
+    tokens = block * T + rows
+    valid = tokens < L
+    start = block.to(tl.int64) * T
+    a_ptr += batch * a_stride_b + head * a_stride_h + start * a_stride_l
+    b_ptr += batch * b_stride_b + head * b_stride_h + start * b_stride_l
+    total = tl.zeros((T,), tl.float32)
+    for first in range(0, V, BLOCK_V):
+        values = first + tl.arange(0, BLOCK_V)
+        a = load_tile(a_ptr, rows, values, a_stride_l, valid, V)
+        b = load_tile(b_ptr, rows, values, b_stride_l, valid, V)
+        total += tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)
+    tl.store(out_ptr + group * L + tokens, total, mask=valid)
+
+
+@triton.jit
 def _far_gradient(
     y_ptr, stride, rows, valid, inverse, grad_den, sums_ptr, V, T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip

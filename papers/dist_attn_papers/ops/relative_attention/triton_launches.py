@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.linear_attention.triton_backward import map_gradient, row_products
+from dist_attn.ops.linear_attention.triton_backward import map_gradient
 from dist_attn.ops.linear_attention.triton_forward import (
     KernelPlan,
     Scanned,
@@ -31,6 +31,7 @@ from dist_attn_papers.ops.relative_attention.triton_gradients import (
     positions_gradient_kernel,
     relative_features_gradient_kernel,
     relative_values_gradient_kernel,
+    row_products_kernel,
 )
 from dist_attn_papers.ops.relative_attention.triton_outputs import (
     positions_kernel,
@@ -294,8 +295,19 @@ def _sums_from(of_chunks: torch.Tensor) -> torch.Tensor:
     return F.pad(of_chunks.flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
 
 
+def _row_products(a: torch.Tensor, b: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """a_t . b_t of [B, H, L, V] tensors, float32 [B, H, L]."""
+    heads, tokens, values = a.shape[1:]
+    products = torch.empty(a.shape[:3], device=a.device)
+    count = blocks(tokens, 64)
+    row_products_kernel[(a.shape[0] * heads * count,)](
+        a, b, products, *strides(a, b), tokens, count, heads, values, T=64, BLOCK_V=tiles.block_v, num_warps=4,
+    )  # fmt: skip
+    return products
+
+
 def _query_rows(setting: Setting, out: torch.Tensor, den: torch.Tensor, grad_out: torch.Tensor) -> QueryRows:
-    products = row_products(grad_out, out, setting.tiles)
+    products = _row_products(grad_out, out, setting.tiles)
     inverse = torch.where(den == 0, 0.0, den.reciprocal())
     behind = (0, setting.chunks(out.shape[2]) * setting.tiles.chunk - out.shape[2])
     return QueryRows(*(F.pad(row.flatten(0, 1), behind) for row in (inverse, -products * inverse)))
