@@ -7,6 +7,7 @@
     │   ├── ModelFolderError          a model folder that is missing, incomplete or of another kind
     │   ├── TokenError                bytes or token ids that the tokeniser cannot take
     │   │   └── TokeniserError        a text at which a model's tokenizer.json fails
+    │   ├── GrammarError              a form that an answer cannot be held to
     │   ├── StateMismatchError        a stored state that belongs to another model; names both values
     │   ├── UnknownStateError         a session, checkpoint or snapshot that is not there, or not this caller's
     │   └── ConflictError             what was asked for does not go with how a session stands
@@ -41,6 +42,7 @@ __all__ = [
     "ConflictError",
     "DistAttnError",
     "EngineError",
+    "GrammarError",
     "InputError",
     "MismatchError",
     "MissingExtraError",
@@ -81,6 +83,10 @@ class TokenError(InputError):
 
 class TokeniserError(TokenError):
     """A text at which a model's tokenizer.json fails, and the `tokenizers` library with it."""
+
+
+class GrammarError(InputError):
+    """A form that an answer cannot be held to."""
 
 
 class StateMismatchError(InputError):

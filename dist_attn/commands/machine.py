@@ -74,6 +74,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "redis": (("redis",), "states shared by several controllers"),
     "hf": (("transformers", "gguf", "accelerate"), "downloaded models, and models in Hugging Face's Auto classes"),
     "lora": (("transformers", "peft"), "adapters trained beside downloaded models"),
+    "structured": (("llguidance",), "answers held to a form"),
     "plot": (("matplotlib",), "pictures of training runs"),
     "tensorboard": (("tensorboard",), "training runs in TensorBoard"),
     "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "traces"),

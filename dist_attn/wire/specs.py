@@ -20,6 +20,7 @@ DEFAULT_WINDOW = 512
 FIRST_TOKEN = "first"
 MOST_END_TOKENS = 64
 CALLER_LENGTH = 16
+LONGEST_GRAMMAR = 1 << 15
 # Bounds on what a decoded message holds; a value outside is refused as a WireError before anybody counts with it.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -61,6 +62,8 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     `repetition_penalty` divides logits above 0 of tokens that were drawn or are among `prompt_tokens`, and multiplies
     others. These are int32, each once, so at most the vocabulary; they stand here because a replay begins from here.
+    `grammar` is what the text follows, as `text.grammars` writes it: no other tokens are drawn, an end token only where
+    it may end.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -78,6 +81,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     prompt_tokens: bytes = b""
+    grammar: Annotated[str, Meta(max_length=LONGEST_GRAMMAR)] = ""
 
     def after(self, prompt: Sequence[int] | NDArray[np.integer[Any]]) -> "SamplingSpec":
         """Note the tokens that a text begins with, where they count."""

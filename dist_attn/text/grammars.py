@@ -1,0 +1,147 @@
+"""Grammars that answers follow, by the library llguidance: which tokens may come after those that were drawn."""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_attn.errors import GrammarError, extra_hint
+from dist_attn.text.base import Tokeniser
+from dist_attn.wire.specs import LONGEST_GRAMMAR
+
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+# Between the parts of JSON: a line end and an indentation. A model that is unsure would write blanks without end.
+BLANKS = r"\n? {0,32}"
+# Any tokens that spell the text: llguidance would else force some, and take none that the model may prefer.
+WHOLE = '%llguidance {"no_forcing": true}\nstart: @answer'
+# Of one grammar: on one core some 0.3 s to make it and 30 ms for a token, and 40 MB while it is followed.
+LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
+ERROR_CHARACTERS = 500
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        hint = extra_hint("structured")
+        raise GrammarError(f"an answer is held to a form by llguidance, which is not installed: {hint}") from None
+    return llguidance
+
+
+def written_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
+    """Write a grammar for SamplingSpec: of a JSON schema, a regular expression, a JSON list of texts, Lark or GBNF.
+
+    Raises: GrammarError naming the fault.
+    """
+    library = _library()
+    if kind != "json_schema" and len(content) > LONGEST_GRAMMAR:
+        raise GrammarError(f"it has {len(content)} characters; at most {LONGEST_GRAMMAR} are taken")
+    try:
+        if isinstance(content, Mapping):
+            options = content.get("x-guidance")
+            blanks = {"whitespace_pattern": BLANKS} | (options if isinstance(options, dict) else {})
+            answer: dict[str, Any] = {"json_schema": {**content, "x-guidance": blanks}}
+        elif kind == "regex":
+            (answer,) = json.loads(library.grammar_from(kind, content))["grammars"]
+        else:
+            answer = {"lark_grammar": library.grammar_from(kind, content)}
+        grammar = json.dumps({"grammars": [{"lark_grammar": WHOLE}, {**answer, "name": "answer"}]})
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_in_short(str(error))) from None
+    if len(grammar) > LONGEST_GRAMMAR:
+        raise GrammarError(f"it has {len(grammar)} characters as a grammar; at most {LONGEST_GRAMMAR} are taken")
+    fault, words = library.LLMatcher.validate_grammar_with_warnings(grammar, limits=library.LLParserLimits(**LIMITS))
+    if fault:
+        raise GrammarError(_in_short(words[0]))
+    return grammar
+
+
+def _in_short(words: str) -> str:
+    return words.split("\n<")[0].strip()[:ERROR_CHARACTERS]
+
+
+@final
+class Grammars:
+    """The grammars of one model's answers. Its tokens are read when the first answer is drawn, and kept then."""
+
+    def __init__(self, load: Callable[[], Tokeniser], end_tokens: Collection[int]) -> None:
+        self._load = load
+        self._end_tokens = sorted(end_tokens)
+        self._tokens: Any = None
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of the model's tokens, once a matcher is there."""
+        return int(self._tokens.vocab_size)
+
+    def matcher(self, grammar: str) -> Any:
+        """A matcher of llguidance at the grammar's beginning. Raises: GrammarError."""
+        library = _library()
+        if not self._end_tokens:
+            raise GrammarError("this model has no end token, so no answer of it could end where its form does")
+        if self._tokens is None:
+            try:
+                self._tokens = library.LLTokenizer(_Table(self._load(), self._end_tokens), eos_token=self._end_tokens)
+            except Exception as error:  # of the folder or the library: it must not end a rank
+                raise GrammarError(f"llguidance does not take this model's tokens: {error}") from error
+        made = library.LLMatcher(self._tokens, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
+        _check(made)
+        return made
+
+
+class _Table:
+    """The bytes of all tokens, as llguidance asks for them: those that a tokeniser decodes to."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokeniser: Tokeniser, end_tokens: list[int]) -> None:
+        self.tokens = [tokeniser.decode([token]) for token in range(tokeniser.vocab_size)]
+        for text, token in tokeniser.special_tokens.items():
+            self.tokens[token] = text.encode()
+        self.eos_token_id = end_tokens[0]
+        self.special_token_ids = sorted({*tokeniser.special_tokens.values(), *end_tokens})
+
+    def __call__(self, text: str) -> list[int]:
+        """Nothing is forced, so nothing is tokenised."""
+        raise NotImplementedError
+
+
+@final
+class FollowedGrammar:
+    """One answer's place in its grammar, which the grammar and the tokens drawn so far decide alone.
+
+    Nothing is made before `allowed` is called: ranks that are told what was drawn never do.
+    """
+
+    def __init__(self, grammars: Grammars | None, grammar: str, drawn: Iterable[int] = ()) -> None:
+        self._grammars, self._grammar = grammars, grammar
+        self._ahead = list(drawn)  # that the matcher has not taken yet
+        self._matcher: Any = None
+
+    def take(self, token: int) -> None:
+        """Go on after a drawn token."""
+        self._ahead.append(token)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Of each token whether it may come next; an end token where the answer may end.
+
+        Raises: GrammarError where the grammar goes no further.
+        """
+        if self._grammars is None:
+            raise GrammarError("the tokens of this model are not known here, so its answers cannot be held to a form")
+        if self._matcher is None:
+            self._matcher = self._grammars.matcher(self._grammar)
+        ahead, self._ahead = self._ahead, []
+        self._matcher.consume_tokens(ahead)
+        _check(self._matcher)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        _check(self._matcher)  # what it allows after a fault is the end
+        return np.unpackbits(bits, bitorder="little", count=self._grammars.vocab_size).astype(bool)
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise GrammarError(f"the answer's form cannot be followed: {_in_short(matcher.get_error())}")
