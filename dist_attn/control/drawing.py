@@ -1,7 +1,9 @@
 """The draws of one request: tokens asked of the ranks, answered, and sent to the client, and the end of drawing."""
 
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from dist_attn.wire.messages import SamplingSpec
 
@@ -10,7 +12,7 @@ from dist_attn.wire.messages import SamplingSpec
 class Drawing:
     """Draws of one request. `saved` <= `back` <= `asked`, and `back` < `sent` only while draws are made a second time.
 
-    Memory: the tokens drawn since the last saved state, and a count of each token of the vocabulary drawn before.
+    Memory: the tokens drawn since the last saved state, with a grammar all, and a count of each token drawn before.
     """
 
     spec: SamplingSpec | None = None
@@ -25,6 +27,8 @@ class Drawing:
     saved: int = 0  # draws of the last saved state
     counts: Counter[int] = field(default_factory=Counter)
     """The times that each token was drawn, up to the saved state; penalties need them."""
+    fed: "array[int]" = field(default_factory=partial(array, "i"))
+    """These tokens in order, of a text that follows a grammar."""
     _drawn: deque[int] = field(default_factory=deque)
     _first_drawn: int = 0  # which draw the first of them was
 
@@ -110,7 +114,10 @@ class Drawing:
     def commit(self, draws: int) -> None:
         """Note that a state was saved after `draws` draws."""
         while self._first_drawn < draws - self.unfed and self._drawn:
-            self.counts[self._drawn.popleft()] += 1
+            token = self._drawn.popleft()
+            self.counts[token] += 1
+            if self.spec is not None and self.spec.grammar:
+                self.fed.append(token)
             self._first_drawn += 1
         self.saved = draws
 

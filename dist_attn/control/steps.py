@@ -85,8 +85,10 @@ class _Orders:
         owners = [rank for rank, numbers in enumerate(decodes) if number in numbers]
         counts = dict(drawing.counts) if work.draw is not None and work.draw.penalises else {}
         saved = request.keeping.saved
+        fed = drawing.fed.tobytes()
+        opened = OpenOp(number, work.rows, work.draw, saved, counts, request.is_session, fed)
         for rank in owners if drawing.saved and not self._all_decode else range(len(self.ops)):
-            self.ops[rank].append(OpenOp(number, work.rows, work.draw, saved, counts, request.is_session))
+            self.ops[rank].append(opened)
             if saved is not None:
                 self.restores.append((rank, number))
 

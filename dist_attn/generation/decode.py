@@ -13,6 +13,7 @@ from dist_attn.model_config.figures import tokens_at_once
 from dist_attn.models import CausalModel, ModelState
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.text.base import Tokens
+from dist_attn.text.grammars import FollowedGrammar, Grammars
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.specs import check_sampling
 
@@ -27,14 +28,16 @@ def generate(
     end_tokens: Collection[int] = (),
     on_token: Callable[[int], None] | None = None,
     steps: StepMode = "auto",
+    grammars: Grammars | None = None,
 ) -> list[int]:
     """The tokens drawn after a prompt: `max_tokens` of them, or those before the first of `end_tokens`.
 
     `on_token` is called with each token as soon as it is drawn. A seed makes the result repeatable. `steps` says
-    whether decode steps run over buffers that stay, see `takes_captured_steps`.
+    whether decode steps run over buffers that stay, see `takes_captured_steps`. `grammars` are the model's, for a
+    specification with one.
 
     Raises: InputError for an unusable specification or an empty prompt; TokenError for ids the model does not know;
-    EngineError when the model gives logits that allow no draw.
+    EngineError when the model gives logits that allow no draw; GrammarError.
     """
     check_sampling(spec)
     prompt_L = torch.from_numpy(np.array(prompt_tokens, dtype=np.int64))
@@ -44,6 +47,7 @@ def generate(
     generator, ends = generator_for(spec, request=0), spec.ended_by(end_tokens)
     drawn: list[int] = []
     counts = Counter[int]()
+    form = FollowedGrammar(grammars, spec.grammar) if spec.grammar else None
     with torch.inference_mode():
         state = prefill(model, prompt_L[:-1])
         device = model.device
@@ -56,11 +60,13 @@ def generate(
             else:
                 logits_BV, state = model.step(token_B, state)
             barred = ends if len(drawn) < spec.min_tokens else ()
-            (token,) = sample(logits_BV, [spec], [generator], [counts], [barred])
+            (token,) = sample(logits_BV, [spec], [generator], [counts], [barred], [form and form.allowed()])
             if token in ends:
                 break
             drawn.append(token)
             counts[token] += 1
+            if form is not None:
+                form.take(token)
             if on_token is not None:
                 on_token(token)
     return drawn

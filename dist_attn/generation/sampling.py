@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dist_attn.errors import EngineError, ShapeError
 from dist_attn.wire.messages import SamplingSpec, TokenLogprobs
@@ -38,11 +39,13 @@ def sample(
     generators: list[torch.Generator],
     counts: Sequence[Mapping[int, int]] | None = None,
     barred: Sequence[Collection[int]] | None = None,
+    allowed: Sequence[NDArray[np.bool_] | None] | None = None,
 ) -> list[int]:
     """Draw one token for each sequence: biases and penalties, top_k and min_p, then top_p of what they left.
 
     `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet. `barred` names
-    tokens of each sequence that are not drawn.
+    tokens of each sequence that are not drawn unless no others are left, `allowed` says of each token whether it may be
+    drawn, where a sequence follows a grammar.
 
     Temperature 0 takes the largest logit, the lowest id among equals, and leaves the generator untouched; every
     other draw takes exactly one random number. A logit of -inf is never drawn.
@@ -62,9 +65,14 @@ def sample(
     for row, (logits_V, spec, generator) in enumerate(zip(rows, specs, generators, strict=True)):
         _check_row(logits_V, row)
         from_V = adjust_logits(logits_V, spec, {} if counts is None else counts[row])
+        allowed_V = None if allowed is None else allowed[row]
+        if allowed_V is not None:
+            from_V = from_V.masked_fill(torch.from_numpy(~allowed_V), -torch.inf)
+            _check_row(from_V, row)
         if barred is not None and barred[row]:
-            from_V = from_V.clone()
-            from_V[list(barred[row])] = -torch.inf
+            others_V = from_V.clone()
+            others_V[list(barred[row])] = -torch.inf
+            from_V = from_V if bool(others_V.isneginf().all()) else others_V
         drawn.append(int(from_V.argmax()) if spec.temperature == 0 else _draw(from_V, spec, generator))
     return drawn
 

@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from dist_attn.errors import EngineError
+from dist_attn.errors import EngineError, GrammarError
 from dist_attn.generation import (
     CapturedStep,
     StepGraphs,
@@ -34,6 +34,7 @@ from dist_attn.ops.softmax_attention import places_for
 from dist_attn.ops.state import steps_in_place
 from dist_attn.ops.whole_vectors import WholeVectors
 from dist_attn.rank.layers_apart import FAULT, LayersApart
+from dist_attn.text.grammars import FollowedGrammar, Grammars
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 from dist_attn_api.errors import Code
@@ -54,6 +55,17 @@ class _Drawing:
     logits_V: torch.Tensor | None = None  # those after the last token, where it draws from them; else it feeds first
     ended: bool = False  # it has drawn an end token from them, which is not fed
     counts: Counter[int] = field(default_factory=Counter)  # of drawn tokens that were fed; kept where penalties need it
+    form: FollowedGrammar | None = None
+
+    def fed(self) -> None:
+        """Note that a drawn token was fed.
+
+        Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
+        """
+        if self.spec.penalises:
+            self.counts[self.token] += 1
+        if self.form is not None:
+            self.form.take(self.token)
 
 
 @dataclass
@@ -83,8 +95,10 @@ class DecodeSlots:
         graphs: StepGraphs | None = None,
         most_bytes: int = SLOT_BYTES,
         apart: LayersApart | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
+        self._grammars = grammars
         self._layers_apart = apart
         self._end_tokens = end_tokens
         self._drawings: dict[int, _Drawing] = {}
@@ -123,15 +137,19 @@ class DecodeSlots:
         *,
         draws: int = 0,
         counts: Mapping[int, int] | None = None,
+        drawn: Iterable[int] = (),
         logits_V: torch.Tensor | None = None,
     ) -> None:
         """A request whose prompt is prefilled but for its last token, or one that had `draws` tokens drawn before.
 
-        `counts` are those of the drawn tokens that are in the state: all but the last one. With `logits_V`, those after
-        the state's last token, the request draws from them and then feeds what it has drawn: all drawn ones are in it.
+        `counts` are those of the drawn tokens that are in the state, `drawn` these tokens in order: all but the last
+        one. With `logits_V`, those after the state's last token, the request draws from them and then feeds what it has
+        drawn: all drawn ones are in it.
         """
         ends, generator = spec.ended_by(self._end_tokens), generator_for(spec, request, draws)
         drawing = _Drawing(spec, ends, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
+        if spec.grammar:
+            drawing.form = FollowedGrammar(self._grammars, spec.grammar, drawn)
         self._drawings[request] = drawing
         self._unbatched[request] = state if self._layers_apart is None else self._layers_apart.own(state)
 
@@ -171,9 +189,8 @@ class DecodeSlots:
                     fed.append(entry.request)
                 continue
             drawing.token = drawing.token if entry.token is None else entry.token
-            if drawing.draws and drawing.spec.penalises:
-                # Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
-                drawing.counts[drawing.token] += 1
+            if drawing.draws:
+                drawing.fed()
             fed.append(entry.request)
         new = self._arrange(fed)
         for batch in self._batches:
@@ -193,8 +210,8 @@ class DecodeSlots:
             drawing.ended = drawing.token in drawing.ends
             if drawing.ended:
                 drawing.draws -= 1
-            elif drawing.spec.penalises:
-                drawing.counts[drawing.token] += 1
+            else:
+                drawing.fed()
         return result
 
     def _draw_batch(self, batch: _Batch) -> list[Drawn | RequestFault]:
@@ -297,7 +314,10 @@ class DecodeSlots:
 def _draw(request: int, drawing: _Drawing, logits_V: torch.Tensor) -> Drawn | RequestFault:
     barred = drawing.ends if drawing.draws < drawing.spec.min_tokens else ()
     try:
-        (token,) = sample(logits_V[None], [drawing.spec], [drawing.generator], [drawing.counts], [barred])
+        allowed = [drawing.form and drawing.form.allowed()]
+        (token,) = sample(logits_V[None], [drawing.spec], [drawing.generator], [drawing.counts], [barred], allowed)
+    except GrammarError as error:
+        return RequestFault(request, str(error), Code.INVALID_VALUE)
     except EngineError as error:
         # What is drawn from kept logits began with a stored state, which its caller may have put.
         stored = drawing.logits_V is not None

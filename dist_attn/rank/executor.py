@@ -37,8 +37,9 @@ from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.sharded.trials import end_trials_together
 from dist_attn.shipped import origin, resolve_model_folder
-from dist_attn.text import end_tokens, load_tokeniser
+from dist_attn.text import end_tokens, fitted, load_tokeniser
 from dist_attn.text.cuts import marked_ends
+from dist_attn.text.grammars import Grammars
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import (
@@ -132,14 +133,16 @@ def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecu
         model, chunk_tokens=chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
     )
     manifest = Manifest(identity_of(model, folder), computed)
+    ends = _end_tokens(folder, model)
     return ModelExecutor(
         model,
         comm,
         name=folder.name,
-        end_tokens=_end_tokens(folder, model),
+        end_tokens=ends,
         finite=finite,
         manifest=manifest,
         slot_bytes=settings.state_bytes,
+        grammars=Grammars(lambda: fitted(load_tokeniser(folder), folder, model.vocab_size), ends),
     )
 
 
@@ -174,6 +177,7 @@ class ModelExecutor:
         finite: FiniteCheck | None = None,
         manifest: Manifest | None = None,
         slot_bytes: int = SLOT_BYTES,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._device = model.device
@@ -198,7 +202,7 @@ class ModelExecutor:
             device += f", {held / MIB:,.0f} MiB of the weights"
         self._decoding: DecodeSlots | None = None  # of a model that makes more than vectors
         if isinstance(model, CausalModel):
-            self._decoding = DecodeSlots(model, end_tokens, most_bytes=slot_bytes, apart=self._apart)
+            self._decoding = DecodeSlots(model, end_tokens, most_bytes=slot_bytes, apart=self._apart, grammars=grammars)
         self.loaded = LoadedModel(
             name,
             model.hidden_size,
@@ -264,8 +268,9 @@ class ModelExecutor:
         elif restore is not None:
             restored = read_state(state, self._shapes)
         if self._decoding is not None and restore is not None and restore.draws and op.sampling is not None:
+            drawn = np.frombuffer(op.drawn, np.int32).tolist()
             self._decoding.take_in(
-                op.request, restored, op.sampling, draws=restore.draws, counts=op.counts, logits_V=logits_V
+                op.request, restored, op.sampling, draws=restore.draws, counts=op.counts, drawn=drawn, logits_V=logits_V
             )
         else:
             position = 0 if restore is None else restore.position

@@ -36,9 +36,10 @@ class OpenOp(msgspec.Struct, frozen=True, tag="open"):
     """A request begins: the rank creates its empty state. `rows` for encodings, `sampling` for completions.
 
     With `restore` it goes on from a state whose parts have come before this step; `counts` says then how often each
-    token was drawn and fed to that state, where penalties need it. `from_logits`: the logits after the last token are
-    kept beside the state and drawn from, and what is drawn is fed at once, but for the end token; otherwise the last
-    token of the prompt is fed by the first draw.
+    token was drawn and fed to that state, where penalties need it; `drawn` are these tokens in order (int32), where a
+    grammar needs them. `from_logits`: the logits after the last token are kept beside the state and drawn from, and
+    what is drawn is fed at once, but for the end token; otherwise the last token of the prompt is fed by the first
+    draw.
     """
 
     request: Count
@@ -47,6 +48,7 @@ class OpenOp(msgspec.Struct, frozen=True, tag="open"):
     restore: SavedState | None = None
     counts: dict[Count, Count] = {}
     from_logits: bool = False
+    drawn: bytes = b""
 
 
 class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):

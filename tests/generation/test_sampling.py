@@ -286,3 +286,18 @@ def test_penalties_in_a_batch_are_those_of_each_sequence() -> None:
     greedy = [spec(temperature=0.0, frequency_penalty=0.3)] * 2
     generators = [torch.Generator(), torch.Generator()]
     assert sample(logits_BV, greedy, generators, [Counter({0: 2}), Counter({0: 1})]) == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
+    """However unlikely; barred ones among them only where no others are left, and none where all have no chance."""
+    logits_BV, asked = torch.tensor([[0.0, 90.0, -90.0, -math.inf]]), spec(temperature=temperature, top_k=1)
+
+    def drawn(allowed: list[bool], barred: list[int]) -> int:
+        return sample(logits_BV, [asked], [generator_for(asked, 0)], None, [barred], [np.array(allowed)])[0]
+
+    assert drawn([True, False, True, True], []) == 0
+    assert drawn([True, False, True, True], [0]) == 2
+    assert drawn([False, False, True, False], [1, 2]) == 2
+    with pytest.raises(EngineError, match="-inf"):
+        drawn([False, False, False, True], [])
