@@ -1,6 +1,7 @@
 """Completions with several prompts and choices, with their prompts before them, with log-probabilities."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 
+from dist_attn.text.grammars import written_grammar
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.fake_engine import VOCAB, FakeEngine, say
 from tests.support.opening import draw_of, is_completion
@@ -253,6 +255,25 @@ def test_a_penalty_of_repetition_goes_with_the_tokens_of_its_prompt(service: Run
     assert {draw.repetition_penalty for draw in told} == {1.5}
     complete(service, prompt="baab")
     assert draw_of([m for m in service.engine.received if is_completion(m)][-1]).prompt_tokens == b""
+
+
+def test_the_form_of_an_answer_reaches_the_engine(service: RunningService) -> None:
+    """Each choice is told the grammar of the schema; text of no form is told none."""
+    schema = {"type": "object", "properties": {"a": {"const": 5}}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    complete(service, response_format=named, n=2)
+    told = [draw_of(message) for message in service.engine.received if is_completion(message)][-2:]
+    assert {draw.grammar for draw in told} == {written_grammar("json_schema", schema)}
+    complete(service, response_format={"type": "text"})
+    assert draw_of([m for m in service.engine.received if is_completion(m)][-1]).grammar == ""
+
+
+def test_without_the_library_a_form_is_refused(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In words that install it; text of no form is drawn as ever."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = httpx.post(service.url + ROUTE, json={"prompt": "a", "response_format": {"type": "json_object"}})
+    assert answer.status_code == 400 and "pip install -e '.[structured]'" in answer.json()["error"]["message"]
+    complete(service, response_format={"type": "text"})
 
 
 def test_one_choice_that_fails_ends_all(tmp_path: Path) -> None:

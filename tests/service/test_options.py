@@ -38,8 +38,12 @@ NEUTRAL: Cases = {
     "store": ([False, None], [True, 0]),
     "service_tier": (["auto", "default", None], ["flex"]),
     "response_format": (
-        [{"type": "text"}, None],
-        [{"type": "json_object"}, {"type": "json_schema"}],
+        [{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}, None],
+        [{"type": "json_schema"}, {"type": "xml"}, {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}],
+    ),
+    "structured_outputs": (
+        [{"json": {}}, {"json": "{}"}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, None],
+        [{}, {"json": {}, "regex": "a"}, {"wat": 1}, {"json": "{"}, {"regex": "("}, {"choice": []}, {"grammar": "a"}],
     ),
     "length_penalty": ([1, 1.0, None], [2]),
     "use_beam_search": ([False, None], [True]),

@@ -12,6 +12,7 @@ from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.base.parsing import RequestTerms, parse_drawing, parse_texts
+from dist_attn_service.completions.answer_form import grammar_of
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.schemas.completions import CompletionRequest
 
@@ -76,6 +77,7 @@ async def prepare(
         raise BadRequest("stream_options needs stream=true", param="stream_options")
     if request.return_progress and not request.stream:
         raise BadRequest("return_progress needs stream=true", param="return_progress")
+    sampling = msgspec.structs.replace(sampling, grammar=await grammar_of(context, request))
     texts = parse_texts(request.prompt, "prompt", vocab_size, limits.max_choices)
     n = request.n or 1
     drawn = _drawn_per_prompt(request, n, len(texts), limits.max_choices)

@@ -22,12 +22,13 @@ from dist_attn_service.schemas.neutral_fields import (
 )
 
 SEED_BOUND = 1 << 63
-SAID_OTHERWISE = {"max_tokens", "top_k", "logit_bias", "logprobs", "prompt_logprobs", "prompt_tokens"}
+SAID_OTHERWISE = {"max_tokens", "top_k", "logit_bias", "logprobs", "prompt_logprobs", "prompt_tokens", "grammar"}
 SAID_AS_THEY_ARE = {*SamplingSpec.__struct_fields__} - SAID_OTHERWISE
 """The options that have the name and the value of a field of SamplingSpec."""
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+Outputs = Annotated[dict[Literal["json", "regex", "choice", "grammar"], Any], Field(min_length=1, max_length=1)]
 
 
 class HowSoon(BaseModel):
@@ -96,6 +97,15 @@ class StreamOptions(NeutralStream, Input):
     continuous_usage_stats: bool | None = optional("the usage so far in every event; vLLM's")
 
 
+class ResponseFormat(Input):
+    """OpenAI's form of an answer: any text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = optional(
+        "with the type of this name: its `schema` is followed, whatever `name` and `strict` are"
+    )
+
+
 class AnswerOptions(DrawingOptions):
     """Further options of completions and chats; those whose description begins with `only` are taken at one value."""
 
@@ -108,6 +118,10 @@ class AnswerOptions(DrawingOptions):
     )
     stream_options: StreamOptions | None = optional("with `stream` alone")
     return_progress: bool | None = optional("with `stream`: events that say how far the prompt is read; ours")
+    response_format: ResponseFormat | None = optional("what answers are held to, by llguidance; a fault of it is a 400")
+    structured_outputs: Outputs | None = optional(
+        "one of `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or GBNF); vLLM's"
+    )
     length_penalty: One | None = only("1: there is no beam search")
     use_beam_search: No | None = only("false: there is no beam search")
     early_stopping: No | None = only("false: there is no beam search")

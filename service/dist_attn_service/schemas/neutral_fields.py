@@ -6,7 +6,7 @@ what this service does not do: it is refused, in these words. The other fields m
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from dist_attn_service.schemas.base import optional
 
@@ -31,14 +31,6 @@ def only(words: str) -> Any:
 
 
 UNUSED = optional("not looked at: nothing of the answer depends on it")
-
-
-class PlainText(BaseModel):
-    """Any text, in no particular form."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    type: Literal["text"]
 
 
 class NeutralEmbedding(BaseModel):
@@ -75,7 +67,6 @@ class NeutralDrawing(BaseModel):
     )
     store: No | None = only("false: answers are not kept; a job keeps its result")
     service_tier: Literal["auto", "default"] | None = only('"auto" or "default"; use priority for how soon it is done')
-    response_format: PlainText | None = only('{"type": "text"}: what is drawn is not held to a form')
     truncate_prompt_tokens: None = only("null: a prompt is read whole")
 
 
