@@ -159,10 +159,20 @@ def test_decoding_goes_on_from_a_state_between_its_draws():
 
 
 @pytest.mark.parametrize("before", [0, 2, 9, 20])
-def test_penalties_count_what_was_drawn_before_a_loss(before):
-    """Draws that depend on all that was drawn go on as in an undisturbed run, from saved states or the beginning."""
+@pytest.mark.parametrize(
+    ("more", "undisturbed"),
+    [
+        ({"presence_penalty": 0.5}, drawn_after(39, 30, penalises=True)),
+        ({"grammar": "g"}, drawn_after(39, 30, follows=True)),
+        ({"repetition_penalty": 1.5, "grammar": "g"}, drawn_after(39, 30, penalises=True, follows=True)),
+    ],
+)
+def test_what_was_drawn_before_a_loss_counts(before, more, undisturbed):
+    """Draws that depend on all that was drawn go on as in an undisturbed run, from saved states or the beginning:
+    by penalties, and by a grammar, which asks for the order too.
+    """
     engine, prompt = Engine(), np.arange(40)
-    engine.api(open_completion("p", SamplingSpec(30, temperature=0.0, presence_penalty=0.5)))
+    engine.api(open_completion("p", SamplingSpec(30, temperature=0.0, **more)))
     engine.api(Tokens("p", 0, prompt.astype("<i4").tobytes(), True))
     for losses in range(1, 3):
         while len(engine.tokens("p")) < before + 5 * (losses - 1):
@@ -170,7 +180,6 @@ def test_penalties_count_what_was_drawn_before_a_loss(before):
             engine.work_off()
         engine.kill(losses % RANKS)
     engine.to_the_end(["p"])
-    undisturbed = drawn_after(39, 30, penalises=True)
     assert engine.tokens("p") == undisturbed != drawn_after(39, 30)
     assert len(undisturbed) == 30
 

@@ -46,9 +46,12 @@ def fake_hidden(tokens, start):
     return np.stack(columns, axis=1).astype(np.float32)
 
 
-def fake_next(token, counts=None):
-    """The token that is drawn after `token`; with penalties every token that was drawn before moves it."""
-    return (token * 7 + 3 + sum(other * times for other, times in (counts or {}).items())) % 900
+def fake_next(token, counts=None, fed=()):
+    """The token that is drawn after `token`; with penalties every token that was drawn before moves it, with a grammar
+    also the place where it was drawn.
+    """
+    moved = sum(other * times for other, times in (counts or {}).items())
+    return (token * 7 + 3 + moved + sum(at * other for at, other in enumerate(fed))) % 900
 
 
 def fake_scores(tokens, count):
@@ -83,6 +86,7 @@ class FakeExecutor:
         self.last: dict[int, int] = {}
         self.draws: dict[int, int] = {}
         self.counts: dict[int, Counter[int] | None] = {}
+        self.fed: dict[int, list[int]] = {}  # the drawn tokens of texts that follow a grammar
         self.scored: dict[int, int | None] = {}
         self.denominators = 0
         self.kept: dict[int, bool] = {}  # requests that draw from kept logits, and whether this rank has them
@@ -98,6 +102,9 @@ class FakeExecutor:
         self.scored[op.request] = None if op.sampling is None else op.sampling.prompt_logprobs
         penalises = op.sampling is not None and op.sampling.penalises
         self.counts[op.request] = Counter(op.counts) if penalises else None
+        self.fed.pop(op.request, None)
+        if op.sampling is not None and op.sampling.grammar:
+            self.fed[op.request] = np.frombuffer(op.drawn, np.int32).tolist()
         self.ended.discard(op.request)
         if op.from_logits:
             self.kept[op.request] = op.restore is not None
@@ -182,7 +189,9 @@ class FakeExecutor:
             fed = self.last[entry.request] if entry.token is None else entry.token
             if (counts := self.counts[entry.request]) is not None and self.draws[entry.request]:
                 counts[fed] += 1
-            token = fake_next(fed, counts)
+            if entry.request in self.fed and self.draws[entry.request]:
+                self.fed[entry.request].append(fed)
+            token = fake_next(fed, counts, self.fed.get(entry.request, ()))
             self.last[entry.request] = token
             self.position[entry.request] += 1
             self.draws[entry.request] += 1
@@ -247,9 +256,12 @@ if __name__ == "__main__":
     sys.exit(run_rank(RankSettings.from_flags(sys.argv[1:]), FakeExecutor))
 
 
-def drawn_after(token, count, penalises=False):
+def drawn_after(token, count, penalises=False, follows=False):
     """What the fake model draws after a prompt's last token, up to the end token."""
     tokens = []
-    while len(tokens) < count and (token := fake_next(token, Counter(tokens) if penalises else None)) != END:
+    while len(tokens) < count:
+        token = fake_next(token, Counter(tokens) if penalises else None, tokens if follows else ())
+        if token == END:
+            break
         tokens.append(token)
     return tokens
