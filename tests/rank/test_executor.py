@@ -17,18 +17,23 @@ from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.rank.executor import ModelExecutor
 from dist_attn.rank.state_bytes import read_state, write_state
 from dist_attn.rank_link.rows import SCORE_ROWS, RowAssembler, score_width
+from dist_attn.text import ByteTokeniser
+from dist_attn.text.grammars import Grammars, written_grammar
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, RequestFault
 from dist_attn.wire.specs import tokens_with_room
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 
+GRAMMARS = Grammars(ByteTokeniser, [256])
 TOKENS = np.random.default_rng(1).integers(0, 250, 3000).astype("<i4")
 
 
 def executor(comm=None, kind="rfa_gate"):
     """An executor of a small model."""
-    return ModelExecutor(small_model(small_config(kind)), comm or LocalCommunicator(), name="small", end_tokens=[256])
+    return ModelExecutor(
+        small_model(small_config(kind)), comm or LocalCommunicator(), name="small", end_tokens=[256], grammars=GRAMMARS
+    )
 
 
 def prefill(made, request, tokens, start=0, ranks=1, rank=0, following=None):
@@ -94,19 +99,24 @@ def test_blocks_over_ranks_give_the_rows_of_the_whole_text(ranks, kind):
             assert_close(torch.from_numpy(vector_D.copy()) / (stop - start), wanted_LD[start:stop].mean(0))
 
 
-PENALISED = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": {5: 1.5}}
+PENALISED = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": {5: 1.5}}
+FOLLOWING = {**PENALISED, "grammar": written_grammar("regex", "([a-f]{3}|[0-9 ]){30}")}
 
 
 @pytest.mark.parametrize("kind", ["rfa_gate", "rfa", "softmax"])
-@pytest.mark.parametrize(("temperature", "more"), [(0.0, {}), (0.9, {}), (0.9, PENALISED)])
+@pytest.mark.parametrize(("temperature", "more"), [(0.0, {}), (0.9, {}), (0.9, PENALISED), (0.9, FOLLOWING)])
 def test_a_completion_draws_what_the_model_alone_draws(kind, temperature, more):
-    """Prefill in blocks, then the slots: the same tokens as `generate` on the whole prompt, penalised or not."""
+    """Prefill in blocks, then the slots: the same tokens as `generate` on the whole prompt, penalised or not, held to a
+    grammar or not.
+    """
     made, sampling = executor(kind=kind), SamplingSpec(20, temperature=temperature, seed=7, **more)
     prompt = TOKENS[:600]
-    made.open(OpenOp(1, None, sampling))
+    made.open(OpenOp(1, None, sampling.after(prompt)))
     prefill(made, 1, prompt[:512])
     prefill(made, 1, prompt[512:-1], 512)
-    assert complete(made, {1: prompt}, 20)[1] == generate(small_model(small_config(kind)), prompt, sampling)
+    assert complete(made, {1: prompt}, 20)[1] == generate(
+        small_model(small_config(kind)), prompt, sampling, grammars=GRAMMARS
+    )
 
 
 @pytest.mark.parametrize("kind", ["rfa_gate", "softmax"])
