@@ -45,7 +45,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place o
 
 
 _WITH_FLAGS = {"max_tokens", "temperature", "top_k", "top_p", "seed"}
-_OF_ANSWERS = {"logprobs", "prompt_logprobs", "prompt_tokens"}  # this command prints none, and takes the prompt
+# This command prints none, takes the prompt, and holds its text to no form.
+_OF_ANSWERS = {"logprobs", "prompt_logprobs", "prompt_tokens", "grammar"}
 _RARE = [name for name in SamplingSpec.__struct_fields__ if name not in _WITH_FLAGS | _OF_ANSWERS]
 DrawingSettings = Annotated[
     list[str] | None,

@@ -95,10 +95,10 @@ class DecodeSlots:
         graphs: StepGraphs | None = None,
         most_bytes: int = SLOT_BYTES,
         apart: LayersApart | None = None,
-        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
-        self._grammars = grammars
+        self.grammars: Grammars | None = None
+        """The grammars of answers, of a model whose tokens are known."""
         self._layers_apart = apart
         self._end_tokens = end_tokens
         self._drawings: dict[int, _Drawing] = {}
@@ -149,7 +149,7 @@ class DecodeSlots:
         ends, generator = spec.ended_by(self._end_tokens), generator_for(spec, request, draws)
         drawing = _Drawing(spec, ends, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
         if spec.grammar:
-            drawing.form = FollowedGrammar(self._grammars, spec.grammar, drawn)
+            drawing.form = FollowedGrammar(self.grammars, spec.grammar, drawn)
         self._drawings[request] = drawing
         self._unbatched[request] = state if self._layers_apart is None else self._layers_apart.own(state)
 

@@ -134,7 +134,7 @@ def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecu
     )
     manifest = Manifest(identity_of(model, folder), computed)
     ends = _end_tokens(folder, model)
-    return ModelExecutor(
+    executor = ModelExecutor(
         model,
         comm,
         name=folder.name,
@@ -142,8 +142,9 @@ def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecu
         finite=finite,
         manifest=manifest,
         slot_bytes=settings.state_bytes,
-        grammars=Grammars(lambda: fitted(load_tokeniser(folder), folder, model.vocab_size), ends),
     )
+    executor.take_grammars(Grammars(lambda: fitted(load_tokeniser(folder), folder, model.vocab_size), ends))
+    return executor
 
 
 def _tell(settings: RankSettings, sentence: str) -> None:
@@ -177,7 +178,6 @@ class ModelExecutor:
         finite: FiniteCheck | None = None,
         manifest: Manifest | None = None,
         slot_bytes: int = SLOT_BYTES,
-        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._device = model.device
@@ -202,7 +202,7 @@ class ModelExecutor:
             device += f", {held / MIB:,.0f} MiB of the weights"
         self._decoding: DecodeSlots | None = None  # of a model that makes more than vectors
         if isinstance(model, CausalModel):
-            self._decoding = DecodeSlots(model, end_tokens, most_bytes=slot_bytes, apart=self._apart, grammars=grammars)
+            self._decoding = DecodeSlots(model, end_tokens, most_bytes=slot_bytes, apart=self._apart)
         self.loaded = LoadedModel(
             name,
             model.hidden_size,
@@ -223,6 +223,11 @@ class ModelExecutor:
     def exchanges(self) -> int:
         """The number of exchanges with other ranks that this one has begun."""
         return self._comm.traffic.calls + self._comm.agreements.calls
+
+    def take_grammars(self, grammars: Grammars) -> None:
+        """Let answers follow grammars of the model's tokens."""
+        if self._decoding is not None:
+            self._decoding.grammars = grammars
 
     def end_trials(self) -> list[str]:
         """End the trials of all ranks; what they came to. Stored states tell what came out right."""

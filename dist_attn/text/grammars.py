@@ -126,7 +126,7 @@ class FollowedGrammar:
         self._ahead.append(token)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Of each token whether it may come next; an end token where the answer may end.
+        """The tokens that may come next, as a flag of each; an end token where the answer may end.
 
         Raises: GrammarError where the grammar goes no further.
         """

@@ -31,9 +31,10 @@ TOKENS = np.random.default_rng(1).integers(0, 250, 3000).astype("<i4")
 
 def executor(comm=None, kind="rfa_gate"):
     """An executor of a small model."""
-    return ModelExecutor(
-        small_model(small_config(kind)), comm or LocalCommunicator(), name="small", end_tokens=[256], grammars=GRAMMARS
-    )
+    model = small_model(small_config(kind))
+    made = ModelExecutor(model, comm or LocalCommunicator(), name="small", end_tokens=[256])
+    made.take_grammars(GRAMMARS)
+    return made
 
 
 def prefill(made, request, tokens, start=0, ranks=1, rank=0, following=None):

@@ -39,8 +39,9 @@ MORE = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {5: 1.
 def rank(end_tokens: tuple[int, ...] = (END,), grammars: Grammars | None = None) -> ModelExecutor:
     """A rank that no request is open on."""
     model = small_model(small_config("rfa_gate"))
-    grammars = grammars or Grammars(ByteTokeniser, end_tokens)
-    return ModelExecutor(model, LocalCommunicator(), name="small", end_tokens=end_tokens, grammars=grammars)
+    made = ModelExecutor(model, LocalCommunicator(), name="small", end_tokens=end_tokens)
+    made.take_grammars(grammars or Grammars(ByteTokeniser, end_tokens))
+    return made
 
 
 def begin(made: ModelExecutor, request: int, spec: SamplingSpec) -> None:
