@@ -40,6 +40,8 @@ class Sampling(Drawing, total=False):
     echo: bool
     min_tokens: int
     ignore_eos: bool
+    response_format: Mapping[str, Any]
+    structured_outputs: Mapping[str, Any]
     priority: Priority
 
 

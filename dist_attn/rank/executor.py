@@ -273,7 +273,7 @@ class ModelExecutor:
         elif restore is not None:
             restored = read_state(state, self._shapes)
         if self._decoding is not None and restore is not None and restore.draws and op.sampling is not None:
-            drawn = np.frombuffer(op.drawn, np.int32).tolist()
+            drawn = memoryview(op.drawn).cast("i")
             self._decoding.take_in(
                 op.request, restored, op.sampling, draws=restore.draws, counts=op.counts, drawn=drawn, logits_V=logits_V
             )

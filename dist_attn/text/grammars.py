@@ -105,7 +105,7 @@ class _Table:
         self.special_token_ids = sorted({*tokeniser.special_tokens.values(), *end_tokens})
 
     def __call__(self, text: str) -> list[int]:
-        """Nothing is forced, so nothing is tokenised."""
+        """Tokenise nothing: nothing is forced."""
         raise NotImplementedError
 
 

@@ -54,7 +54,7 @@ def _schema(form: ResponseFormat) -> Any:
 
 
 def _content(name: str, given: Any) -> str | dict[str, Any] | None:
-    """What is given, as a grammar is written of it; None for what it cannot be written of."""
+    """The content that a grammar is written of; None where what is given is of another type."""
     if name == "choice":
         of_texts = isinstance(given, list) and given and all(isinstance(text, str) for text in given)
         return json.dumps(given) if of_texts else None
