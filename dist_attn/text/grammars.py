@@ -11,7 +11,7 @@ from dist_attn.errors import GrammarError, extra_hint
 from dist_attn.text.base import Tokeniser
 from dist_attn.wire.specs import LONGEST_GRAMMAR
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 # Between the parts of JSON: a line end and an indentation. A model that is unsure would write blanks without end.
 BLANKS = r"\n? {0,32}"
 # Any tokens that spell the text: llguidance would else force some, and take none that the model may prefer.

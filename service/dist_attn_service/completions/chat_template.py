@@ -86,6 +86,11 @@ class ChatTemplate:
         for process in list(self._running):
             await self._end(process)
 
+    @property
+    def writes_calls(self) -> bool:
+        """Return whether the template tells of calls as Hermes and Qwen write them."""
+        return b"<tool_call>" in self._source
+
     def asks_for(self, *, tools: bool) -> frozenset[str]:
         """The values that the template for a chat with or without tools looks at."""
         return self._asks_for[self._name(tools)]

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -36,6 +36,10 @@ class PlannedChoice:
     sampling: SamplingSpec
     place: int = 0  # of its prompt
 
+    def held_to(self, grammar: str) -> "PlannedChoice":
+        """The choice with a grammar that its text follows."""
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=grammar))
+
 
 @dataclass(frozen=True)
 class PreparedCompletion:
@@ -52,6 +56,7 @@ class PreparedCompletion:
     terms: RequestTerms = field(default_factory=RequestTerms)
     caller: str | None = None  # whose stored prefixes may be used; None: no caller's
     lead: str = ""  # is left out where a choice's text begins with it
+    calls: bool = False  # of tools are taken out of the text
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, Literal, final
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from dist_attn_api.types import Choice, Completion, CompletionUsage
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.completions.run import Delta, Gathered, whole_completion
+from dist_attn_service.completions.tool_calls import CallScanner
 from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter, while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response
@@ -20,6 +21,7 @@ from dist_attn_service.routers.openapi import described, events
 from dist_attn_service.schemas.completions import (
     AnswerOptions,
     AssistantMessage,
+    CallingMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -29,8 +31,9 @@ from dist_attn_service.schemas.completions import (
     CompletionRequest,
     LikelyToken,
     StreamOptions,
+    ToolCall,
 )
-from dist_attn_service.text.choice_text import ScoredToken, choice_logprobs
+from dist_attn_service.text.choice_text import FinishReason, ScoredToken, choice_logprobs
 
 router = APIRouter()
 RAW = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
@@ -94,12 +97,8 @@ class _AnswerForm(ABC):
         return ()
 
     @abstractmethod
-    def text(self, delta: Delta) -> Any:
-        """The event member for more text of a choice."""
-
-    @abstractmethod
-    def end(self, delta: Delta) -> Any:
-        """The event member for the end of a choice."""
+    def pieces(self, delta: Delta) -> Iterable[Any]:
+        """The event members for more text of a choice, and for its end."""
 
     @abstractmethod
     def whole(self, choices: list[Gathered], usage: CompletionUsage) -> Any:
@@ -155,10 +154,8 @@ async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, wr
                 delta = await sse.alive(run.next())
                 if delta.processed is not None:
                     await sse.send(form.event(prompt_progress=run.progress))
-                if delta.text or delta.scored:
-                    await send(form.text(delta))
-                if delta.finish_reason is not None:
-                    await send(form.end(delta))
+                for piece in form.pieces(delta):
+                    await send(piece)
             if options.include_usage:
                 await sse.send(form.event(usage=run.usage))
         finally:
@@ -171,12 +168,12 @@ async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, wr
 
 @final
 class _CompletionForm(_AnswerForm):
-    def text(self, delta: Delta) -> Choice:
-        logprobs = choice_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
-        return Choice(index=delta.index, text=delta.text, logprobs=logprobs)
-
-    def end(self, delta: Delta) -> Choice:
-        return Choice(index=delta.index, text="", finish_reason=delta.finish_reason)
+    def pieces(self, delta: Delta) -> Iterable[Choice]:
+        if delta.text or delta.scored:
+            logprobs = choice_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
+            yield Choice(index=delta.index, text=delta.text, logprobs=logprobs)
+        if delta.finish_reason is not None:
+            yield Choice(index=delta.index, text="", finish_reason=delta.finish_reason)
 
     def whole(self, choices: list[Gathered], usage: CompletionUsage) -> Completion:
         return whole_completion(self.prepared, self.model, choices, usage)
@@ -186,32 +183,58 @@ class _CompletionForm(_AnswerForm):
 class _ChatForm(_AnswerForm):
     event_object = "chat.completion.chunk"
 
+    def __init__(self, prepared: PreparedCompletion, served: ModelServices) -> None:
+        super().__init__(prepared, served)
+        self._scanners: dict[int, CallScanner] = {}
+
     def openings(self) -> Iterable[ChatChunkChoice]:
         role = {"role": "assistant", "content": ""}
         return [ChatChunkChoice(index=planned.index, delta=role) for planned in self.prepared.choices]
 
-    def text(self, delta: Delta) -> ChatChunkChoice:
-        logprobs = _logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
-        return ChatChunkChoice(index=delta.index, delta={"content": delta.text}, logprobs=logprobs)
+    def pieces(self, delta: Delta) -> Iterable[ChatChunkChoice]:
+        text, calls, reason = self._taken_apart(delta.index, delta.text, delta.finish_reason)
+        if text or calls or delta.scored:
+            more: dict[str, Any] = {"content": text} if text or not calls else {}
+            if calls:
+                first = self._scanner(delta.index).found - len(calls)
+                more["tool_calls"] = [{"index": first + at, **vars(call)} for at, call in enumerate(calls)]
+            logprobs = _logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
+            yield ChatChunkChoice(index=delta.index, delta=more, logprobs=logprobs)
+        if reason is not None:
+            yield ChatChunkChoice(index=delta.index, delta={}, finish_reason=reason)
 
-    def end(self, delta: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(index=delta.index, delta={}, finish_reason=delta.finish_reason)
+    def _scanner(self, index: int) -> CallScanner:
+        return self._scanners.setdefault(index, CallScanner(f"{self.prepared.id.removeprefix('chatcmpl-')}_{index}"))
+
+    def _taken_apart(
+        self, index: int, text: str, reason: FinishReason | None
+    ) -> tuple[str, list[ToolCall], FinishReason | Literal["tool_calls"] | None]:
+        """The text without the calls in it, the calls, and why the answer has ended."""
+        if not self.prepared.calls:
+            return text, [], reason
+        scanner = self._scanner(index)
+        text, calls = scanner.push(text)
+        if reason is None:
+            return text, calls, None
+        return text + scanner.finish(), calls, "tool_calls" if scanner.found and reason == "stop" else reason
 
     def whole(self, choices: list[Gathered], usage: CompletionUsage) -> ChatCompletion:
         return ChatCompletion(
             id=self.prepared.id,
             created=self.prepared.created,
             model=self.model,
-            choices=[
-                ChatChoice(
-                    index=index,
-                    message=AssistantMessage(content=choice.text),
-                    logprobs=_logprobs(choice.scored, self.prepared.logprobs),
-                    finish_reason=choice.finish_reason or "stop",
-                )
-                for index, choice in enumerate(choices)
-            ],
+            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=usage,
+        )
+
+    def _choice(self, index: int, choice: Gathered) -> ChatChoice:
+        text, calls, reason = self._taken_apart(index, choice.text, choice.finish_reason or "stop")
+        calling = CallingMessage(content=text.strip() or None, tool_calls=calls)
+        return ChatChoice(
+            index=index,
+            message=calling if calls else AssistantMessage(content=text),
+            logprobs=_logprobs(choice.scored, self.prepared.logprobs),
+            finish_reason=reason or "stop",
         )
 
 

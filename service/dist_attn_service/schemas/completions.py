@@ -233,8 +233,13 @@ class ChatRequest(NeutralChat, AnswerOptions, Input):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True, description="at least one")]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = optional(
-        "told to the template, and refused where it does not look at them; what is called stands in `content` as drawn"
+        "told to the template, and refused where it does not look at them; calls of other forms than Hermes' and Qwen's "
+        "stand in `content` as drawn"
     )
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = optional(
+        '`required`, or {"type": "function", "function": {"name": …}}: nothing but a call is drawn'
+    )
+    parallel_tool_calls: bool | None = optional("true: of `required` calls any number, else one")
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = optional(
         "told to the template, and refused where it does not look at them"
     )
@@ -278,22 +283,46 @@ class AssistantMessage(Answer):
     refusal: None = None
 
 
+class ToolFunction(Answer):
+    """A function and its arguments, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A call that the model wants made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class CallingMessage(Answer):
+    """A message that calls tools."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall]
+
+
 class ChatChoice(Answer):
     """One answer to a chat."""
 
     index: int
-    message: AssistantMessage
+    message: AssistantMessage | CallingMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
 
 
 class ChatChunkChoice(Answer):
-    """More of one answer: `role` first, then pieces of `content`, then nothing but the finish reason."""
+    """More of one answer: `role` first, then pieces of `content` and calls, then nothing but the finish reason."""
 
     index: int
-    delta: dict[str, str]
+    delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
 
 
 class ChatCompletion(Answer):

@@ -79,8 +79,6 @@ class NeutralCompletion(NeutralDrawing):
 class NeutralChat(NeutralDrawing):
     """The neutral fields of chats alone."""
 
-    parallel_tool_calls: bool | None = UNUSED
-    tool_choice: Literal["none", "auto"] | None = only('"none" or "auto": a model is not held to calling tools')
     functions: EmptyList | None = only("an empty list: no functions are called")
     function_call: Literal["none", "auto"] | None = only('"none" or "auto": no functions are called')
     modalities: TextAlone | None = only('["text"]: answers are texts')

@@ -41,7 +41,7 @@ class StopScanner:
             _, start = min(complete)
             certain, self._held = self._held[:start], ""
             return certain
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         certain, self._held = self._held[:cut], self._held[cut:]
         return certain
@@ -52,7 +52,7 @@ class StopScanner:
         return rest
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that begins `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

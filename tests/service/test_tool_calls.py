@@ -1,0 +1,173 @@
+"""Tools in chats: calls are taken out of the text wherever it is cut; where one is asked for nothing else is drawn."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import numpy as np
+import openai
+import pytest
+from dist_attn_service.completions.tool_calls import CallScanner
+
+from dist_attn.text import ByteTokeniser
+from dist_attn.text.grammars import FollowedGrammar, Grammars
+from tests.support.fake_engine import FakeEngine, say
+from tests.support.opening import draw_of, is_completion
+from tests.support.service_server import RunningService, model_folder, running_service
+
+TEMPLATE = "{{ tools | tojson }}<tool_call>{{ messages[-1].content }}"
+PLACE = {
+    "type": "object",
+    "properties": {"in": {"$ref": "#/$defs/where"}},
+    "required": ["in"],
+    "additionalProperties": False,
+    "$defs": {"where": {"enum": ["Oslo", "Rome"]}},
+}
+NOTHING = {"properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "now", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "clock", "parameters": NOTHING}},
+]
+SCHEMAS = {"weather": PLACE, "clock": NOTHING}
+BAD = {"function": {"name": "f", "parameters": {"not": {}}}}
+TEXTUAL = '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"in": "Rome"}}\n</tool_call>'
+CHAT: Any = [{"role": "user", "content": "a"}]
+
+
+def scanned(text: str, cut: Callable[[str], list[str]]) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of an answer that comes in pieces."""
+    scanner, rest, calls = CallScanner("x"), "", []
+    for piece in cut(text):
+        more, found = scanner.push(piece)
+        rest, calls = rest + more, [*calls, *((call.function.name, call.function.arguments) for call in found)]
+    return rest + scanner.finish(), calls
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda text: [text], list, lambda text: [text[at : at + 7] for at in range(0, 999, 7)]]
+)
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        ("", "", []),
+        ("a <tool", "a <tool", []),
+        (f"So: {CALL}\n{CALL}\n", "So: ", [("weather", '{"in": "Rome"}')] * 2),
+        ("<tool_call>{}</tool_call>b", "<tool_call>{}</tool_call>b", []),
+        (
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            [],
+        ),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', []),
+    ],
+)
+def test_calls_are_taken_out_wherever_the_text_is_cut(
+    cut: Callable[[str], list[str]], text: str, rest: str, calls: list[tuple[str, str]]
+) -> None:
+    """What is no whole call stays text, character for character."""
+    found = scanned(text, cut)
+    assert (found[0].rstrip() if calls else found[0], found[1]) == (rest.rstrip() if calls else rest, calls)
+
+
+def ask(service: RunningService, **body: Any) -> httpx.Response:
+    """The answer to a chat with tools."""
+    return httpx.post(f"{service.url}/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS, **body}, timeout=60)
+
+
+def opened(folder: Path, reply: str = CALL, template: str = TEMPLATE) -> Any:
+    """A service with that template, whose engine says the same every time."""
+    model = model_folder(folder)
+    (model / "chat_template.jinja").write_text(template)
+    return running_service(folder, FakeEngine(reply=say(reply.encode())), model=model)
+
+
+def test_calls_have_openais_shape(tmp_path: Path) -> None:
+    """Whole and as a stream, in OpenAI's own client; without tools, or with none to call, the text stays text."""
+    with opened(tmp_path, f"Well.\n{CALL}\n{CALL}") as service:
+        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
+        tools: Any = TOOLS
+        choice = client.chat.completions.create(model="tiny", messages=CHAT, tools=tools).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+        calls: Any = choice.message.tool_calls
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+            ("weather", {"in": "Rome"})
+        ] * 2
+        assert len({call.id for call in calls}) == 2
+        pieces: list[Any] = list(client.chat.completions.create(model="tiny", messages=CHAT, tools=tools, stream=True))
+        deltas = [piece.choices[0].delta for piece in pieces]
+        assert "".join(delta.content or "" for delta in deltas).strip() == "Well."
+        streamed = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [(call.index, call.function.arguments) for call in streamed] == [
+            (at, call.function.arguments) for at, call in enumerate(calls)
+        ]
+        assert pieces[-1].choices[0].finish_reason == "tool_calls"
+        for body in ({"tools": None}, {"tool_choice": "none"}):
+            (plain,) = ask(service, **body).json()["choices"]
+            assert (plain["message"]["content"], plain["finish_reason"]) == (f"Well.\n{CALL}\n{CALL}", "stop")
+
+
+@pytest.mark.parametrize(
+    ("more", "names", "most"),
+    [
+        ({"tool_choice": "required"}, {"weather", "clock"}, 1),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, {"weather"}, 1),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, {"weather", "clock"}, 9),
+    ],
+)
+def test_a_call_that_is_asked_for_is_all_that_is_drawn(
+    more: dict[str, Any], names: set[str], most: int, tmp_path: Path
+) -> None:
+    """Whatever is drawn under the grammar that the engine is told is calls of these functions by their schemas."""
+    with opened(tmp_path) as service:
+        assert ask(service, **more).status_code == 200
+        grammar = draw_of([message for message in service.engine.received if is_completion(message)][-1]).grammar
+    drawn, rng, called, numbers = Grammars(ByteTokeniser, [256]), random.Random(3), set(), set()
+    for _ in range(30):
+        followed, text = FollowedGrammar(drawn, grammar), b""
+        while (token := rng.choice(np.flatnonzero(followed.allowed()).tolist())) != 256:
+            followed.take(token)
+            text += bytes([token])
+        rest, calls = scanned(text.decode(), lambda text: [text])
+        assert rest == "" and calls
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            called.add(name)
+        numbers.add(len(calls))
+    assert called == names and (max(numbers) > 1) == (most > 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "word"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "no such function"),
+        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tool_choice", "no such function"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "that form alone"),
+        (
+            {"tool_choice": "required", "tools": [BAD]},
+            "tools",
+            '"not"',
+        ),
+        ({"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": 5}}]}, "tools", "an object"),
+        ({"tool_choice": "always"}, "tool_choice", "always"),
+    ],
+)
+def test_calls_that_cannot_be_asked_for(body: dict[str, Any], param: str, word: str, tmp_path: Path) -> None:
+    """Each is a 400 that names the option."""
+    with opened(tmp_path) as service:
+        answer = ask(service, **body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert word in answer.json()["error"]["message"]
+
+
+def test_a_template_that_writes_calls_otherwise(tmp_path: Path) -> None:
+    """Its calls stand in the text as drawn, and none can be asked for."""
+    with opened(tmp_path, template="{{ tools | tojson }}") as service:
+        assert ask(service).json()["choices"][0]["message"]["content"] == CALL
+        refused = ask(service, tool_choice="required")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
