@@ -1,0 +1,138 @@
+"""Grammars over the tokens of every kind of tokeniser: whatever is drawn of what is allowed decodes to the form."""
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from dist_attn.errors import GrammarError
+from dist_attn.text import ByteTokeniser, IncrementalDecoder, Tokeniser
+from dist_attn.text.grammars import FollowedGrammar, GrammarKind, Grammars, written_grammar
+from tests.support.tokenisers import foreign_bpe, sentence_piece, sentence_piece_bpe, small_bpe, unigram
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"the": {"type": "string", "maxLength": 12}, "é": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["the", "é"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        ByteTokeniser,
+        small_bpe,
+        foreign_bpe,
+        lambda: foreign_bpe().padded(600),
+        sentence_piece_bpe,
+        unigram,
+        lambda: sentence_piece("BPE", True),
+    ],
+)
+def test_tokens_that_are_allowed_decode_to_the_form(load: Callable[[], Tokeniser]) -> None:
+    """With special tokens, unused ids and bytes of their own among the tokens; none but the end is a special one."""
+    tokeniser = load()
+    end = tokeniser.end_token if tokeniser.end_token is not None else tokeniser.vocab_size - 1
+    grammars, rng = Grammars(lambda: tokeniser, [end]), random.Random(5)
+    for _ in range(5):
+        form, tokens = FollowedGrammar(grammars, written_grammar("json_schema", SCHEMA)), list[int]()
+        while (token := rng.choice(np.flatnonzero(form.allowed()).tolist())) != end:
+            form.take(token)
+            tokens.append(token)
+        decoder = IncrementalDecoder(tokeniser)
+        text = "".join(map(decoder.push, tokens)) + decoder.finish()
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert not set(tokens) & set(tokeniser.special_tokens.values())
+
+
+def test_the_place_is_that_of_the_tokens_alone() -> None:
+    """Begun with the tokens so far it allows what it does that was asked at each of them."""
+    grammars, grammar = Grammars(ByteTokeniser, [256]), written_grammar("json_schema", SCHEMA)
+    form, drawn, rng = FollowedGrammar(grammars, grammar), list[int](), random.Random(5)
+    while (token := rng.choice(np.flatnonzero(form.allowed()).tolist())) != 256:
+        assert np.array_equal(FollowedGrammar(grammars, grammar, drawn).allowed(), form.allowed())
+        form.take(token)
+        drawn.append(token)
+    assert np.flatnonzero(FollowedGrammar(grammars, grammar, drawn).allowed())[-1] == 256
+
+
+def _chain(length: int, link: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    links = {f"a{at}": link(f"#/$defs/a{at + 1}") for at in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "null"}}}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "words"),
+    [
+        ("json_schema", {"type": "x"}, "Invalid type: x"),
+        ("json_schema", {"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ("json_schema", {"enum": []}, "Unsatisfiable schema"),
+        ("json_schema", {"$ref": "#/nothing"}, "does not exist"),
+        ("json_schema", {"$ref": "http://localhost/x"}, "retriever does not fetch"),
+        ("json_schema", {"pattern": "(", "type": "string"}, "unclosed group"),
+        ("json_schema", _nested(900), "recursion"),
+        ("json_schema", {"minimum": float("nan")}, "expected value"),
+        ("json_schema", {"const": "\ud800"}, "hex escape"),
+        ("json_schema", {"enum": [f"{number:06}" for number in range(9000)]}, "at most 32768"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", "(" * 16_000 + "a" + ")" * 16_000, "regex"),
+        ("regex", "a" * 40_000, "at most 32768"),
+        ("regex", "\ud800", "surrogates"),
+        ("grammar", "start: nothing", "unknown name"),
+        ("grammar", "start: " + "(" * 9000 + '"x"' + ")" * 9000, "too deeply nested"),
+        ("grammar", "root ::= " + "(" * 9000 + '"x"' + ")" * 9000, "recursion"),
+        ("grammar", "start: @other", "unknown grammar"),
+        ("lark", "start: X\n%import ..secret.X", "Expected name"),
+    ],
+)
+def test_what_no_answer_can_be_held_to(kind: GrammarKind, content: Any, words: str) -> None:
+    """Each is refused in words, within the stack of a thread, and nothing is fetched or read."""
+    refused = list[str]()
+
+    def work() -> None:
+        try:
+            written_grammar(kind, content)
+        except GrammarError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1 and words in refused[0] and len(refused[0]) <= 500
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _chain(600, lambda target: {"$ref": target}),
+        _chain(500, lambda target: {"allOf": [{"$ref": target}]}),
+        _chain(400, lambda target: {"type": "array", "items": {"$ref": target}}),
+        _chain(30, lambda target: {"anyOf": [{"$ref": target}, {"$ref": target}]}),
+        {"type": "array", "minItems": 10**9},
+        {"type": "string", "pattern": "^(a|b|ab)*c{1,1000}(x?){1,1000}$"},
+    ],
+)
+def test_hostile_schemas_are_bounded(content: dict[str, Any]) -> None:
+    """Long chains and large counts are followed, or their fault is told where they are drawn."""
+    form = FollowedGrammar(Grammars(ByteTokeniser, [256]), written_grammar("json_schema", content))
+    for _ in range(30):
+        try:
+            token = int(np.flatnonzero(form.allowed())[0])
+        except GrammarError:
+            break
+        if token == 256:
+            break
+        form.take(token)
