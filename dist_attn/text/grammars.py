@@ -19,6 +19,8 @@ WHOLE = '%llguidance {"no_forcing": true}\nstart: @answer'
 # Of one grammar: on one core some 0.3 s to make it and 30 ms for a token, and 40 MB while it is followed.
 LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
 ERROR_CHARACTERS = 500
+_SCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by names
 
 
 def _library() -> Any:
@@ -28,6 +30,10 @@ def _library() -> Any:
         hint = extra_hint("structured")
         raise GrammarError(f"an answer is held to a form by llguidance, which is not installed: {hint}") from None
     return llguidance
+
+
+class _HoldTogetherError(Exception):
+    pass
 
 
 def written_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
@@ -40,9 +46,7 @@ def written_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
         raise GrammarError(f"it has {len(content)} characters; at most {LONGEST_GRAMMAR} are taken")
     try:
         if isinstance(content, Mapping):
-            options = content.get("x-guidance")
-            blanks = {"whitespace_pattern": BLANKS} | (options if isinstance(options, dict) else {})
-            answer: dict[str, Any] = {"json_schema": {**content, "x-guidance": blanks}}
+            answer: dict[str, Any] = {"json_schema": drawn_schema(content)}
         elif kind == "regex":
             (answer,) = json.loads(library.grammar_from(kind, content))["grammars"]
         else:
@@ -56,6 +60,41 @@ def written_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
     if fault:
         raise GrammarError(_in_short(words[0]))
     return grammar
+
+
+def drawn_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema by which JSON is drawn: what it allows the given one does too.
+
+    Blanks are bounded, and where properties are named others are not drawn, unless `additionalProperties` has them: a
+    model that is unsure would write either without end. A schema of several that hold together is left open.
+    """
+    options = schema.get("x-guidance")
+    blanks = {"whitespace_pattern": BLANKS} | (options if isinstance(options, dict) else {})
+    try:
+        closed = _closed(dict(schema))
+    except _HoldTogetherError:
+        closed = schema
+    return {**closed, "x-guidance": blanks}
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without properties that it does not name. Raises: _HoldTogetherError where several schemas do."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = schema.get("properties")
+    if schema.keys() & ({"allOf", "if"} if named is None else {"allOf", "if", "anyOf", "oneOf", "$ref"}):
+        raise _HoldTogetherError
+    made = {key: _closed(value) if key in _SCHEMAS else value for key, value in schema.items()}
+    for key in _NAMED & schema.keys():
+        if isinstance(schema[key], dict):
+            made[key] = {name: _closed(value) for name, value in schema[key].items()}
+    if named and not schema.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties"}:
+        required = schema.get("required", [])
+        if isinstance(required, list) and isinstance(named, dict) and all(str(name) in named for name in required):
+            made["additionalProperties"] = False
+    return made
 
 
 def _in_short(words: str) -> str:

@@ -62,6 +62,31 @@ def test_the_place_is_that_of_the_tokens_alone() -> None:
     assert np.flatnonzero(FollowedGrammar(grammars, grammar, drawn).allowed())[-1] == 256
 
 
+NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "more"),
+    [
+        (NAMED, False),
+        ({"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1, "maxItems": 1, "$defs": {"x": NAMED}}, False),
+        ({"anyOf": [NAMED, NAMED]}, False),
+        ({**NAMED, "additionalProperties": {"const": 2}}, True),
+        ({**NAMED, "required": ["a", "b"]}, True),
+        ({"allOf": [NAMED, {"type": "object", "properties": {"b": {}}}]}, True),
+        ({"type": "object"}, True),
+    ],
+)
+def test_objects_have_the_properties_that_are_named(schema: dict[str, Any], more: bool) -> None:
+    """A model that is unsure does not write others without end; a schema that needs or names others has them."""
+    form = FollowedGrammar(Grammars(ByteTokeniser, [256]), written_grammar("json_schema", schema))
+    begun = b'[{"' if schema.get("type") == "array" else b'{"'
+    for token in begun + b'a":1' * (schema != {"type": "object"}):
+        assert form.allowed()[token]
+        form.take(token)
+    assert form.allowed()[ord("," if schema != {"type": "object"} else "x")] == more
+
+
 def _chain(length: int, link: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     links = {f"a{at}": link(f"#/$defs/a{at + 1}") for at in range(length)}
     return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "null"}}}

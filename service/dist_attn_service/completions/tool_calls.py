@@ -7,7 +7,7 @@ from typing import Any, final
 import msgspec
 
 from dist_attn.errors import GrammarError
-from dist_attn.text.grammars import BLANKS, written_grammar
+from dist_attn.text.grammars import drawn_schema, written_grammar
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.schemas.completions import ChatRequest, ToolCall, ToolFunction
 from dist_attn_service.text.choice_text import overlap
@@ -31,16 +31,21 @@ def calls_grammar(request: ChatRequest) -> str:
     if request.ignore_eos or request.structured_outputs or (form is not None and form.type != "text"):
         raise BadRequest("an answer that must call a tool has that form alone", param="tool_choice")
     several = request.parallel_tool_calls and request.tool_choice == "required"
+    try:
+        return written_grammar("lark", _rules(functions, several=bool(several)))
+    except (GrammarError, RecursionError) as error:
+        raise BadRequest(f"no call can be held to these tools: {error}", param="tools") from None
+
+
+def _rules(functions: Mapping[str, Mapping[str, Any]], *, several: bool) -> str:
+    """The rules, in Lark, of a call of one of these functions, or of several calls."""
     rules = [r'start: call ("\n" call)*' if several else "start: call"]
     rules += ["call: " + " | ".join(f"call{at}" for at in range(len(functions)))]
     for at, (name, function) in enumerate(functions.items()):
         begin, end = f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{END}"
         rules += [f"call{at}: {json.dumps(begin)} arguments{at} {json.dumps(end)}"]
         rules += [f"arguments{at}: %json {json.dumps(_arguments(function))}"]
-    try:
-        return written_grammar("lark", "\n".join(rules))
-    except GrammarError as error:
-        raise BadRequest(f"no call can be held to these tools: {error}", param="tools") from None
+    return "\n".join(rules)
 
 
 def _name(function: Any) -> str | None:
@@ -53,7 +58,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     given = function.get("parameters") or {}
     if not isinstance(given, dict):
         raise BadRequest("the parameters of a tool's function are a JSON schema: an object", param="tools")
-    return {"x-guidance": {"whitespace_pattern": BLANKS}, **given, "type": "object"}
+    return drawn_schema({**given, "type": "object"})
 
 
 class _Call(msgspec.Struct):

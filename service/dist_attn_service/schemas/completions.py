@@ -233,8 +233,8 @@ class ChatRequest(NeutralChat, AnswerOptions, Input):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True, description="at least one")]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = optional(
-        "told to the template, and refused where it does not look at them; calls of other forms than Hermes' and Qwen's "
-        "stand in `content` as drawn"
+        "told to the template, and refused where it does not look at them; calls of other forms than Hermes' and "
+        "Qwen's stand in `content` as drawn"
     )
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = optional(
         '`required`, or {"type": "function", "function": {"name": …}}: nothing but a call is drawn'
