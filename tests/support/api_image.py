@@ -42,9 +42,10 @@ def needed_distributions() -> set[str]:
 
 
 def needed_by_engine() -> set[str]:
-    """What this project requires with Redis, and that in turn, but for torch and what only its builds require."""
+    """What this project requires with Redis and forms of answers, and that in turn, but for torch and its builds'."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = [*project["dependencies"], *project["optional-dependencies"]["redis"]]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["redis"], *extras["structured"]]
     needed = _with_what_they_require({normalised(Requirement(line).name) for line in required})
     return {name for name in needed if name not in ("torch", "triton") and not name.startswith(("nvidia-", "cuda-"))}
 
