@@ -1,6 +1,7 @@
 """A folder of transformers as it was downloaded, served over two ranks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ def test_texts_and_sessions_outlive_a_rank(flags: list[str], folder: Path, tmp_p
         assert (whole["text"], whole["finish_reason"]) == (wanted, "stop")
         padded = _completed(client, {"max_tokens": 3, "logit_bias": {UNUSED: 100}, "ignore_eos": True, "logprobs": 1})
         assert (padded["text"], padded["logprobs"]["tokens"]) == ("", [""] * 3)
+        form = {"structured_outputs": {"regex": "[a-d]{3,9}é"}, "temperature": 1, "seed": 3}
+        formed = _completed(client, {"max_tokens": 40, **form})
+        assert re.fullmatch("[a-d]{3,9}é", formed["text"]) and formed["finish_reason"] == "stop"
 
         undisturbed, session = client.make(), client.make()
         for part in PARTS:
