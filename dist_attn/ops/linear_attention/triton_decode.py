@@ -16,8 +16,8 @@ from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 from dist_attn.ops.state import LinearState, writes_in_place
 from dist_attn.ops.watch import current_watch
 
-# A program keeps twice [16, 128] of the state in registers at a time, while the next rows, and w's, are on their way.
-STEP_TILES = Tiles(block_d=16, block_v=128, warps=4, stages=2)
+# A program keeps three times [16, 128] of the state in registers at a time, while the next rows, and w's, are on their way.
+STEP_TILES = Tiles(block_d=16, block_v=128, warps=4, stages=3)
 
 
 @triton.jit
