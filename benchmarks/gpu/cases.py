@@ -18,7 +18,7 @@ Row = dict[str, Any]
 Cases = dict[str, Callable[[], Row]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-QUEUED_BYTES, QUEUED_CYCLES = 1 << 28, 20_000_000  # more than any cache holds; some 10 ms, in which the host launches
+QUEUED_BYTES, QUEUED_CYCLES = 1 << 28, 100_000_000  # more than any cache holds; some 50 ms, in which the host launches
 
 
 class Shape(NamedTuple):
