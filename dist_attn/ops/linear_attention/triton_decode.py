@@ -16,7 +16,7 @@ from dist_attn.ops.linear_attention.triton_tiles import Tiles, power_tile
 from dist_attn.ops.state import LinearState, writes_in_place
 from dist_attn.ops.watch import current_watch
 
-# A program keeps three times [16, 128] of the state in registers at a time, while the next rows, and w's, are on their way.
+# A program keeps twice [16, 128] of the state in registers while two more such tiles, and w's, are on their way.
 STEP_TILES = Tiles(block_d=16, block_v=128, warps=4, stages=3)
 
 
