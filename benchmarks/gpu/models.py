@@ -105,9 +105,7 @@ def encode_work(name: str, length: int, dtype: Precision, together: int = figure
 
 
 def _encode(name: str, length: int, dtype: Precision, rounds: int, together: int = figures.GPU_TOKENS) -> Row:
-    work = encode_work(name, length, dtype, together)
-    with compute_on(torch.device(DEVICE), dtype).autocast():  # held, as a rank holds it: weights are cast once
-        return {"tokens/s": length / seconds(work, rounds)}
+    return {"tokens/s": length / seconds(encode_work(name, length, dtype, together), rounds)}
 
 
 def _bert(batch: int, length: int, rounds: int) -> Row:

@@ -1,7 +1,6 @@
 """Where time goes on this GPU: the kernels of an operation, a pass and a step, by what they take."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -32,11 +31,7 @@ def profile_cases(*, tiny: bool) -> Cases:
         **{f"{how} steps": partial(_steps, how, steps) for how in ("captured", "eager")},
         f"encode {WRITER}": partial(encode_work, WRITER, length, "bfloat16"),
     }
-    held = compute_on(torch.device(DEVICE), "bfloat16").autocast
-    return {
-        case: partial(_profiled, make, held if case.startswith("encode") else nullcontext)
-        for case, make in works.items()
-    }
+    return {case: partial(_profiled, make) for case, make in works.items()}
 
 
 def _linear(tiny: bool) -> Work:
@@ -67,18 +62,14 @@ def _training_step(tiny: bool) -> Work:
     return step
 
 
-def _profiled(make: Callable[[], Work], held: Callable[[], AbstractContextManager[object]]) -> Row:
-    """Milliseconds in all and those in which the device computed, and the longest of its kernels with their calls.
-
-    `held` is around all passes, as a rank holds it: weights are cast once.
-    """
+def _profiled(make: Callable[[], Work]) -> Row:
+    """Milliseconds in all and those in which the device computed, and the longest of its kernels with their calls."""
     work, cuda = make(), DEVICE == "cuda"
-    with held():
-        taken = seconds(work, 2 if cuda else 0)
-        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
-            work()
-            if cuda:
-                torch.cuda.synchronize()
+    taken = seconds(work, 2 if cuda else 0)
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+        work()
+        if cuda:
+            torch.cuda.synchronize()
     kernels = [
         ((event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3, event.count, event.key[:100])
         for event in found.key_averages()

@@ -28,7 +28,7 @@ class GpuRecord:
     """The findings of the GPU check on devices of one name.
 
     kernels         the worst error of every case that came out right, the words of a failure of any other. A case's
-                    name begins with its operation: "linear causal bfloat16 ...".
+                    name begins with its operation: "linear causal gaussian bfloat16 ...".
     captured_steps  whether decode steps replayed as a CUDA graph came out right; None where none was tried.
     tiles           the fields of the fastest `Tiles`, by `tiles_key`.
     commit          that of the last run.
@@ -83,7 +83,7 @@ def recorded_names() -> tuple[str, ...]:
 
 
 def why_wrong(begins: str, device: torch.device, triton: str) -> str | None:
-    """The first case whose name begins so that was wrong on such GPUs with this Triton, in words, or None."""
+    """The first wrong case with this beginning, on such GPUs with this Triton, in words, or None."""
     record = record_of(device)
     wrong = None if record is None or record.triton != triton else record.wrong(f"{begins} ")
     if wrong is None:
