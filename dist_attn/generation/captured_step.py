@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Literal, Protocol, final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -65,7 +66,8 @@ class StepGraphs:
     def __init__(self, device: torch.device, capture: Capture | None = None) -> None:
         self._device = device
         self._capture = cuda_graph if capture is None else capture
-        self._folding: ConstantFolding | None = None  # one for all graphs, so that weights are cast once
+        # One for all graphs, so that weights are cast once; they read what it holds, and with the last it goes.
+        self._foldings = WeakKeyDictionary[Replayed, ConstantFolding]()
         there = capture is not None or device.type == "cuda"
         self._refusal = None if there else f"the model is on {device.type}, and graphs are of CUDA"
 
@@ -77,10 +79,13 @@ class StepGraphs:
     def graph_of(self, model: CausalModel, run: Callable[[], None], warm_up: Callable[[], object]) -> Replayed | None:
         """The graph of `run`, see `cuda_graph`, a step of the model; None where there is a `refusal`."""
         if self._refusal is None:
-            self._folding = self._folding or ConstantFolding((*model.parameters(), *model.buffers()))
+            there = next(iter(self._foldings.values()), None)
+            folding = there or ConstantFolding((*model.parameters(), *model.buffers()))
             try:
-                with self._folding:
-                    return self._capture(run, warm_up, self._device)
+                with folding:
+                    graph = self._capture(run, warm_up, self._device)
+                self._foldings[graph] = folding
+                return graph
             except RuntimeError as error:
                 self._refusal = f"the step could not be captured ({str(error).splitlines()[0]})"
         return None

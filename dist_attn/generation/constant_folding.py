@@ -12,7 +12,7 @@ __all__ = ["ConstantFolding"]
 
 @final
 class ConstantFolding(TorchDispatchMode):
-    """Within it an operation on weights alone runs once: a cast to bfloat16 by autocast, or the turning of taps.
+    """A mode in which operations on weights alone run once: casts to bfloat16 by autocast, or the turning of taps.
 
     Autocast's own cache of casts is empty in inference mode, and would not outlive a graph. The weights, and what is
     made of them, may not change while this lives. A result of more bytes than its inputs is made each time: weights
@@ -31,7 +31,10 @@ class ConstantFolding(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Raises: RuntimeError where a constant is written to."""
+        """Run the operation, or return what it made before.
+
+        Raises: RuntimeError where a constant is written to.
+        """
         kwargs = kwargs or {}
         if any(map(self._is_constant, _written(func, args, kwargs))):
             raise RuntimeError(f"{func} writes into weights, or into what is made of them")
@@ -45,9 +48,10 @@ class ConstantFolding(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = _tensors(result)
         view = any(map(self._is_constant, made))
-        small = sum(x.nbytes for x in made) <= sum(x.nbytes for x in tensors)
+        # An expanded weight has more bytes than memory.
+        small = sum(x.nbytes for x in made) <= sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
         # What is made during a capture lives in that graph alone.
-        captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        captured = any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing()
         if small and not view and not captured:
             self._results[key] = result
             self._memory |= {_memory_of(x): x.untyped_storage() for x in made}
@@ -80,6 +84,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def _makes_room(func: Any) -> bool:
-    """Return whether a result is there to be written to: memory by the example of a tensor, or a copy."""
+    """Return whether a result is there to be written to: new memory, or a copy."""
     name: str = func._schema.name.removeprefix("aten::")
     return bool(func._schema.is_mutable) or name == "clone" or name.startswith("new_") or name.endswith("_like")

@@ -96,7 +96,7 @@ def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecu
     folder = resolve_model_folder(settings.model)
     downloaded = origin(folder) == "downloaded"
     if compute.dtype == torch.bfloat16 and not downloaded:
-        compute.autocast().__enter__()  # as long
+        compute.autocast().__enter__()  # for as long as this process lives
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
     kind = kind_of_model(folder)

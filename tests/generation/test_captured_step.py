@@ -70,7 +70,7 @@ class Recaptured:
         return Rerun(run)
 
 
-@dataclass
+@dataclass(eq=False)
 class Rerun:
     """One graph of `Recaptured`."""
 

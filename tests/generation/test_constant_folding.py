@@ -1,5 +1,7 @@
 """Constant folding: operations on weights alone run once, give the same bits, and are never written over."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -56,6 +58,21 @@ def test_graphs_share_what_is_made_of_weights() -> None:
         counts.append(calls.counts["aten::to"])
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     assert counts[0] - counts[1] >= linear - 2
+
+
+def test_what_is_made_of_weights_goes_with_the_last_graph() -> None:
+    """Rounded weights take memory that nobody planned for once there are no sessions."""
+    model = model_of("gated_delta").cpu()
+    graphs = StepGraphs(torch.device("cpu"), Recaptured())
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = CapturedStep(model, model.initial_state(2), graphs=graphs)
+        for token_B in tokens_of(model, 2):
+            captured.step(token_B.cpu())
+    (kept,) = map(weakref.ref, graphs._foldings.values())
+    assert kept() is not None
+    del captured
+    gc.collect()
+    assert kept() is None
 
 
 @torch.inference_mode()
