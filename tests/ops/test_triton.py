@@ -166,6 +166,21 @@ def test_a_closed_gate_leaves_nothing():
     assert_close(after.s_BHMV.cpu(), want_after.s_BHMV, kind="state")
 
 
+def test_the_size_of_key_scales_cancels():
+    """Scales so small that one over their sum is infinite give the outputs of any other scale."""
+    (q, k, v), kwargs = few(20, gate=False, scale=True, state=False).arguments()
+    scale = kwargs.pop("key_scale_BHS")
+    outs = [
+        by_kernels(
+            moved(q), moved(k), moved(v),
+            **{name: moved(value) for name, value in kwargs.items()}, key_scale_BHS=moved(each),
+            denominator=Denominator("mass"),
+        )[0].cpu()
+        for each in (torch.full_like(scale, 1e-39), torch.ones_like(scale))
+    ]  # fmt: skip
+    assert_close(*outs)
+
+
 def test_a_long_sequence_goes_by_stretches(monkeypatch):
     """Where states of all chunks would take too much memory, stretches pass the state on; results stay the oracle's."""
     monkeypatch.setattr(kernels, "STATE_BYTES", 1)

@@ -175,7 +175,7 @@ def load_vectors(
         x = load_tile(x_ptr, rows, tl.arange(0, BLOCK_X), stride, valid, K)
         if UNIT:
             square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
-            inverse = tl.rsqrt(tl.where(square == 0.0, 1.0, square))
+            inverse = tl.rsqrt(tl.where(square < 1.1754944e-38, 1.0, square))  # GPUs take what is denormal for 0
     return x, inverse
 
 

@@ -67,6 +67,14 @@ def guard(denominator, mass, eps, KIND: tl.constexpr):
 
 
 @triton.jit
+def divided(num, divisor):
+    """Rows by their divisors, also by those so small that one over them would be infinite."""
+    scale = tl.where(tl.abs(divisor) < 1e-30, 1e30, 1.0)
+    inverse = 1.0 / (divisor * scale)
+    return num * scale[:, None] * inverse[:, None]
+
+
+@triton.jit
 def load_state(state_ptr, z_ptr, outputs, values, D, V):
     """Some rows of a state and of z."""
     at = state_ptr + outputs[:, None] * V + values[None, :]
@@ -173,8 +181,8 @@ def outputs_kernel(
     den = read * den + tl.sum(weights, axis=1)
     v = operand(load_tile(v_ptr, rows, values, v_stride_l, valid, V), PRECISION)
     num = product(operand(weights, PRECISION), v, num * read[:, None], PRECISION)
-    inverse = 1.0 / tl.where(valid, guard(den, mass, eps, KIND), 1.0)
-    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num * inverse[:, None])
+    divisor = tl.where(valid, guard(den, mass, eps, KIND), 1.0)
+    store_tile(out_ptr, out_stride_l, rows, valid, values, V, divided(num, divisor))
     if tl.program_id(1) == 0:
         tl.store(denominator_ptr + group * L + tokens, den, mask=valid)
         tl.store(mass_ptr + group * L + tokens, mass, mask=valid)
@@ -225,7 +233,7 @@ def read_kernel(
     if HAS_WEIGHT:
         num = num * tl.load(weight_ptr + group * N * T + tokens)[:, None]
     mass = tl.zeros((T,), tl.float32) + tl.load(zm_ptr + M)
-    inverse = 1.0 / tl.where(valid, guard(den, mass, eps, KIND), 1.0)
-    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num * inverse[:, None])
+    divisor = tl.where(valid, guard(den, mass, eps, KIND), 1.0)
+    store_tile(out_ptr, out_stride_l, rows, valid, values, V, divided(num, divisor))
     if tl.program_id(1) == 0:
         tl.store(denominator_ptr + group * L + tokens, den, mask=valid)
