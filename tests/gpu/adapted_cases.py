@@ -22,7 +22,7 @@ from tests.adapters.test_context_parallel import TOTAL, alone, errors, gradients
 
 __all__ = ["adapted_cases", "long_text_cases"]
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 40.0
 ACCEPTED = 5e-4  # of a gradient's largest number; decays of delta rules are sums over all tokens that nearly cancel
 SMALL = ("qwen3_next", "mamba2", "falcon_h1", "gemma3_text")
 LONG = ("qwen3_next", "mamba2")
@@ -61,7 +61,7 @@ def _gradients(kinds: Sequence[str], backend: str, ranks: int) -> Row:
     worst: dict[str, Any] = {}
     for kind in kinds:
         want = alone(kind)
-        for step in (steps[kind] for steps in found):
+        for step in (steps.get(kind, "not tried") for steps in found):
             if isinstance(step, str):
                 worst[kind] = step
                 break
@@ -85,6 +85,7 @@ def _small_steps(kinds: Sequence[str], rank: int, size: int) -> dict[str, Step |
             steps[kind] = loss.item(), {name: grad.cpu() for name, grad in gradients(model).items()}
         except Exception as error:
             steps[kind] = f"{type(error).__name__}: {error}"[:500]
+            break  # other ranks may wait inside this model's exchanges
     return steps
 
 

@@ -72,5 +72,6 @@ def divisor_rows_kernel(
     rows_ptr += group * N * T + tokens
     size = tl.num_programs(0).to(tl.int64) * T
     tl.store(rows_ptr, tl.where(valid, inverse, 0.0))
-    tl.store(rows_ptr + size, tl.where(valid, -product * inverse * by_denominator, 0.0))
-    tl.store(rows_ptr + 2 * size, tl.where(valid, -product * inverse * by_mass, 0.0))
+    # Infinity by 0 is no number.
+    tl.store(rows_ptr + size, tl.where(valid & (by_denominator != 0.0), -product * inverse * by_denominator, 0.0))
+    tl.store(rows_ptr + 2 * size, tl.where(valid & (by_mass != 0.0), -product * inverse * by_mass, 0.0))
