@@ -82,7 +82,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
     ),
     "unsupported_parameter": (
         "dimensions=",
-        "the model's chat template does not look at",
+        "the model's chat template (does not look at|writes no calls)",
         "best_of",
     ),
     "unsupported_media_type": (

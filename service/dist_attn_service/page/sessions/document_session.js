@@ -108,9 +108,9 @@ export class DocumentSession {
   async forget() {
     const { state, id, end } = this;
     this.work.abort();
+    this.memory.write({ reading: undefined });
     if (state === "reading") this.drop();
     else if (state === "ready" && (await this.found(id).catch(() => null))?.position === end) this.drop();
-    this.memory.write({ reading: undefined });
     this.become("none");
   }
 
