@@ -23,7 +23,8 @@ _SCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by names
 
 
-def _library() -> Any:
+def find_library() -> Any:
+    """The library llguidance. Raises: GrammarError where it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -41,7 +42,7 @@ def written_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
 
     Raises: GrammarError naming the fault.
     """
-    library = _library()
+    library = find_library()
     if kind != "json_schema" and len(content) > LONGEST_GRAMMAR:
         raise GrammarError(f"it has {len(content)} characters; at most {LONGEST_GRAMMAR} are taken")
     try:
@@ -117,7 +118,7 @@ class Grammars:
 
     def matcher(self, grammar: str) -> Any:
         """A matcher of llguidance at the grammar's beginning. Raises: GrammarError."""
-        library = _library()
+        library = find_library()
         if not self._end_tokens:
             raise GrammarError("this model has no end token, so no answer of it could end where its form does")
         if self._tokens is None:

@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from dist_attn.errors import GrammarError
-from dist_attn.text.grammars import GrammarKind, written_grammar
+from dist_attn.text.grammars import GrammarKind
 from dist_attn_service.base.errors import BadRequest
+from dist_attn_service.completions.bounded_grammar import bounded_grammar
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.schemas.completions import CompletionRequest, ResponseFormat
 
@@ -38,7 +39,7 @@ async def grammar_of(context: ServiceContext, request: CompletionRequest) -> str
     if content is None:
         raise BadRequest(f"{param} needs {words}", param=param)
     try:
-        return await context.beside(written_grammar, kind, content)
+        return await context.beside(bounded_grammar, kind, content)
     except GrammarError as error:
         raise BadRequest(f"no answer can be held to this {param}: {error}", param=param) from None
 

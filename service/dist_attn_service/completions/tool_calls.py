@@ -7,8 +7,9 @@ from typing import Any, final
 import msgspec
 
 from dist_attn.errors import GrammarError
-from dist_attn.text.grammars import drawn_schema, written_grammar
+from dist_attn.text.grammars import drawn_schema
 from dist_attn_service.base.errors import BadRequest
+from dist_attn_service.completions.bounded_grammar import bounded_grammar
 from dist_attn_service.schemas.completions import ChatRequest, ToolCall, ToolFunction
 from dist_attn_service.text.choice_text import overlap
 
@@ -32,7 +33,7 @@ def calls_grammar(request: ChatRequest) -> str:
         raise BadRequest("an answer that must call a tool has that form alone", param="tool_choice")
     several = request.parallel_tool_calls and request.tool_choice == "required"
     try:
-        return written_grammar("lark", _rules(functions, several=bool(several)))
+        return bounded_grammar("lark", _rules(functions, several=bool(several)))
     except (GrammarError, RecursionError) as error:
         raise BadRequest(f"no call can be held to these tools: {error}", param="tools") from None
 

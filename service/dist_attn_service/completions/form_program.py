@@ -1,0 +1,43 @@
+"""The process in which the grammar of one form is written and tried, so that its memory and time are bounded.
+
+    python -m dist_attn_service.completions.form_program
+
+The form is a JSON list on stdin: its kind and its content. The answer on stdout is one of the grammar and the refusal.
+"""
+
+import json
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from dist_attn.errors import GrammarError
+from dist_attn.text import ByteTokeniser
+from dist_attn.text.grammars import FollowedGrammar, Grammars, written_grammar
+
+__all__ = ["MEMORY_BYTES", "MOST_SECONDS"]
+
+MEMORY_BYTES = 1 << 29
+MOST_SECONDS = 1.0  # of the processor's time; a rank, whose tokens are many, takes up to three times as long
+
+
+def main() -> None:
+    """Read a form, write its grammar and make the first mask of it for bytes."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # where memory is short, this process goes first and the service stays
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # the system ends the process, also within the library
+    answer = {"grammar": "", "refusal": ""}
+    try:
+        kind, content = json.load(sys.stdin)
+        answer["grammar"] = written_grammar(kind, content)
+        FollowedGrammar(Grammars(ByteTokeniser, [256]), answer["grammar"]).allowed()
+    except (GrammarError, RecursionError) as error:
+        answer["refusal"] = str(error)
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
