@@ -16,8 +16,13 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 BLANKS = r"\n? {0,32}"
 # Any tokens that spell the text: llguidance would else force some, and take none that the model may prefer.
 WHOLE = '%llguidance {"no_forcing": true}\nstart: @answer'
-# Of one grammar: on one core some 0.3 s to make it and 30 ms for a token, and 40 MB while it is followed.
-LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
+# Of one grammar: on one core some 30 ms for a token, and 80 MB while it is followed.
+LIMITS = {
+    "max_lexer_states": 250_000,
+    "max_grammar_size": 200_000,
+    "step_max_items": 10_000,
+    "verbose_errors": False,
+}
 ERROR_CHARACTERS = 500
 _SCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by names
@@ -176,12 +181,12 @@ class FollowedGrammar:
             self._matcher = self._grammars.matcher(self._grammar)
         ahead, self._ahead = self._ahead, []
         self._matcher.consume_tokens(ahead)
-        _check(self._matcher)
+        _check(self._matcher, "its bound was reached: ")  # each token was allowed
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         _check(self._matcher)  # what it allows after a fault is the end
         return np.unpackbits(bits, bitorder="little", count=self._grammars.vocab_size).astype(bool)
 
 
-def _check(matcher: Any) -> None:
+def _check(matcher: Any, why: str = "") -> None:
     if matcher.is_error():
-        raise GrammarError(f"the answer's form cannot be followed: {_in_short(matcher.get_error())}")
+        raise GrammarError(f"the answer's form cannot be followed: {why}{_in_short(matcher.get_error())}")

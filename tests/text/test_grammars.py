@@ -161,3 +161,20 @@ def test_hostile_schemas_are_bounded(content: dict[str, Any]) -> None:
         if token == 256:
             break
         form.take(token)
+
+
+def test_bounds_leave_room_for_usual_forms() -> None:
+    """For many properties that may be left out, and for a long text; one that meets its bound says so."""
+    grammars = Grammars(ByteTokeniser, [256])
+    many = {"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(450)}}
+    form = FollowedGrammar(grammars, written_grammar("json_schema", many))
+    for token in b'{"p449":1':
+        assert form.allowed()[token]
+        form.take(token)
+    text = b'"' + random.Random(5).randbytes(30_000).hex().encode()
+    bounded = written_grammar("json_schema", {"type": "string", "maxLength": 60_000})
+    form = FollowedGrammar(grammars, bounded, text)
+    assert form.allowed()[ord('"')]
+    longest = written_grammar("json_schema", {"type": "string", "maxLength": 600_000})
+    with pytest.raises(GrammarError, match=r"cannot be followed: its bound was reached: lexer error: too many"):
+        FollowedGrammar(grammars, longest, b'"' + 500_000 * b"a").allowed()
