@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,21 @@ SCHEMAS = {"weather": PLACE, "clock": NOTHING}
 BAD = {"function": {"name": "f", "parameters": {"not": {}}}}
 TEXTUAL = '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"in": "Rome"}}\n</tool_call>'
+IN_STRING = '{"a": "\\"{</tool_call> ]"}'
+MARKED = f'<tool_call>{{"name": "f", "arguments": {IN_STRING}}}</tool_call>'
 CHAT: Any = [{"role": "user", "content": "a"}]
 
 
-def scanned(text: str, cut: Callable[[str], list[str]]) -> tuple[str, list[tuple[str, str]]]:
+def scanned(text: str, size: int = 1000) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer that comes in pieces."""
     scanner, rest, calls = CallScanner("x"), "", []
-    for piece in cut(text):
-        more, found = scanner.push(piece)
+    for at in range(0, len(text), size):
+        more, found = scanner.push(text[at : at + size])
         rest, calls = rest + more, [*calls, *((call.function.name, call.function.arguments) for call in found)]
     return rest + scanner.finish(), calls
 
 
-@pytest.mark.parametrize(
-    "cut", [lambda text: [text], list, lambda text: [text[at : at + 7] for at in range(0, 999, 7)]]
-)
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
 @pytest.mark.parametrize(
     ("text", "rest", "calls"),
     [
@@ -65,14 +64,45 @@ def scanned(text: str, cut: Callable[[str], list[str]]) -> tuple[str, list[tuple
         ),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', []),
+        (f" a {MARKED} \n b \n{CALL} c ", " a b \nc ", [("f", IN_STRING), ("weather", '{"in": "Rome"}')]),
+        (f'<tool_call>"</tool_call>\n{CALL} ', '<tool_call>"</tool_call>\n', [("weather", '{"in": "Rome"}')]),
+        (f"<tool_call>{CALL}", f"<tool_call>{CALL}", []),
+        (
+            f'<tool_call>"{20 * "</tool_call>"}{CALL}',
+            f'<tool_call>"{20 * "</tool_call>"}',
+            [("weather", '{"in": "Rome"}')],
+        ),
+        ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+        (
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            [],
+        ),
     ],
 )
 def test_calls_are_taken_out_wherever_the_text_is_cut(
-    cut: Callable[[str], list[str]], text: str, rest: str, calls: list[tuple[str, str]]
+    size: int, text: str, rest: str, calls: list[tuple[str, str]]
 ) -> None:
     """What is no whole call stays text, character for character."""
-    found = scanned(text, cut)
-    assert (found[0].rstrip() if calls else found[0], found[1]) == (rest.rstrip() if calls else rest, calls)
+    assert scanned(text, size) == (rest, calls)
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 16, 1 << 22])
+def test_a_call_without_end_goes_out_as_text(size: int) -> None:
+    """At one mebibyte, whatever its pieces; what follows is read as ever."""
+    long = '<tool_call>{"name": "' + "a" * (1 << 20)
+    assert scanned(long + CALL, size) == (long, [("weather", '{"in": "Rome"}')])
+
+
+def test_an_open_call_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces are not gone through again at each of them."""
+    scanner, read = CallScanner("x"), list[int]()
+    whole = CallScanner._call
+    monkeypatch.setattr(CallScanner, "_call", lambda self, held, at: read.append(len(held)) or whole(self, held, at))
+    for _ in range(5000):
+        assert scanner.push('{"a":' if read else "<tool_call>") == ("", [])
+    assert scanner.push("</tool_call>")[0].startswith("<tool_call>{") and len(read) == 2
 
 
 def ask(service: RunningService, **body: Any) -> httpx.Response:
@@ -133,7 +163,7 @@ def test_a_call_that_is_asked_for_is_all_that_is_drawn(
         while (token := rng.choice(np.flatnonzero(followed.allowed()).tolist())) != 256:
             followed.take(token)
             text += bytes([token])
-        rest, calls = scanned(text.decode(), lambda text: [text])
+        rest, calls = scanned(text.decode(), 1 << 20)
         assert rest == "" and calls
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])

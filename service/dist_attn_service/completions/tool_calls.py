@@ -1,6 +1,7 @@
 """Calls of tools in an answer, as the templates of Hermes and Qwen have them written: JSON between two marks."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -14,6 +15,10 @@ from dist_attn_service.schemas.completions import ChatRequest, ToolCall, ToolFun
 from dist_attn_service.text.choice_text import overlap
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+MOST_CHARACTERS = 1 << 20  # of a call; a longer one is text
+MOST_ENDS = 16  # in strings of one call
+_IN_STRING = re.compile(r'(?:[^"]++|"(?:[^"\\\x00-\x1f]|\\.)*+")*+"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*+\Z')
+"""A text of JSON that ends within a string. It goes through the text once."""
 
 
 def calls_grammar(request: ChatRequest) -> str:
@@ -64,7 +69,8 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 class _Call(msgspec.Struct):
     name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")  # their name in Llama's templates
 
 
 @final
@@ -73,42 +79,76 @@ class CallScanner:
 
     def __init__(self, name: str) -> None:
         self._name = name  # of the answer, which the ids of its calls begin with
-        self._held = ""
+        self._held: list[str] = []  # pieces of a call that has begun, or of what may become its mark
+        self._held_size = 0
+        self._open = False
+        self._last = ""  # in which the mark behind an open call is searched
+        self._called = False  # and nothing but blanks came since
         self.found = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text and the calls that are certain now; blanks behind a call are left out."""
-        self._held += text
-        certain, calls = "", list[ToolCall]()
-        while BEGIN in self._held:
-            before, _, rest = self._held.partition(BEGIN)
-            inside, end, after = rest.partition(END)
-            if not end:
-                certain, self._held = certain + before, BEGIN + rest
-                break
-            call = self._read(inside)
-            certain, self._held = certain + (before if call else before + BEGIN + inside + END), after
-            calls += [call] if call else []
-        else:
-            cut = len(self._held) - overlap(self._held, BEGIN)
-            certain, self._held = certain + self._held[:cut], self._held[cut:]
-        return certain if certain.strip() or not self.found else "", calls
+        self._held.append(text)
+        self._held_size += len(text)
+        self._last = self._last[1 - len(END) :] + text
+        if self._open and END not in self._last and self._held_size < len(BEGIN) + MOST_CHARACTERS:
+            return "", []
+        held, at = "".join(self._held), 0
+        certain, calls, self._open = list[str](), list[ToolCall](), False
+        while not self._open and (begin := held.find(BEGIN, at)) >= 0:
+            certain.append(self._behind_calls(held[at:begin]))
+            at, call = self._call(held, begin)
+            self._open = at == begin
+            if call is not None:
+                calls.append(call)
+                self._called = True
+            else:
+                certain.append(self._behind_calls(held[begin:at]))
+        cut = at if self._open else len(held) - overlap(held[at:], BEGIN)
+        certain.append(self._behind_calls(held[at:cut]))
+        self._held, self._held_size = [held[cut:]], len(held) - cut
+        return "".join(certain), calls
 
     def finish(self) -> str:
         """The text that was held back, now that nothing follows."""
-        rest, self._held = self._held, ""
-        return rest
+        rest, self._held = "".join(self._held), []
+        return self._behind_calls(rest)
+
+    def _behind_calls(self, text: str) -> str:
+        """The text without the blanks that follow a call."""
+        text = text.lstrip() if self._called else text
+        self._called &= not text
+        return text
+
+    def _call(self, held: str, begin: int) -> tuple[int, ToolCall | None]:
+        """The place behind a call that begins there, and the call; `begin` while it is open, None where it is none."""
+        inside = at = begin + len(BEGIN)
+        bound, behind = inside + MOST_CHARACTERS, inside
+        for number in range(MOST_ENDS):
+            end = held.find(END, at, bound)
+            if end < 0:
+                return (begin if len(held) < bound else behind), None
+            at = end + len(END)
+            behind = behind if number else at
+            call = self._read(held[inside:end])
+            if call is not None:
+                return at, call
+            if not _IN_STRING.match(held, inside, end):
+                break
+        return behind, None
 
     def _read(self, text: str) -> ToolCall | None:
         """The call that a text is; None for any other text."""
         try:
             call = msgspec.json.decode(text, type=_Call)
-        except (msgspec.MsgspecError, RecursionError):
-            return None
-        arguments = bytes(call.arguments).decode()
-        if not arguments.startswith("{"):
+            arguments = bytes(call.arguments or call.parameters)
+            if arguments.startswith(b'"'):  # JSON within a string
+                arguments = msgspec.json.decode(arguments, type=str).strip().encode()
+            msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
             return None
         self.found += 1
         return ToolCall(
-            id=f"call_{self._name}_{self.found}", function=ToolFunction(name=call.name, arguments=arguments)
+            id=f"call_{self._name}_{self.found}",
+            function=ToolFunction(name=call.name, arguments=arguments.decode()),
         )
