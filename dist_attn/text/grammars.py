@@ -25,6 +25,7 @@ LIMITS = {
 }
 ERROR_CHARACTERS = 500
 _SCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
+_OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "minProperties"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by names
 
 
@@ -90,15 +91,18 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     named = schema.get("properties")
-    if schema.keys() & ({"allOf", "if"} if named is None else {"allOf", "if", "anyOf", "oneOf", "$ref"}):
+    beside = {"anyOf", "oneOf", "$ref"} if schema.keys() & _OF_OBJECTS else set()
+    if schema.keys() & ({"allOf", "if"} | beside):
         raise _HoldTogetherError
     made = {key: _closed(value) if key in _SCHEMAS else value for key, value in schema.items()}
     for key in _NAMED & schema.keys():
         if isinstance(schema[key], dict):
             made[key] = {name: _closed(value) for name, value in schema[key].items()}
-    if named and not schema.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties"}:
-        required = schema.get("required", [])
-        if isinstance(required, list) and isinstance(named, dict) and all(str(name) in named for name in required):
+    others = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+    if isinstance(named, dict) and not schema.keys() & others:
+        required, least = schema.get("required", []), schema.get("minProperties", 0)
+        enough = isinstance(least, int) and least <= len(named)
+        if enough and isinstance(required, list) and all(str(name) in named for name in required):
             made["additionalProperties"] = False
     return made
 

@@ -73,7 +73,12 @@ NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}}, "r
         ({"anyOf": [NAMED, NAMED]}, False),
         ({**NAMED, "additionalProperties": {"const": 2}}, True),
         ({**NAMED, "required": ["a", "b"]}, True),
+        ({**NAMED, "minProperties": 2}, True),
         ({"allOf": [NAMED, {"type": "object", "properties": {"b": {}}}]}, True),
+        ({"$ref": "#/$defs/x", "required": ["a", "b"], "$defs": {"x": NAMED}}, True),
+        ({"anyOf": [NAMED], "minProperties": 2}, True),
+        ({"oneOf": [NAMED], "additionalProperties": {"type": "integer"}}, True),
+        ({"$ref": "#/$defs/x", "patternProperties": {"^b": {"const": 2}}, "$defs": {"x": NAMED}}, True),
         ({"type": "object"}, True),
     ],
 )
@@ -178,3 +183,11 @@ def test_bounds_leave_room_for_usual_forms() -> None:
     longest = written_grammar("json_schema", {"type": "string", "maxLength": 600_000})
     with pytest.raises(GrammarError, match=r"cannot be followed: its bound was reached: lexer error: too many"):
         FollowedGrammar(grammars, longest, b'"' + 500_000 * b"a").allowed()
+
+
+def test_an_object_of_no_properties_is_empty() -> None:
+    """As one is of a tool that takes no arguments."""
+    form = FollowedGrammar(
+        Grammars(ByteTokeniser, [256]), written_grammar("json_schema", {"type": "object", "properties": {}}), b"{"
+    )
+    assert form.allowed()[ord("}")] and not form.allowed()[ord('"')]
