@@ -26,6 +26,7 @@ LIMITS = {
 ERROR_CHARACTERS = 500
 _SCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "minProperties"}
+_NOTES = {"description", "title", "examples", "default", "$comment"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by names
 
 
@@ -58,7 +59,9 @@ def written_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
             (answer,) = json.loads(library.grammar_from(kind, content))["grammars"]
         else:
             answer = {"lark_grammar": library.grammar_from(kind, content)}
-        grammar = json.dumps({"grammars": [{"lark_grammar": WHOLE}, {**answer, "name": "answer"}]})
+        parts = [{"lark_grammar": WHOLE}, {**answer, "name": "answer"}]
+        grammar = json.dumps({"grammars": parts}, ensure_ascii=False)
+        grammar.encode()  # half a surrogate pair ends here
     except (ValueError, RecursionError) as error:
         raise GrammarError(_in_short(str(error))) from None
     if len(grammar) > LONGEST_GRAMMAR:
@@ -75,13 +78,28 @@ def drawn_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     Blanks are bounded, and where properties are named others are not drawn, unless `additionalProperties` has them: a
     model that is unsure would write either without end. A schema of several that hold together is left open.
     """
-    options = schema.get("x-guidance")
+    bare, options = _without_notes(dict(schema)), schema.get("x-guidance")
     blanks = {"whitespace_pattern": BLANKS} | (options if isinstance(options, dict) else {})
     try:
-        closed = _closed(dict(schema))
+        closed = _closed(bare)
     except _HoldTogetherError:
-        closed = schema
+        closed = bare
     return {**closed, "x-guidance": blanks}
+
+
+def _without_notes(schema: Any) -> Any:
+    """The schema without the words that only its readers need: a grammar has bounded room."""
+    if isinstance(schema, list):
+        return [_without_notes(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value for key, value in schema.items() if key not in _NOTES}
+    for key, value in made.items():
+        if key in _NAMED and isinstance(value, dict):
+            made[key] = {name: _without_notes(one) for name, one in value.items()}
+        elif key in _SCHEMAS or key == "allOf":
+            made[key] = _without_notes(value)
+    return made
 
 
 def _closed(schema: Any) -> Any:

@@ -115,7 +115,7 @@ def _nested(depth: int) -> dict[str, Any]:
         ("json_schema", {"pattern": "(", "type": "string"}, "unclosed group"),
         ("json_schema", _nested(900), "recursion"),
         ("json_schema", {"minimum": float("nan")}, "expected value"),
-        ("json_schema", {"const": "\ud800"}, "hex escape"),
+        ("json_schema", {"const": "\ud800"}, "surrogates"),
         ("json_schema", {"enum": [f"{number:06}" for number in range(9000)]}, "at most 32768"),
         ("regex", "(?=a)b", "look-around"),
         ("regex", "(" * 16_000 + "a" + ")" * 16_000, "regex"),
@@ -191,3 +191,21 @@ def test_an_object_of_no_properties_is_empty() -> None:
         Grammars(ByteTokeniser, [256]), written_grammar("json_schema", {"type": "object", "properties": {}}), b"{"
     )
     assert form.allowed()[ord("}")] and not form.allowed()[ord('"')]
+
+
+def test_words_for_readers_take_no_room() -> None:
+    """Notes are left out, though no property, definition or value that is named as one; a letter counts as one."""
+    notes = {"description": "d" * 40_000, "title": "t", "examples": [1], "default": 2, "$comment": "c"}
+    named = {
+        "type": "object",
+        "properties": {"title": {"$ref": "#/$defs/default", **notes}, "x": {"const": {"title": 1}}},
+        "$defs": {"default": {"enum": ["é" * 20_000], **notes}},
+    }
+    for schema in ({**named, **notes}, {**named, "allOf": [{"type": "object", **notes}]}):
+        grammar = written_grammar("json_schema", schema)
+        assert "ddd" not in grammar
+        form = FollowedGrammar(Grammars(ByteTokeniser, [256]), grammar)
+        for token in '{"title":"é'.encode():
+            assert form.allowed()[token]
+            form.take(token)
+    assert '{"const": {"title": 1}}' in grammar

@@ -48,9 +48,9 @@ def _rules(functions: Mapping[str, Mapping[str, Any]], *, several: bool) -> str:
     rules = [r'start: call ("\n" call)*' if several else "start: call"]
     rules += ["call: " + " | ".join(f"call{at}" for at in range(len(functions)))]
     for at, (name, function) in enumerate(functions.items()):
-        begin, end = f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{END}"
-        rules += [f"call{at}: {json.dumps(begin)} arguments{at} {json.dumps(end)}"]
-        rules += [f"arguments{at}: %json {json.dumps(_arguments(function))}"]
+        begin, end = f'{BEGIN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{END}"
+        rules += [f"call{at}: {json.dumps(begin, ensure_ascii=False)} arguments{at} {json.dumps(end)}"]
+        rules += [f"arguments{at}: %json {json.dumps(_arguments(function), ensure_ascii=False)}"]
     return "\n".join(rules)
 
 
