@@ -153,6 +153,7 @@ class Grammars:
                 self._tokens = library.LLTokenizer(_Table(self._load(), self._end_tokens), eos_token=self._end_tokens)
             except Exception as error:  # of the folder or the library: it must not end a rank
                 raise GrammarError(f"llguidance does not take this model's tokens: {error}") from error
+        # One for each answer: copies share their lexer's bounds, so that one answer's states would end another.
         made = library.LLMatcher(self._tokens, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
         _check(made)
         return made

@@ -209,3 +209,11 @@ def test_words_for_readers_take_no_room() -> None:
             assert form.allowed()[token]
             form.take(token)
     assert '{"const": {"title": 1}}' in grammar
+
+
+def test_answers_of_one_form_have_bounds_of_their_own() -> None:
+    """What one has used up of them ends no other."""
+    grammars = Grammars(ByteTokeniser, [256])
+    grammar = written_grammar("grammar", "start: /[a]{300000}/ | /[b]{300000}/")
+    first, second = (FollowedGrammar(grammars, grammar, letter * 150_000) for letter in (b"a", b"b"))
+    assert first.allowed()[ord("a")] and second.allowed()[ord("b")]
