@@ -59,6 +59,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"response_format": {"type": "json_schema"}}, 400, "invalid_value", "response_format.json_schema", "a schema"),
     ({"structured_outputs": {"json": {"not": {}}}}, 400, "invalid_value", "structured_outputs.json", '["not"]'),
     ({"structured_outputs": {"regex": "("}}, 400, "invalid_value", "structured_outputs.regex", "unclosed group"),
+    (
+        {"structured_outputs": {"json": {"type": "integer", "multipleOf": 9_999_991}}},
+        400, "invalid_value", "structured_outputs.json", "takes longer",
+    ),
     ({"structured_outputs": {"regex": "a" * 40_000}}, 400, "invalid_value", "structured_outputs.regex", "32768"),
     ({"structured_outputs": {"choice": "a"}}, 400, "invalid_value", "structured_outputs.choice", "a list of texts"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "invalid_value", "ignore_eos", "leave it out"),
