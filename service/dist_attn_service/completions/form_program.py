@@ -24,8 +24,9 @@ MOST_SECONDS = 0.5  # of the processor's time; a rank, whose tokens are many, ta
 
 def main() -> None:
     """Read a form, write its grammar and make the first mask of it for bytes."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for what, value in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
+        with suppress(ValueError, OSError):  # of a system that does not know it, or has granted less
+            resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
     with suppress(OSError):  # where memory is short, this process goes first and the service stays
         Path("/proc/self/oom_score_adj").write_text("1000")
     signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # the system ends the process, also within the library
