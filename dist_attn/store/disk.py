@@ -17,7 +17,7 @@ from typing import TypeVar, final
 import aiosqlite
 
 from dist_attn.errors import CatalogueDamagedError, StateDamagedError, StorageError
-from dist_attn.store.files import MAKE, WRITING, BlobFolder
+from dist_attn.store.files import MAKE, WRITING, BlobFile, BlobFolder
 from dist_attn.store.ports import PIECE_BYTES, Blobs, BufferedTransaction, Records, RecordView
 from dist_attn.store.private import make_private, private_opener, sync_folder
 
@@ -194,7 +194,7 @@ class DiskBlobs(Blobs):
         """Write beside, sync, rename, and sync the names."""
         with _refusals("a snapshot could not be written"):
             try:
-                with await asyncio.to_thread(self._folder.open, name + WRITING, MAKE | os.O_EXCL) as file:
+                with await self._opened(name + WRITING, MAKE | os.O_EXCL) as file:
                     at = 0
                     async for piece in pieces:
                         await asyncio.to_thread(file.write_at, piece, at)
@@ -208,7 +208,7 @@ class DiskBlobs(Blobs):
         """Read the file; one that is deleted meanwhile is read to its end."""
         with _refusals(f"blob {name} cannot be read"):
             try:
-                file = await asyncio.to_thread(self._folder.open, name)
+                file = await self._opened(name)
             except FileNotFoundError:
                 raise StateDamagedError(f"blob {name} is not there: {self._folder.path(name)} was deleted") from None
             with file:
@@ -216,6 +216,17 @@ class DiskBlobs(Blobs):
                 while piece := await asyncio.to_thread(file.read_at, at, PIECE_BYTES):
                     yield piece
                     at += len(piece)
+
+    async def _opened(self, name: str, flags: int = os.O_RDONLY) -> BlobFile:
+        """Open a file in a thread; for a task that is cancelled meanwhile it is closed again."""
+        opening = asyncio.ensure_future(asyncio.to_thread(self._folder.open, name, flags))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait({opening})
+            if opening.exception() is None:
+                opening.result().close()
+            raise
 
     async def has(self, name: str) -> bool:
         """Return whether the file is there."""

@@ -10,15 +10,18 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.store import Reached, StoreLimits, Usage, disk, open_store
-from dist_attn.store.disk import DiskRecords
+from dist_attn.store.disk import DiskBlobs, DiskRecords
+from dist_attn.store.files import BlobFile, BlobFolder
 from dist_attn.store.ports import BufferedTransaction
 from dist_attn.store.private import private_opener, tighten
 from tests.support.stores import stream
@@ -440,3 +443,28 @@ def test_who_is_cancelled_leaves_no_transaction_open(tmp_path: Path) -> None:
 
     for steps in range(6):
         assert asyncio.run(cut(steps)) in ([None, None], [b"1", b"2"])
+
+
+def test_who_is_cancelled_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is opened for somebody who is gone by then is closed, and deleted where it was to be written."""
+    begun, opened = threading.Event(), []
+    real = BlobFolder.open
+
+    def slow(folder: BlobFolder, *args: Any) -> BlobFile:
+        begun.set()
+        time.sleep(0.1)
+        opened.append(real(folder, *args))
+        return opened[-1]
+
+    monkeypatch.setattr(BlobFolder, "open", slow)
+
+    async def work() -> None:
+        task = asyncio.create_task(DiskBlobs(tmp_path / "blobs").write("name", stream(b"data")))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(work())
+    assert [file.closed for file in opened] == [True]
+    assert not [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
