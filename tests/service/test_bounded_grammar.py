@@ -2,10 +2,12 @@
 
 import json
 import subprocess
+import threading
 from typing import Any
 
 import pytest
 from dist_attn_service.base.errors import ServiceError
+from dist_attn_service.completions import bounded_grammar as bounded
 from dist_attn_service.completions.bounded_grammar import bounded_grammar
 
 from dist_attn.errors import GrammarError
@@ -52,3 +54,13 @@ def test_what_is_too_large_is_refused_before_it_is_tried() -> None:
         deep = {"items": deep}
     with pytest.raises(GrammarError, match="too deep"):
         bounded_grammar("json_schema", deep)
+
+
+def test_few_forms_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other processes try forms, one that does not come to its turn is asked to come again."""
+    monkeypatch.setattr(bounded, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(bounded, "_places", threading.BoundedSemaphore(1))
+    with bounded._places, pytest.raises(ServiceError, match="other forms are being tried") as refused:
+        bounded.bounded_grammar("regex", "one that nobody has sent")
+    assert refused.value.code == "overloaded"
+    bounded.bounded_grammar("regex", "one that nobody has sent")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,8 @@ from dist_attn_service.completions.form_program import MEMORY_BYTES, MOST_SECOND
 
 MOST_CHARACTERS = 1 << 18  # of a form as it is sent
 WALL_SECONDS = 30.0  # for a start on a busy machine; usually it takes a third of a second
+PROCESSES, WAIT_SECONDS = 2, 5.0  # at once, and of waiting for one to end
+_places = threading.BoundedSemaphore(PROCESSES)
 
 
 def bounded_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
@@ -37,14 +40,17 @@ def bounded_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
 def _tried(form: str) -> str:
     program = [sys.executable, "-m", "dist_attn_service.completions.form_program"]
     few_threads = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each takes of the bounded memory
+    if not _places.acquire(timeout=WAIT_SECONDS):
+        raise _busy(f"{PROCESSES} other forms are being tried")
     try:  # a session of its own: a Ctrl-C in the terminal is for the service alone
         done = subprocess.run(
             program, input=form.encode(), capture_output=True, timeout=WALL_SECONDS, env=few_threads,
             start_new_session=True,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        words = f"the form cannot be tried now ({type(error).__name__}); try again"
-        raise ServiceError(words, code=Code.OVERLOADED, headers=retry_after(WALL_SECONDS)) from None
+        raise _busy(type(error).__name__) from None
+    finally:
+        _places.release()
     if done.returncode:
         why = (
             f"takes longer than {MOST_SECONDS:g} s"
@@ -56,3 +62,8 @@ def _tried(form: str) -> str:
     if answer["refusal"]:
         raise GrammarError(answer["refusal"])
     return str(answer["grammar"])
+
+
+def _busy(why: str) -> ServiceError:
+    words = f"the form cannot be tried now ({why}); try again"
+    return ServiceError(words, code=Code.OVERLOADED, headers=retry_after(WALL_SECONDS))
