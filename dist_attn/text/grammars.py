@@ -173,8 +173,8 @@ class _Table:
         self.special_token_ids = sorted({*tokeniser.special_tokens.values(), *end_tokens})
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenise nothing: nothing is forced."""
-        raise NotImplementedError
+        """Refuse: llguidance tokenises what it forces, and nothing is forced (`WHOLE`)."""
+        raise RuntimeError(f"a grammar forced {text[:80]!r}")
 
 
 @final
