@@ -17,7 +17,7 @@ RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/measurements/performance.md")
 BEGIN, END = "<!-- targets: begin -->\n", "<!-- targets: end -->\n"
 # What no case of `dist-attn bench` measures.
-WITHOUT_COMMAND = {"gpu": "needs a GPU: `make gpu`"}
+WITHOUT_COMMAND = {"gpu": "`make gpu`"}
 
 
 def filed_results(folder: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from benchmarks.cases import CASES
 from benchmarks.filed import RESULTS
 from benchmarks.run import STUDIES as OF_TARGETS
 from benchmarks.setting import ROOT
+from benchmarks.targets import TARGETS
 from dist_attn_papers import filed
 from dist_attn_papers.__main__ import PROGRAMS, main
 from dist_attn_papers.studies import STUDIES
@@ -61,6 +62,11 @@ def test_the_list_says_what_each_asks(capsys: pytest.CaptureFixture[str]) -> Non
     groups = (CASES, OF_TARGETS, STUDIES, EXPERIMENTS, PROGRAMS)
     assert list(listed) == [name for group in groups for name in group]
     assert all(listed.values())
+
+
+def test_every_target_is_measured_by_name() -> None:
+    """A target's benchmark is a case, a study of the targets, one of the studies here, or `make gpu`."""
+    assert {target.benchmark for target in TARGETS} - {"gpu"} <= CASES.keys() | OF_TARGETS.keys() | STUDIES.keys()
 
 
 def test_every_name_has_tests_that_are_there() -> None:

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.cached_decoder import CachedDecoder
 from dist_attn.models import LanguageModel, ModelState
+from dist_attn_papers.studies.cached_decoder import CachedDecoder
 from dist_attn_papers.tables.decoding_arms import CachedArm, StateArm, model_settings, random_source
 from dist_attn_papers.tables.experiment import Budget, Done
 from dist_attn_papers.tables.rfa_decoding import ARMS, RFA_DECODING, SMOKE_SIZES, SOFTMAX, whole_seconds

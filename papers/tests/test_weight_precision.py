@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.decoding_forms import Sizes, StateForm, language_model
 from dist_attn.errors import ConfigError
 from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import weight_bytes, weight_precision_of
 from dist_attn.training.evaluation import score_tokens
 from dist_attn_papers.studies import weight_precision
+from dist_attn_papers.studies.decoding_forms import Sizes, StateForm, language_model
 from dist_attn_papers.studies.weight_precision import FLOAT32, FORMS, WHOLLY, bits_of_steps, form
 
 TINY = Sizes(width=32, layers=2, heads=2, mlp=64, vocabulary=64)

@@ -10,8 +10,25 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dist_attn.model_config.figures import FLOAT_BYTES, TokenFlops, Traffic, Weights, linear
-from dist_attn.model_config.mixer import register_mixer
-from dist_attn.model_config.mixers.convolutions import WholeSequenceConfig
+from dist_attn.model_config.mixer import MixerConfig, register_mixer
+
+
+class WholeSequenceConfig(MixerConfig):
+    """A mixer that takes a sequence whole and leaves no state."""
+
+    @property
+    def causal(self) -> bool:
+        """Return whether no token sees a later one."""
+        return False
+
+    @property
+    def streams(self) -> bool:
+        """Return False: there is no state to go on from."""
+        return False
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """No bytes: a later token could not go on from them."""
+        return 0
 
 
 class SgConvConfig(WholeSequenceConfig):

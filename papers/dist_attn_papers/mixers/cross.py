@@ -14,7 +14,7 @@ from dist_attn.mixers.all_keys import KernelOverAllKeys, SoftmaxOverAllKeys, bui
 from dist_attn.mixers.heads import RelativeRows, merge_heads, split_heads
 from dist_attn.ops import LinearState, LocalSequenceOps, RelativePositions, SequenceOps
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.relative_rows import sum_by_row
+from dist_attn.ops.softmax_attention.tiled import sum_by_row
 from dist_attn_papers.mixers.cross_config import CrossConfig
 from dist_attn_papers.mixers.scaleformer import ScaleformerOverAllKeys
 from dist_attn_papers.ops.taken_rows import take_by_row

@@ -9,8 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, state_zeros
-from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, WholeSequenceMixer, state_zeros
 from dist_attn.ops import SequenceOps
 from dist_attn_papers.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn_papers.mixers.state_space_configs import S4Config, S4DConfig

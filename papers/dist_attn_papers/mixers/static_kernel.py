@@ -5,11 +5,10 @@ from typing import final
 import torch
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, WholeSequenceMixer
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.kernel_attention import KernelMixer, KernelState
 from dist_attn.mixers.random_matrices import RandomMatrices
-from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import Denominator, FeatureMap, SequenceOps, linear_attention_step
 from dist_attn_papers.mixers.static_kernel_config import StaticKernelConfig
 

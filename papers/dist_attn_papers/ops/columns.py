@@ -10,6 +10,7 @@ Shape letters: B batch, L tokens here, D channels, C columns, N numbers at each 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -17,6 +18,8 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops.device import send
+from dist_attn.ops.documents import document_ranges
 from dist_attn.sharded.document_exchange import starts_inside
 
 
@@ -85,3 +88,28 @@ def apart(
     inside_BLD = inside(x1, documents=starts_inside(layout, comm.rank))
     first, last = across_BLD.split((parts[0], parts[2]), dim=1)
     return torch.cat([first, inside_BLD, last], dim=1)
+
+
+@lru_cache(maxsize=64)
+def documents_by_length(documents: tuple[int, ...], length: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Every length that occurs and where the documents of this length start."""
+    by_length: dict[int, list[int]] = {}
+    for start, stop in document_ranges(documents, length):
+        by_length.setdefault(stop - start, []).append(start)
+    return tuple((tokens, tuple(starts)) for tokens, starts in sorted(by_length.items()))
+
+
+def by_documents(
+    x_BLN: torch.Tensor, documents: tuple[int, ...], operation: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Apply an operation along dim 2 of [B, documents, tokens, N], to all documents of a length at a time.
+
+    Shapes: x [B, L, N] -> [B, L, N'], L >= 1.
+    """
+    done, order = [], []
+    for tokens, starts in documents_by_length(documents, x_BLN.shape[1]):
+        at_NT = torch.tensor(starts, device="cpu")[:, None] + torch.arange(tokens, device="cpu")
+        at_NT = send(at_NT, x_BLN.device)
+        done.append(operation(x_BLN[:, at_NT.flatten()].unflatten(1, (len(starts), tokens))).flatten(1, 2))
+        order.append(at_NT.flatten())
+    return torch.cat(done, dim=1)[:, torch.cat(order).argsort()]

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from dist_attn.errors import ShapeError
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.device import send
-from dist_attn.ops.documents import check_documents, chunk_blocks, documents_by_length
+from dist_attn.ops.documents import check_documents, chunk_blocks
 from dist_attn.ops.scan import MaybeTensors, StateOnly, Tensors, scan
 from dist_attn.ops.sequence_call import SequenceCall, local_form
 from dist_attn.sharded import Sharding, over_ranks
 from dist_attn.sharded.document_exchange import hear_from, ranks_heard
+from dist_attn_papers.ops.columns import documents_by_length
 from dist_attn_papers.ops.powers import scan_powers
 
 

@@ -16,10 +16,10 @@ from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.documents import by_documents, check_documents
+from dist_attn.ops.documents import check_documents
 from dist_attn.ops.sequence_call import SequenceCall, local_form
 from dist_attn.sharded import Sharding, over_ranks
-from dist_attn_papers.ops.columns import apart, column_cuts, columns_to_tokens, tokens_to_columns
+from dist_attn_papers.ops.columns import apart, by_documents, column_cuts, columns_to_tokens, tokens_to_columns
 
 
 def long_convolve(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from dist_attn.ops.relative_rows import sum_by_row
+from dist_attn.ops.softmax_attention.tiled import sum_by_row
 
 __all__ = ["take_by_row"]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dist_attn_service.search.passages import fused
 from numpy.typing import NDArray
 
 from benchmarks.measured import Measured, Panel, Table
@@ -19,6 +18,7 @@ from dist_attn.checkpoints import load_reader_and_tokeniser, resolve_model_folde
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.models import StreamingModel, TextEncoder
 from dist_attn.text import Tokeniser
+from dist_attn.text.ranking import fused
 from dist_attn_papers.retrieval.cases import CASES, Case
 from dist_attn_papers.retrieval.ranking import Floats, bm25, cosines, hits, interval, reciprocal_ranks, tf_idf
 

@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from dist_attn_service.search.passages import WordCounts
-from dist_attn_service.search.passages import bm25 as of_one_query
 from numpy.typing import NDArray
+
+from dist_attn.text.ranking import WordCounts
+from dist_attn.text.ranking import bm25 as of_one_query
 
 __all__ = ["Floats", "bm25", "cosines", "hits", "interval", "reciprocal_ranks", "tf_idf"]
 

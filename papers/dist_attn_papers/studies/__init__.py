@@ -1,16 +1,19 @@
-"""Studies beside the targets: forms of attention, what models that ship can do, how far lengths and ranks go."""
+"""Studies of whole models, services and peers; some of them have targets in `benchmarks.targets`."""
 
 from benchmarks.cases import Case
 from benchmarks.measured import Study, studies_of
 from dist_attn_papers.service import fairness
 from dist_attn_papers.studies import (
     attention_peers,
+    busy_ranks,
     chapter_retrieval,
+    decoding,
     encoder_speed,
     longest_softmax,
     peers_cpu,
     peers_cpu_long,
     perplexity_by_position,
+    prefill,
     scaling,
     weight_precision,
 )
@@ -21,12 +24,15 @@ STUDIES: dict[str, Case | Study] = (
     attention_peers.CASES
     | scaleformer_works.CASES
     | studies_of(
+        busy_ranks,
         chapter_retrieval,
+        decoding,
         encoder_speed,
         longest_softmax,
         peers_cpu,
         peers_cpu_long,
         perplexity_by_position,
+        prefill,
         scaling,
         fairness,
         weight_precision,

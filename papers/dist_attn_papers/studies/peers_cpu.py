@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoding_forms import StateForm
 from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.rank_passes import on_ranks
@@ -22,6 +21,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import GRAIN
 from dist_attn.models import CausalModel
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn_papers.studies.decoding_forms import StateForm
 from dist_attn_papers.studies.gguf_models import write_gguf
 from dist_attn_papers.studies.llama_cpp import LlamaCpp
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from benchmarks.decoding_forms import StateForm
 from benchmarks.measured import Found, Panel, Table
 from benchmarks.setting import ROOT
 from benchmarks.timing import RATES, interleaved, rate_works
@@ -19,6 +18,7 @@ from dist_attn.model_config.figures import SLOTS
 from dist_attn.models import CausalModel, hold_weights_as, weight_bytes
 from dist_attn.text import Tokeniser
 from dist_attn.training.evaluation import score_tokens
+from dist_attn_papers.studies.decoding_forms import StateForm
 from dist_attn_papers.tables.novels import FOLDER, TEST
 
 __all__ = ["FORMS", "NAME", "QUESTION", "TESTS", "bits_of_steps", "form", "measure", "scores"]

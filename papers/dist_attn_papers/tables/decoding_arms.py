@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cached_decoder import CachedDecoder
-from benchmarks.decoding_forms import PRECISIONS, Sizes
 from benchmarks.memory import peak_bytes
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
+from dist_attn_papers.studies.cached_decoder import CachedDecoder
+from dist_attn_papers.studies.decoding_forms import PRECISIONS, Sizes
 from dist_attn_papers.translation.config import EncoderDecoderConfig
 from dist_attn_papers.translation.model import DecoderState, EncoderDecoder
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
 from dist_attn.ops.device import send
+from dist_attn.shipped.folder_files import put_in_place
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.classification import cross_entropy
 from dist_attn.training.config import TrainingConfig
-from dist_attn.training.datasets.token_cache import Progress, nothing_shown, put_in_place
+from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.mesh import Share
 from dist_attn.training.task import Criterion, ModelTask, rows_to_read
 from dist_attn_papers.translation.beam_search import BeamSpec, translate

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.decoding_forms import Sizes, gpt2, language_model
 from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.timing import RATES, Roofline, interleaved, rate_works
 from dist_attn.models import LanguageModel
 from dist_attn.ops import LocalSequenceOps
+from dist_attn_papers.studies.decoding_forms import Sizes, gpt2, language_model
 
 __all__ = ["NAME", "QUESTION", "TESTS", "measure", "prefill_costs"]
 

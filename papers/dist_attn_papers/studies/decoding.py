@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.decoding_forms import CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
 from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.timing import RATES, Roofline, Times, interleaved, rate_works
+from dist_attn_papers.studies.decoding_forms import CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
 
 __all__ = ["NAME", "QUESTION", "TESTS", "forms", "measure", "ratios_of", "step_costs"]
 
@@ -17,7 +17,7 @@ QUESTION = (
     "layers, 512 wide, 8 heads of 64, MLP 2,048, vocabulary 32,768, 64 random vectors, greedy, random weights."
 )
 TESTS = (
-    "tests/benchmarks/test_decoding.py",
+    "papers/tests/test_decoding.py",
     "tests/ops/test_linear_attention.py",
     "tests/models/test_language_model.py",
 )

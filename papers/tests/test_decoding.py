@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from benchmarks.decoding import CACHED, EAGER, GPT2, forms, ratios_of, step_costs
-from benchmarks.decoding_forms import CachedForm, Gpt2Form, Sizes, StateForm, language_model
 from benchmarks.peers import absent
-from benchmarks.prefill import prefill_costs
 from benchmarks.targets import TARGETS
 from dist_attn.mixers import RandomFeatureConfig
+from dist_attn_papers.studies.decoding import CACHED, EAGER, GPT2, forms, ratios_of, step_costs
+from dist_attn_papers.studies.decoding_forms import CachedForm, Gpt2Form, Sizes, StateForm, language_model
+from dist_attn_papers.studies.prefill import prefill_costs
 
 TINY = Sizes(width=32, layers=2, heads=2, mlp=64, vocabulary=64)
 NO_TRANSFORMERS = bool(absent("transformers"))

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.cached_decoder import CachedDecoder
 from dist_attn.costs import LanguageModelCosts
 from dist_attn.generation.decode import prefill
 from dist_attn.models import CausalModel, LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
 from dist_attn.ops.state import steps_in_place
+from dist_attn_papers.studies.cached_decoder import CachedDecoder
 
 __all__ = ["PRECISIONS", "CachedForm", "Form", "Gpt2Form", "Sizes", "StateForm", "language_model"]
 

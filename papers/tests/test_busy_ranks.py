@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import busy_ranks
-from benchmarks.busy_ranks import Look, idle_share, measure
+from dist_attn_papers.studies import busy_ranks
+from dist_attn_papers.studies.busy_ranks import Look, idle_share, measure
 from tests.support.models import write_small_folder
 
 
