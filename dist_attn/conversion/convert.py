@@ -12,30 +12,32 @@ from torch import nn
 
 from dist_attn.checkpoints import save_model
 from dist_attn.conversion.bert import bert_config, bert_weights, read_sentence_encoder, transformer_folder
-from dist_attn.conversion.language_models import (
-    gpt2_config,
-    gpt2_weights,
-    gpt_neox_config,
-    gpt_neox_weights,
-    llama_config,
-    llama_weights,
-)
 from dist_attn.conversion.source import SourceConfig, SourceWeights, read_source_config, read_source_weights
 from dist_attn.errors import InputError, ModelFolderError
+from dist_attn.model_config.registry import Registry
 from dist_attn.models import LanguageModelConfig, TextEncoderConfig, build_model
+from dist_attn.shipped import OFFERED_CONVERSIONS, convertible_words
 from dist_attn.text import ForeignTokeniser, WordPieceTokeniser, read_foreign
 
-__all__ = ["Conversion", "convert_folder"]
+__all__ = ["CONVERSIONS", "Conversion", "convert_folder", "register_conversion"]
 
 ReadConfig = Callable[[SourceConfig], dict[str, Any]]
 ReadWeights = Callable[[SourceConfig, SourceWeights], dict[str, torch.Tensor]]
 
-ARCHITECTURES: dict[str, tuple[ReadConfig, ReadWeights]] = {
-    "bert": (bert_config, bert_weights),
-    "gpt2": (gpt2_config, gpt2_weights),
-    "gpt_neox": (gpt_neox_config, gpt_neox_weights),
-    "llama": (llama_config, llama_weights),
-}
+CONVERSIONS: Registry[tuple[ReadConfig, ReadWeights]] = Registry(OFFERED_CONVERSIONS, "conversion")
+
+
+def register_conversion(model_type: str, read_config: ReadConfig, read_weights: ReadWeights) -> None:
+    """Make known how folders of a `model_type` become ours: its config.json in our keys, its tensors by our names.
+
+    An installed package offers one by an entry point of the group `dist_attn.conversions`, named after the type.
+
+    Raises: ConfigError for a type that has one already.
+    """
+    CONVERSIONS.register([model_type], (read_config, read_weights), read_config.__module__)
+
+
+register_conversion("bert", bert_config, bert_weights)
 
 # Parts of kernel attention that softmax does not have: sigma begins at 1, and the random vectors are drawn by the seed.
 FRESH = (".sigma_H1K", ".w_HDK")
@@ -70,11 +72,9 @@ def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None
     inner = transformer_folder(folder)
     source = read_source_config(inner)
     architecture = source.values.get("model_type")
-    if architecture not in ARCHITECTURES:
-        raise ModelFolderError(
-            f"{source.path}: model_type is {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
-        )
-    read_config, read_weights = ARCHITECTURES[architecture]
+    if architecture not in CONVERSIONS.names():
+        raise ModelFolderError(f"{source.path}: model_type is {architecture!r}; supported are {convertible_words()}")
+    read_config, read_weights = CONVERSIONS.find(architecture)
     values, tokeniser = read_config(source), read_foreign(inner, streams=True)
     if architecture == "bert":
         values |= {"kind": "text_encoder", **read_sentence_encoder(folder, source), **_frame(inner, tokeniser)}

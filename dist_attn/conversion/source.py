@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.mixers import RotaryConfig
 from dist_attn.shipped.folder_files import find_json_object, read_json_object
 from dist_attn.shipped.stored_tensors import check_safetensors
 
@@ -69,34 +68,6 @@ class SourceConfig:
             supported = " or ".join(json.dumps(each) for each in allowed)
             raise ModelFolderError(f"{self.path}: {key} is {value!r}; supported is {supported}")
         return value
-
-    def rotary(
-        self, head_size: int, *, base_key: str, share_key: str | None = None, share: float = 1.0
-    ) -> RotaryConfig:
-        """Read plain rotary positions, from the keys of newer files (`rope_parameters`) or older ones.
-
-        Raises: ModelFolderError for positions that are scaled, or that turn an odd number of dimensions.
-        """
-        self.one_of("sliding_window", None)
-        scaling = self.values.get("rope_scaling") or {}
-        newer = self.values.get("rope_parameters") or {}
-        for rope in (scaling, newer):
-            kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-            if kind != "default":
-                raise ModelFolderError(
-                    f"{self.path}: rotary positions are scaled ({kind!r}); supported are plain ones, rope_scaling null"
-                )
-        at = SourceConfig(self.path, {**self.values, **newer})
-        base = at.real("rope_theta" if "rope_theta" in at.values else base_key, 10_000.0)
-        if share_key is not None:
-            share = at.real("partial_rotary_factor" if "partial_rotary_factor" in newer else share_key, share)
-        size = int(head_size * share)
-        if size < 2 or size % 2 or size > head_size:
-            raise ModelFolderError(
-                f"{self.path}: rotary positions turn {size} of {head_size} numbers per head; needed is an even number "
-                "of them"
-            )
-        return RotaryConfig(size=size, base=base)
 
 
 @final

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dist_attn.adapters.model import load_adapted_model
+from dist_attn.adapters.weights import current_blocks
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands import cli
 from dist_attn.conversion.gguf import convert_gguf
 from dist_attn.errors import InputError, ModelFolderError, StorageError
 from dist_attn.generation.text import generate_text
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops.decode_step import has_decode_step
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped import gguf_file, resolve_model_folder
 from dist_attn.shipped.generation_config import read_generation_defaults
+from dist_attn.shipped.stored_tensors import BLOCKS, read_stored_blocks
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.specs import SamplingSpec
 from tests.support import chat_templates
@@ -70,6 +74,56 @@ def test_logits_are_those_of_transformers_reading_the_same_file(kind: str, store
     assert want_BLV.std() > 0.1
     torch.testing.assert_close(alone_BLV, want_BLV, atol=1e-5, rtol=0)
     torch.testing.assert_close(spread_BLV, want_BLV, atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_positions_scaled_as_llama_3_has_them(tmp_path: Path) -> None:
+    """Divisors of frequencies become the numbers they are made of, and the logits those of that folder; others not."""
+    base, periods_K = 500_000.0, 2 * np.pi * 500_000.0 ** (np.arange(0, 8, 2) / 8)
+    smooth_K = np.clip((8192 / periods_K - 1) / 3, 0, 1)
+    divisors_K = 1 / ((1 - smooth_K) / 32 + smooth_K)
+    file = write_gguf(tmp_path / "llama.gguf", "llama", divisors=divisors_K)
+    convert_gguf(file, tmp_path / "made")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made").eval()
+    frequencies_K = model.model.rotary_emb.inv_freq.numpy()
+    np.testing.assert_allclose(frequencies_K, base ** (-np.arange(0, 8, 2) / 8) / divisors_K, rtol=1e-5)
+    tokens_BL = torch.arange(40)[None]
+    ours = load_adapted_model(tmp_path / "made")
+    torch.testing.assert_close(ours.readout(ours.hidden(tokens_BL)[0]), model(tokens_BL).logits, atol=1e-5, rtol=0)
+    with pytest.raises(ModelFolderError, match="scaled otherwise than Llama 3's"):
+        convert_gguf(write_gguf(tmp_path / "other.gguf", "llama", divisors=divisors_K + 0.5), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("qwen3", "Q4_1"), ("qwen3", "Q4_0"), ("qwen3", "Q8_0"), ("llama", "Q4_1")]
+)
+@torch.inference_mode()
+def test_steps_read_blocks_as_they_are_stored(kind: str, stored: str, tmp_path: Path) -> None:
+    """Of every matrix, also where transformers has its rows in another order; numbers have the bits of float32."""
+    _, folder = made(kind, stored)
+    plain, drawn = copytree(folder, tmp_path / "plain"), list[torch.Tensor]()
+    (plain / BLOCKS).unlink()
+    assert {key.split()[0] for key in read_stored_blocks(folder)} == {stored} and not read_stored_blocks(plain)
+    for place in (folder, plain):
+        model = load_adapted_model(place)
+        matrices = [module for module in model.inner.modules() if type(module) is torch.nn.Linear]
+        assert [current_blocks(module) is not None for module in matrices] == [place == folder] * len(matrices)
+        assert kind == "llama" or (model._fused is not None) == has_decode_step()  # whose heads have 8 numbers
+        logits_BV, state = model.step(torch.tensor([5]), model.hidden(torch.arange(9)[None])[1])
+        drawn += [logits_BV, model.step(torch.tensor([7]), state)[0]]
+        matrices[0].weight = torch.nn.Parameter(2 * matrices[0].weight, requires_grad=False)
+        assert current_blocks(matrices[0]) is None
+    assert torch.equal(torch.stack(drawn[:2]), torch.stack(drawn[2:]))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "another model's"])
+def test_blocks_that_are_not_the_model_s_are_refused(damage: str, tmp_path: Path) -> None:
+    """Before anything is computed with them."""
+    folder = copytree(made("qwen3", "Q4_0")[1], tmp_path / "model")
+    blocks, other = folder / BLOCKS, made("llama", "Q4_1")[1] / BLOCKS
+    blocks.write_bytes(blocks.read_bytes()[:-1] if damage == "cut short" else other.read_bytes())
+    with pytest.raises(ModelFolderError, match=f"{BLOCKS}.* again"):
+        load_adapted_model(folder)
 
 
 def test_ends_chat_and_drawing_are_the_file_s(tmp_path: Path) -> None:
