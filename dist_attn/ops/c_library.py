@@ -81,9 +81,11 @@ def _library_in(folder: Path, source: Path) -> ctypes.CDLL:
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise NoLibraryError(f"there is no C compiler ({', '.join(COMPILERS)}) to compile the kernels with")
-    command = [compiler, *FLAGS, _for_this_processor(), str(source), *_torch_threads(), "-lm"]
+    options, libraries = [compiler, *FLAGS, _for_this_processor()], [*_torch_threads(), "-lm"]
+    command = [*options, str(source), *libraries]
     texts = sorted(file for file in source.parent.iterdir() if file.suffix in (".c", ".h"))
-    made_of = (*command, _version(compiler), _processor(), *(file.read_text() for file in texts))
+    # Wherever the source lies: other copies of the package find what was compiled for one.
+    made_of = (*options, *libraries, _version(compiler), _processor(), *(file.read_text() for file in texts))
     library = folder / f"{source.stem}-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:20]}.so"
     if _is_whole(library):
         try:

@@ -4,7 +4,7 @@ Starts are rising positions. Tokens before the first start continue the document
 `()` is one unbroken sequence and `(0,)` a sequence that begins a document of its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,7 +20,6 @@ from dist_attn.ops.sequence_call import SequenceCall, local_form
 __all__ = [
     "DocumentPlaces",
     "SumCall",
-    "by_documents",
     "chunk_blocks",
     "check_documents",
     "document_groups",
@@ -29,7 +28,6 @@ __all__ = [
     "document_ranges",
     "document_runs",
     "document_starts",
-    "documents_by_length",
     "places_of_all",
     "same_document",
     "split_tokens",
@@ -191,31 +189,6 @@ def document_runs(
         groups.append((start - begin, stop - begin))
         runs.append((begin, stop, groups))
     return tuple((start, stop, tuple(groups)) for start, stop, groups in runs)
-
-
-@lru_cache(maxsize=64)
-def documents_by_length(documents: tuple[int, ...], length: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Every length that occurs and where the documents of this length start."""
-    by_length: dict[int, list[int]] = {}
-    for start, stop in document_ranges(documents, length):
-        by_length.setdefault(stop - start, []).append(start)
-    return tuple((tokens, tuple(starts)) for tokens, starts in sorted(by_length.items()))
-
-
-def by_documents(
-    x_BLN: torch.Tensor, documents: tuple[int, ...], operation: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Apply an operation along dim 2 of [B, documents, tokens, N], to all documents of a length at a time.
-
-    Shapes: x [B, L, N] -> [B, L, N'], L >= 1.
-    """
-    done, order = [], []
-    for tokens, starts in documents_by_length(documents, x_BLN.shape[1]):
-        at_NT = torch.tensor(starts, device="cpu")[:, None] + torch.arange(tokens, device="cpu")
-        at_NT = send(at_NT, x_BLN.device)
-        done.append(operation(x_BLN[:, at_NT.flatten()].unflatten(1, (len(starts), tokens))).flatten(1, 2))
-        order.append(at_NT.flatten())
-    return torch.cat(done, dim=1)[:, torch.cat(order).argsort()]
 
 
 def split_tokens(

@@ -5,7 +5,6 @@ out (`ops.trial`). Captured steps are taken where they ran right, kernels in the
 flash-linear-attention's for linear attention where they were right and faster.
 """
 
-import os
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 import torch
 
 from dist_attn.ops.kernel_target import kernel_target
+from dist_attn.shipped.folder_files import put_in_place
 
 FILE = Path(__file__).with_name("gpu_record.json")
 
@@ -108,9 +108,7 @@ def keep_record(name: str, found: GpuRecord, file: Path = FILE) -> None:
     _records.cache_clear()
     records = dict(_records(file))
     records[name] = records[name].updated(found) if name in records else found
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode(records, order="sorted"), indent=1) + b"\n")
-    beside.replace(file)
+    put_in_place(file, msgspec.json.format(msgspec.json.encode(records, order="sorted"), indent=1) + b"\n")
     _records.cache_clear()
 
 

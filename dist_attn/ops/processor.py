@@ -1,4 +1,4 @@
-"""Two things that a CPU is slow at: denormal numbers, and first touching memory page by page.
+"""Denormal numbers and memory on CPUs, which are slow at both: at first touching pages, and at giving them back.
 
 Gates make such numbers, and a CPU takes many times as long over them. By pages of 4 kB, first touching a big tensor
 takes as long as the work that fills it: on Linux with 67 MB, 23 ms to fill newly allocated memory, 5 ms by large pages.
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 
 import torch
+
+LARGE = 1 << 20  # bytes of a tensor from which on the gaps that others leave are closed
 
 
 @contextlib.contextmanager
@@ -47,6 +49,17 @@ def on_large_pages(x: torch.Tensor) -> torch.Tensor:
         # Only a wish: what comes back does not matter.
         _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
     return x
+
+
+def give_back_freed(x: torch.Tensor) -> None:
+    """Give the system back the memory of freed tensors under 32 MiB, which glibc keeps on its heap.
+
+    Nothing happens where x is small, or not on a CPU: closing gaps then costs more than they do. Aligned memory is
+    asked for with room to spare, so that a gap is too small for a tensor of its size: layers that were computed again
+    at 8,192 tokens left 200 MiB of gaps each.
+    """
+    if x.device.type == "cpu" and x.nbytes > LARGE and hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(ctypes.c_size_t(0))
 
 
 _libc = ctypes.CDLL(None)

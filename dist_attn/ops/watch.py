@@ -79,11 +79,6 @@ class Watch:
         told = {n: tuple(islice(numbers, len(guarded_H))) for n, guarded_H in self._guarded.items()}
         return tuple(told.get(n, ()) for n in range(max(told, default=-1) + 1))
 
-    @property
-    def guarded_share(self) -> float | None:
-        """Guarded denominators of all; None where nothing was divided."""
-        return sum(map(sum, self.guarded)) / self.denominators if self.denominators else None
-
     def clear(self) -> None:
         """Begin at nothing."""
         self.denominators = 0

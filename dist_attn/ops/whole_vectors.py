@@ -1,8 +1,11 @@
-"""Functions of a decode step by whole vectors, so that a row has the same bits in whichever slot of a batch it lies.
+"""Modes of torch in which a row has the same bits whatever lies beside it: in whichever slot of a batch, however cut.
 
 On a processor torch's elementwise loops take two vectors of numbers at a time, and what is left over at the end, of
 [8, 6] some of the last rows, one by one by other formulas with other roundings. MKL's products of few outputs do the
-same to inputs that fill no vector.
+same to inputs that fill no vector. `WholeVectors` fills them up, for decode steps.
+
+A matrix product of 512 rows and one of 2,048 rows may round the same row differently. In blocks of one size, anchored
+at the first token (`RowBlocks`), a row has the same bits wherever a sequence is cut between blocks.
 """
 
 import math
@@ -13,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WholeVectors"]
+from dist_attn.ops.linear_attention.attention import chunk_ranges
+
+__all__ = ["RowBlocks", "WholeVectors"]
 
 WHOLE_BYTES = 128
 """Two vectors of AVX-512; those of AVX2 are half as long."""
@@ -94,3 +99,25 @@ def _leaves_over(x: torch.Tensor) -> bool:
     if x.dim() > 1 and x[0].is_contiguous() and not x.is_contiguous():  # then each row has an end of its own
         return any(share % x[0].numel() % at_once for share in shares)
     return any(number % at_once for number in (count, *shares))
+
+
+class RowBlocks(TorchFunctionMode):
+    """Within it, `F.linear` of [..., L, D] takes chunks of tokens one after the other.
+
+    For everything else a model does to tokens one by one (norms, activations, embeddings) a row's bits do not depend on
+    the other rows anyway.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.linear or args[0].dim() < 2:
+            return func(*args, **kwargs)
+        x, *rest = args
+        parts = [func(x[..., a:b, :].contiguous(), *rest, **kwargs) for a, b in chunk_ranges(x.shape[-2])]
+        return torch.cat(parts, dim=-2) if parts else func(x, *rest, **kwargs)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_attn.ops.assembler import packaged_assembler, use_newest_assembler
+from dist_attn.ops.kernel_target import packaged_assembler, use_newest_assembler
 
 
 def install(site: Path, version: str) -> Path:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -64,10 +65,12 @@ def program(folder: Path, text: str, name: str = "cc") -> None:
 
 @needs_kernels
 def test_what_was_compiled_is_kept_and_found_again(source, compiled, tmp_path):
-    """The second process does not compile, a changed header does; only the user may write to the folder."""
+    """A second process and a copy of the source do not compile, a changed header does; only the user may write."""
     assert load_library(source).answer() == 42
     c_library._loaded.cache_clear()
     assert load_library(source).answer() == 42
+    c_library._loaded.cache_clear()
+    assert load_library(shutil.copytree(source.parent, tmp_path / "copy") / source.name).answer() == 42
     assert len(compiled) == 1
     (library,) = kept(tmp_path)
     assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700

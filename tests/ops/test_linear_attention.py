@@ -136,7 +136,7 @@ def test_chunks_of_a_block_may_be_scanned_at_once(gate, scale):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_step_in_place_has_the_same_bits(gated):
-    """Where the state may be written over it is, with the bits of a step that leaves it; not where gradients are on."""
+    """Inside `steps_in_place`, and there without gradients alone, the state is written over; the bits do not change."""
     inputs = Inputs.random(1, 1, gate=gated, scale=gated, state=True)
     args, kwargs = inputs.arguments()
     gates = {f"{name}_BH": kwargs[f"{name}_BHS"][:, :, 0] for name in ("log_gate", "key_scale") if gated}
@@ -156,6 +156,8 @@ def test_a_step_in_place_has_the_same_bits(gated):
     assert now.s_BHMV is state.s_BHMV
     assert torch.equal(out, want)
     assert all(torch.equal(a, b) for a, b in zip(now.tensors(), after.tensors(), strict=True))
+    with torch.no_grad():
+        assert step(state)[1].s_BHMV is not state.s_BHMV
 
 
 @pytest.mark.parametrize("queries", [1, 3])

@@ -1,13 +1,15 @@
 """Exact softmax attention: the fused form against the oracle and the golden vectors."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks.memory import TrackedMemory
 from dist_attn.errors import ShapeError
-from dist_attn.ops import KeyValueCache, softmax_attention
-from dist_attn.ops.softmax_attention import softmax_attention_naive
-from dist_attn.ops.softmax_attention.attention import for_kernel
+from dist_attn.ops import KeyValueCache, SoftmaxOptions, softmax_attention, softmax_attention_streaming
+from dist_attn.ops.softmax_attention import SoftmaxCall, softmax_attention_naive
+from dist_attn.ops.softmax_attention.attention import attend_after, for_kernel
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 
@@ -142,3 +144,19 @@ def test_caches_with_room_are_values(first: int) -> None:
     assert torch.equal(cache.k_BGSK, numbers[:, :, :140]) and torch.equal(cache.v_BGSV, -numbers[:, :, :140])
     appended = cache.with_token(numbers[:, :, 140:141], numbers[:, :, 140:141])  # with gradients: a copy
     assert appended.room is None and appended.tokens == 141
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.4, "sinks_H": torch.arange(4.0)}, {"window": 31}, {"window": 30}])
+@torch.inference_mode()
+def test_tokens_after_a_cache_see_it_and_themselves(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """By torch's fused kernel where no key is out of the window, and by tiles where one is."""
+    q, k, v = (torch.randn(2, heads, 31, 16, dtype=dtype) for heads in (4, 2, 2))
+    cache = KeyValueCache(k[:, :, :20], v[:, :, :20])
+    new, given = [t[:, :, 20:] for t in (q, k, v)], SoftmaxOptions(**options)
+    out_BHLV, after = softmax_attention_streaming(*new, cache, options=given)
+    fused = attend_after(SoftmaxCall(*new, True, given), cache.k_BGSK, cache.v_BGSV)
+    assert (fused is None) == (options.get("window") == 30)
+    want_BHLV = softmax_attention_naive(q.float(), k.float(), v.float(), causal=True, **options)
+    assert_close(out_BHLV, want_BHLV[:, :, 20:].to(dtype))
+    assert after.tokens == 31

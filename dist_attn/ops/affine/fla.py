@@ -25,9 +25,9 @@ from dist_attn.ops.affine.call import AffineCall, AffineTensors, Read
 from dist_attn.ops.affine.implementation import fla_operation
 from dist_attn.ops.affine.state import AffineState
 from dist_attn.ops.affine.streaming import stream_recurrence
-from dist_attn.ops.assembler import use_newest_assembler
 from dist_attn.ops.device import without_autocast
 from dist_attn.ops.kernel_operation import KernelOperation, Tensors, gradients_again, present
+from dist_attn.ops.kernel_target import use_newest_assembler
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.fla import run_kernels
 

@@ -6,6 +6,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -129,4 +132,30 @@ INLINE vec exponential(vec x) {
     vec p = ((((r * 0.00139504790f + 0.00836888230f) * r + 0.0416662060f) * r + 0.166665189f) * r + 0.500000010f) * (r * r) + (r + 1.0f);
     ints power = ((ints)shifted << 23) + (127 << 23);
     return choose(x < -87.3f, all(0.0f), p * (vec)power);
+}
+
+/* Numbers below 1e-38, which decaying states are full of, count as 0 while a thread works here: they are slow. */
+INLINE uint64_t flush_denormals(void) {
+#if defined(__x86_64__)
+    uint32_t before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    return before;
+#elif defined(__aarch64__)
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before | (1 << 24)));
+    return before;
+#else
+    return 0;
+#endif
+}
+
+INLINE void restore_denormals(uint64_t before) {
+#if defined(__x86_64__)
+    _mm_setcsr((uint32_t)before);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(before));
+#else
+    (void)before;
+#endif
 }

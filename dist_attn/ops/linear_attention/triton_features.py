@@ -21,7 +21,7 @@ All sums are float32.
 import triton
 import triton.language as tl
 
-from dist_attn.ops.assembler import use_newest_assembler
+from dist_attn.ops.kernel_target import use_newest_assembler
 
 use_newest_assembler()  # before a kernel is compiled
 

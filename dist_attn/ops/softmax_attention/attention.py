@@ -22,7 +22,7 @@ from dist_attn.ops.documents import (
 from dist_attn.ops.linear_attention.call import check_prefix
 from dist_attn.ops.sequence_call import local_form
 from dist_attn.ops.softmax_attention.call import QueryPlacement, RelativePositions, SoftmaxCall, SoftmaxOptions
-from dist_attn.ops.softmax_attention.tiled import attend_partially, with_sinks
+from dist_attn.ops.softmax_attention.tiled import attend_partially, merge_partials, with_sinks
 
 # On CPUs torch's fused kernel goes backward through short half-precision sequences up to 10 times more slowly than
 # through the same in float32: 190 against 21 ms at 128 x 8 heads of 16 tokens; even at about 200 tokens.
@@ -197,6 +197,27 @@ def _fused_of_unequal(call: SoftmaxCall) -> torch.Tensor:
         q, k, v = call.qkv
         parts.append(_fused(replace(call.with_qkv(q[:, :, shared:], k, v), causal=False)))
     return torch.cat(parts, dim=2)
+
+
+def attend_after(call: SoftmaxCall, k_BGPK: torch.Tensor, v_BGPV: torch.Tensor) -> torch.Tensor | None:
+    """Causal attention of tokens in order that see P keys before them too, by torch's fused kernel for CPUs.
+
+    Once over the keys before them and once over their own; None for what that kernel does not compute. Tiles
+    were three quarters of the time that a prompt of 2,048 tokens took (9 heads of 64, 30 layers, bfloat16).
+    """
+    options, tensors = call.options, (*call.qkv, k_BGPK, v_BGPV)
+    narrow = options.window is not None and options.window < call.keys + k_BGPK.shape[2]
+    if narrow or options.softcap is not None or options.relative is not None or not call.causal:
+        return None
+    plain = {(t.device.type, t.dtype, t.shape[3]) for t in tensors} == {("cpu", call.q_BHLK.dtype, tensors[0].shape[3])}
+    halves = call.q_BHLK.dtype in (torch.float32, torch.bfloat16)
+    if not plain or not halves or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=call.score_scale)
+    q, k, v = call.qkv
+    parts = kernel(q, k_BGPK, v_BGPV), kernel(q, k, v, is_causal=True)
+    merged = merge_partials([out.float() for out, _ in parts], [lse for _, lse in parts])
+    return with_sinks(merged, options.sinks_H).to(v.dtype)
 
 
 def for_kernel(

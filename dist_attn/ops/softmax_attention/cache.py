@@ -12,7 +12,7 @@ import torch
 from dist_attn.errors import InputError
 from dist_attn.ops.documents import check_documents, document_numbers
 from dist_attn.ops.sequence_call import SequenceCall, local_form
-from dist_attn.ops.softmax_attention.attention import attend_documents, attend_exactly
+from dist_attn.ops.softmax_attention.attention import attend_after, attend_documents, attend_exactly
 from dist_attn.ops.softmax_attention.call import PLAIN, QueryPlacement, SoftmaxCall, SoftmaxOptions
 
 
@@ -25,9 +25,10 @@ class _Room:
     first: int
     taken: int
 
-    def takes(self, token: int, k_BG1K: torch.Tensor) -> bool:
-        """Return whether token number `token` comes next and its key and value may be written here."""
-        fits = self.taken == token < self.first + self.k_BGRK.shape[2] and self.k_BGRK.dtype == k_BG1K.dtype
+    def takes(self, token: int, k_BGLK: torch.Tensor) -> bool:
+        """Return whether tokens from number `token` on come next and their keys and values may be written here."""
+        end = self.first + self.k_BGRK.shape[2]
+        fits = self.taken == token <= end - k_BGLK.shape[2] and self.k_BGRK.dtype == k_BGLK.dtype
         return fits and (torch.is_inference_mode_enabled() or not self.k_BGRK.is_inference())
 
 
@@ -76,28 +77,34 @@ class KeyValueCache:
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.appended(k_BG1K, v_BG1V)
-        at, room = self.tokens, self.room
-        if room is None or not room.takes(at, k_BG1K):
-            room = self._with_room(k_BG1K, v_BG1V)
-        slot = at - room.first
-        room.k_BGRK[:, :, slot : slot + 1] = k_BG1K
-        room.v_BGRV[:, :, slot : slot + 1] = v_BG1V
-        room.taken = at + 1
-        kept = slice(self.dropped - room.first, slot + 1)
-        return replace(self, k_BGSK=room.k_BGRK[:, :, kept], v_BGSV=room.v_BGRV[:, :, kept], room=room)
+        after = self.with_places(k_BG1K, v_BG1V)
+        after.k_BGSK[:, :, -1:] = k_BG1K
+        after.v_BGSV[:, :, -1:] = v_BG1V
+        return after
 
-    def _with_room(self, k_BG1K: torch.Tensor, v_BG1V: torch.Tensor) -> _Room:
-        """A copy with room for one token more at least, in the types of that one.
+    def with_places(self, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor) -> "KeyValueCache":
+        """`with_token` of such tokens, whose keys and values are yet to be written into the last places."""
+        at, room = self.tokens, self.room
+        if room is None or not room.takes(at, k_BGLK):
+            room = self._with_room(k_BGLK, v_BGLV)
+        room.taken = at + k_BGLK.shape[2]
+        first = self.dropped - room.first
+        k_BGSK = room.k_BGRK.narrow(2, first, room.taken - self.dropped)
+        v_BGSV = room.v_BGRV.narrow(2, first, room.taken - self.dropped)
+        return KeyValueCache(k_BGSK, v_BGSV, self.blocks, self.dropped, room)
+
+    def _with_room(self, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor) -> _Room:
+        """A copy with room for so many tokens more at least, in the types of those.
 
         Rooms end at multiples of a unit and begin where those do that were made as the last one ended: a cache that
         was stored in the middle of a room gets the same.
         """
-        at, kept = self.tokens, self.k_BGSK.shape[2]
-        unit = max(64, 1 << max(0, (kept + 1).bit_length() - 3))
-        first, end = max(0, self.dropped - at % unit), (at // unit + 1) * unit
+        at, kept, more = self.tokens, self.k_BGSK.shape[2], k_BGLK.shape[2]
+        unit = max(64, 1 << max(0, (kept + more).bit_length() - 3))
+        first, end = max(0, self.dropped - at % unit), ((at + more - 1) // unit + 1) * unit
         k_BGRK, v_BGRV = (
             like.new_empty((*x.shape[:2], end - first, x.shape[3]))
-            for x, like in ((self.k_BGSK, k_BG1K), (self.v_BGSV, v_BG1V))
+            for x, like in ((self.k_BGSK, k_BGLK), (self.v_BGSV, v_BGLV))
         )
         k_BGRK[:, :, self.dropped - first : at - first] = self.k_BGSK
         v_BGRV[:, :, self.dropped - first : at - first] = self.v_BGSV
@@ -208,8 +215,11 @@ def attend_onward(
         return _attend_one_token(call, cache)
     past, after = cache.tokens, cache.appended(*call.qkv[1:])
     if past:
-        placement = streaming_placement(past, call.queries, documents, cache.dropped)
-        out_BHLV = attend_exactly(call.over(after.k_BGSK, after.v_BGSV, placement))
+        found = None if documents or not cache.k_BGSK.shape[2] else attend_after(call, cache.k_BGSK, cache.v_BGSV)
+        if found is None:
+            placement = streaming_placement(past, call.queries, documents, cache.dropped)
+            found = attend_exactly(call.over(after.k_BGSK, after.v_BGSV, placement))
+        out_BHLV = found
     elif documents:
         out_BHLV = attend_documents(call, documents)
     else:

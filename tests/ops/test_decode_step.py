@@ -1,0 +1,212 @@
+"""Operations of a decode step in C are those of their definitions, and no row of them knows of the others."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dist_attn.ops import KeyValueCache
+from dist_attn.ops.affine import AffineState
+from dist_attn.ops.affine.recurrence import affine_recurrence_naive, gated_delta_rule_naive
+from dist_attn.ops.convolution import convolve_naive
+from dist_attn.ops.decode_step import (
+    ADD,
+    BLOCKS,
+    Attention,
+    Convolution,
+    DecodeStep,
+    HeadRecurrence,
+    Operation,
+    Product,
+    WeightMatrix,
+    has_decode_step,
+    takes,
+)  # fmt: skip
+from dist_attn.ops.state import steps_in_place
+from tests.support.closeness import assert_close
+
+pytestmark = pytest.mark.skipif(not has_decode_step(), reason="no C compiler, or a processor without vectors")
+INPUTS, OUTPUTS, HEADS, GROUPS, SIZE = 256, 80, 6, 2, 32
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where the numbers in float16 of a block begin."""
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def stored(form: str, out: int) -> tuple[WeightMatrix, torch.Tensor]:
+    """Weights in this form, with a bias, and what they stand for, [O, I]."""
+    w_OI, bias_O = random(OUTPUTS, INPUTS), random(OUTPUTS)
+    if form == "int8":
+        q_OI, scale_O = w_OI.mul(30).to(torch.int8), (random(OUTPUTS) / 100).bfloat16()
+        return WeightMatrix(q_OI, out, bias_O, scale_O), q_OI * scale_O[:, None].float()
+    if form in BLOCKS:
+        quants = pytest.importorskip("gguf.quants", reason="needs pip install gguf")
+        kind = pytest.importorskip("gguf", reason="needs pip install gguf").GGMLQuantizationType[form]
+        if form in SCALES:  # no library of Python makes these: any bytes do, with small scales
+            blocks = random(OUTPUTS, BLOCKS[form][1]).mul(99).to(torch.int8).view(torch.uint8).numpy()
+            for at in SCALES[form]:
+                blocks[:, at : at + 2] = (random(OUTPUTS, 1) / 100).half().view(torch.uint8).numpy()
+        else:
+            blocks = quants.quantize(w_OI.numpy(), kind)
+        return WeightMatrix(torch.from_numpy(blocks), out, bias_O, form=form), torch.from_numpy(
+            quants.dequantize(blocks, kind)
+        )
+    w_OI = w_OI.to(getattr(torch, form))
+    return WeightMatrix(w_OI, out, bias_O), w_OI.float()
+
+
+def run(operations: list[Operation], x_NW: torch.Tensor, width: int) -> torch.Tensor:
+    """The working memory behind them, without attention."""
+    assert takes(operations)
+    return DecodeStep(operations, width, 0, torch.float32).run(x_NW, [], (torch.empty(0), torch.empty(0)))[0]
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", *BLOCKS])
+def test_products_are_those_of_weights_as_they_are_stored(form: str, threads: int) -> None:
+    """Behind a norm, stored, added and gated; of any number of rows with the bits that each has alone."""
+    (first, w_OI), norm_I, x_NI = stored(form, INPUTS), random(INPUTS), random(21, INPUTS)
+    second, bias_O = WeightMatrix(first.weight, INPUTS + OUTPUTS, None, first.scale, first.form), random(OUTPUTS)
+    width = INPUTS + 2 * OUTPUTS
+    normed_NI = x_NI * (x_NI.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm_I
+    for then, want in (
+        (0, normed_NI @ w_OI.T + bias_O),
+        (ADD, normed_NI @ w_OI.T + bias_O + 1),
+        (2, torch.nn.functional.silu(normed_NI @ w_OI.T + bias_O) * (normed_NI @ w_OI.T)),
+        (3, torch.nn.functional.gelu(normed_NI @ w_OI.T + bias_O, approximate="tanh") * (normed_NI @ w_OI.T)),
+    ):
+        x_NW = torch.cat([x_NI, torch.ones(21, 2 * OUTPUTS)], 1)
+        matrices = (first,) if then == ADD else (first, second)
+        operations: list[Operation] = [Product(0, INPUTS, matrices, norm_I, 1e-5, then)]
+        got_NW = run(operations, x_NW, width)
+        if form in BLOCKS:  # to the bit
+            plain = tuple(WeightMatrix(w_OI, matrix.out, matrix.bias) for matrix in matrices)
+            assert torch.equal(got_NW, run([Product(0, INPUTS, plain, norm_I, 1e-5, then)], x_NW, width))
+        assert_close(got_NW[:, INPUTS : INPUTS + OUTPUTS], want)
+        for rows in (1, 2, 3, 5, 8, 12):
+            assert torch.equal(run(operations, x_NW[:rows], width), got_NW[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_its_definition(dtype: torch.dtype, threads: int) -> None:
+    """Of rows with any numbers of keys, or of no sequence; its norms and turns before, and the token kept."""
+    norms, x_NW = (random(SIZE), 2 + random(SIZE)), random(4, (2 * HEADS + 2 * GROUPS) * SIZE)
+    key, value, out = HEADS * SIZE, (HEADS + GROUPS) * SIZE, (HEADS + 2 * GROUPS) * SIZE
+    attention = Attention(0, key, value, out, HEADS, GROUPS, SIZE, SIZE, 0.3, norms, 1e-5)
+    assert takes([attention])
+    past = [
+        (random(1, GROUPS, n, SIZE).to(dtype), random(1, GROUPS, n + 1, SIZE)[:, :, 1:].to(dtype)) for n in (0, 5, 99)
+    ]
+    angles_NR = random(4, SIZE // 2).repeat(1, 2)
+    turns = (angles_NR.cos(), angles_NR.sin())
+    step = DecodeStep([attention], x_NW.shape[1], SIZE, dtype)
+    with torch.inference_mode():
+        got_NW, [after] = step.run(x_NW, [[KeyValueCache(k, v) for k, v in past] + [None]], turns)
+        for row, (k, v) in enumerate(past):
+            alone_1W, _ = step.run(x_NW[row : row + 1], [[KeyValueCache(k, v)]], tuple(t[row : row + 1] for t in turns))
+            assert torch.equal(alone_1W[0], got_NW[row])
+    for row, (k, v) in enumerate(past):
+        q, new_k = (_placed(x_NW[row, begin:end], norm, *(t[row] for t in turns)) for begin, end, norm in (
+            (0, key, norms[0]), (key, value, norms[1])))  # fmt: skip
+        k = torch.cat([k, new_k[None, :, None].to(dtype)], 2)
+        v = torch.cat([v, x_NW[row, value:out].view(1, GROUPS, 1, SIZE).to(dtype)], 2)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q[None, :, None], k.float(), v.float(), scale=0.3, enable_gqa=True
+        )
+        assert_close(got_NW[row, out:], want.flatten())
+        kept = after[row]
+        assert kept is not None
+        assert_close(kept.k_BGSK, k)
+        assert torch.equal(kept.v_BGSV, v)
+    assert not got_NW[3, out:].any() and after[3] is None
+
+
+def _placed(x: torch.Tensor, norm: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    x_HK = x.view(-1, SIZE)
+    x_HK = x_HK * (x_HK.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm
+    first, second = x_HK.chunk(2, 1)
+    return x_HK * cosine + torch.cat([-second, first], 1) * sine
+
+
+def stepped(operation: Operation, x_NW: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Working memory and states behind a step, a row each: of rows that have the same bits alone and in place."""
+    assert takes([operation])
+    step, nothing = DecodeStep([operation], x_NW.shape[1], 0, dtype), (torch.empty(0), torch.empty(0))
+    with torch.inference_mode():
+        memory_NW, [after] = step.run(x_NW, [before], nothing)
+        for row in range(len(x_NW)):
+            alone_1W, [own] = step.run(x_NW[row : row + 1], [before[row : row + 1]], nothing)
+            assert torch.equal(alone_1W[0], memory_NW[row]) and torch.equal(own[0], after[row])
+        with steps_in_place():
+            again_NW, [written] = step.run(x_NW, [place := before.clone()], nothing)
+        assert torch.equal(again_NW, memory_NW) and torch.equal(place, after) and written.data_ptr() == place.data_ptr()
+    return torch.cat([memory_NW, after.flatten(1).float()], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("taps", [1, 4])
+def test_convolution_is_that_of_its_definition(taps: int, dtype: torch.dtype, threads: int) -> None:
+    """Over channels in any order, with inputs that are kept as they enter."""
+    channels = 300
+    x_NW, w_TC, bias_C = random(3, 2 * channels), random(taps, channels), random(channels)
+    tail_NTC, columns_C = random(3, taps - 1, channels).to(dtype), torch.randperm(channels)
+    got_NX = stepped(Convolution(columns_C, channels, w_TC, bias_C), x_NW, tail_NTC, dtype)
+    inputs_NTC = torch.cat([tail_NTC, x_NW[:, None, columns_C].to(dtype)], 1).float()
+    want_NC = torch.nn.functional.silu(convolve_naive(inputs_NTC, w_TC.flip(0))[:, -1] + bias_C)
+    assert_close(got_NX[:, channels:], torch.cat([want_NC, inputs_NTC[:, 1:].flatten(1)], 1))
+
+
+@pytest.mark.parametrize(("size", "values", "delta"), [(24, 40, False), (16, 200, False), (48, 80, True)])
+def test_recurrence_is_that_of_its_definition(size: int, values: int, delta: bool, threads: int) -> None:
+    """With a skip and limits of steps, or as the gated delta rule of unit keys with normed outputs."""
+    heads, (begin, width) = 3, (0, 3 * (2 * size + 2 * values + 2))
+    widths, columns = (size, size, values, values, 1, 1), []
+    for each in widths:
+        columns.append(begin + each * torch.arange(heads))
+        begin += heads * each
+    x_NW, before = random(4, width + heads * values), random(4, heads, size, values)
+    rates, step_bias, skip, norm_V = -random(heads).exp(), random(heads), random(heads), random(values)
+    norms = (random(size), 2 + random(size)) if delta else None
+    if not delta:
+        columns[5] = torch.full((heads,), -1)
+    most, own_norm = (9.0, norm_V) if delta else (0.8, None)
+    recurrence = HeadRecurrence(
+        torch.stack(columns, 1), width, size, values, rates, step_bias, 0.2, most, skip, norms, 1e-3, own_norm, 1e-2
+    )
+    got_NX = stepped(recurrence, x_NW, before, torch.float32)
+    parts = x_NW[:, :width].split([heads * each for each in widths], 1)
+    q, k, v, gate = (part.unflatten(1, (heads, -1))[:, :, None] for part in parts[:4])
+    step_NH1 = torch.nn.functional.softplus(parts[4] + step_bias).clamp(0.2, most)[..., None]
+    decay = (rates[:, None] * step_NH1)[..., None]
+    if norms is None:
+        out, after = affine_recurrence_naive(
+            q, k, v * step_NH1[..., None], log_decay_BHLK=decay, state=AffineState(before)
+        )
+        out = out + skip[:, None, None] * v
+    else:
+        q, k = (torch.nn.functional.rms_norm(x, (size,), w, 1e-3) for x, w in zip((q, k), norms, strict=True))
+        out, after = gated_delta_rule_naive(
+            q, k, v, beta_BHL=parts[5].sigmoid()[..., None], log_decay_BHLK=decay, state=AffineState(before)
+        )
+        out = torch.nn.functional.rms_norm(out + skip[:, None, None] * v, (values,), norm_V, 1e-2)
+    out = out * torch.nn.functional.silu(gate)
+    assert_close(got_NX[:, width:], torch.cat([out.flatten(1), after.s_BHKV.flatten(1)], 1))
+
+
+def test_sizes_that_the_kernel_does_not_take_are_told() -> None:
+    """Inputs that are no whole groups, matrices in two orders of inputs, heads that are no whole vectors."""
+    whole, odd = WeightMatrix(random(8, 64), 64), WeightMatrix(random(8, 40), 64)
+    assert takes([Product(0, 64, (whole,))]) and not takes([Product(0, 40, (odd,))])
+    assert not takes([Product(0, 64, (whole, WeightMatrix(whole.weight.bfloat16(), 72)))])
+    assert not takes([Product(0, 64, (WeightMatrix(whole.weight.half(), 64),))])
+    assert not takes([Product(0, 64, (WeightMatrix(whole.weight.to(torch.int8), 64),))])  # without scales
+    assert not takes([Attention(0, 8, 16, 24, 1, 1, 8, 8, 1.0)])
