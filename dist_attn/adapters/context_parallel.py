@@ -21,6 +21,7 @@ from dist_attn.comm.torch_dist import communicator_of
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerState
+from dist_attn.ops.processor import give_back_freed
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.gradients import drop_missing, sum_gradients
 
@@ -183,6 +184,7 @@ class ContextParallel:
         Cost: one all-reduce of a number.
         """
         config = self._model.config.get_text_config()
+        give_back_freed(out.logits)  # here a step takes most
         share: torch.Tensor = self._model.loss_function(
             logits=out.logits,
             labels=labels_BL,
@@ -237,6 +239,8 @@ class _Carried:
             if self.detach:
                 states = tuple(state.replace(tuple(t.detach() for t in state.tensors())) for state in states)
             self.states, self.position = states, self.position + tokens
+        else:
+            one.after.clear()  # layers that are computed again hold the pass, and would hold these
 
 
 class Recomputation:
@@ -303,6 +307,8 @@ def _checkpointed(theirs: Callable[..., Any], function: Callable[..., Any], *arg
     begun = len(one.after)
 
     def within(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            give_back_freed(args[0])
         if current_pass() is one:
             return function(*args, **kwargs)
         # Computed again, behind the pass: with the states before the layer, and what it leaves is known already.

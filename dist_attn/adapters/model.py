@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from dist_attn.adapters.binding import ATTENTION, bind
+from dist_attn.adapters.fused_step import FusedStep, fused_step
 from dist_attn.adapters.passes import Pass, current_pass, running
 from dist_attn.adapters.spread import SpreadLayers, owners_of, rank_of
 from dist_attn.adapters.weights import (
@@ -21,6 +22,7 @@ from dist_attn.adapters.weights import (
     ReadWhenAsked,
     forget_left_out,
     hold_as_int8,
+    keep_blocks,
     make_model,
 )
 from dist_attn.comm import Communicator
@@ -29,6 +31,7 @@ from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.ops import KeyValueCache, LocalSequenceOps, SequenceOps
 from dist_attn.shipped.downloaded import read_downloaded
+from dist_attn.shipped.stored_tensors import read_stored_blocks
 from dist_attn.wire.choices import WeightPrecision
 
 
@@ -53,16 +56,20 @@ class AdaptedModel(CausalModel):
         base = cast(nn.Module, model.get_decoder())
         vars(self)["_base"] = base  # no module of its own: a weight of `inner` has one name
         _let_through(base)
+        for number, layer in enumerate(self.parts):
+            _let_read(layer, number)
         text = model.config.get_text_config()
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
         self._first: tuple[MixerState, ...] | None = None
         self._spread: SpreadLayers | None = None
         if owners is not None and comm is not None:
             self._spread = SpreadLayers(model, self.parts, owners, comm)
+        self._fused = self._fused_step()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Weights of other ranks are on `meta` here, and stay there.
         super()._apply(lambda t: t if t.is_meta else fn(t), recurse)  # type: ignore[no-untyped-call]
+        self._fused = self._fused_step()
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
@@ -103,8 +110,11 @@ class AdaptedModel(CausalModel):
         positions_L = (
             ops.positions(length, self.device) if length else torch.zeros(1, dtype=torch.int64, device=self.device)
         )
-        one = Pass(ops, length, state.layers)
-        h_BLD = self._run(one, state.position_B[:, None] + positions_L, input_ids=tokens_BL)
+        one, positions_BL = Pass(ops, length, state.layers), state.position_B[:, None] + positions_L
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()  # while weights change it is not made anew
+        fused = None if plain else self._current_step()
+        one.reader = None if fused is None else fused.reader(one, positions_BL)
+        h_BLD = self._run(one, positions_BL, input_ids=tokens_BL)
         after = ModelState(one.states_after(), state.position_B + ops.total_length(length))
         return h_BLD[:, :length], after
 
@@ -122,6 +132,10 @@ class AdaptedModel(CausalModel):
         return x_BD
 
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
+        fused = self._current_step()
+        found = None if fused is None else fused.step(x_BD, state.layers, state.position_B)
+        if found is not None:
+            return found
         one = Pass(LocalSequenceOps(), 1, state.layers, step=True)
         h_B1D = self._run(one, state.position_B[:, None], inputs_embeds=x_BD[:, None])
         if self._spread is not None and not self._spread.reads_out:
@@ -140,6 +154,14 @@ class AdaptedModel(CausalModel):
             s.replace(tuple(t.expand(batch, *t.shape[1:]).contiguous() for t in s.tensors())) for s in self._first
         )
         return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
+
+    def _fused_step(self) -> FusedStep | None:
+        return fused_step(self.inner) if self._spread is None else None
+
+    def _current_step(self) -> FusedStep | None:
+        if self._fused is not None and not self._fused.current:
+            self._fused = fused_step(self.inner)
+        return self._fused
 
     def _run(self, one: Pass, positions_BL: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         with running(one):
@@ -174,6 +196,8 @@ def load_adapted_model(
     forget_left_out(model)
     if weights == "int8":
         hold_as_int8(model, files)
+    elif over is None:
+        keep_blocks(model, files, read_stored_blocks(folder))
     files.drop_pages()
     return AdaptedModel(model, owners, over)
 
@@ -187,6 +211,19 @@ def _let_through(base: nn.Module) -> None:
         return compute(*args, **kwargs) if one is None or one.read is None else _Output(one.read)
 
     base.forward = forward
+
+
+def _let_read(layer: nn.Module, number: int) -> None:
+    """Let the pass read its tokens in the place of a layer, where it has something that does."""
+    compute = layer.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        one = current_pass()
+        if one is None or one.reader is None:
+            return compute(hidden_states, *args, **kwargs)
+        return one.reader(number, hidden_states)
+
+    layer.forward = forward
 
 
 class _Output:

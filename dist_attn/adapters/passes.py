@@ -50,6 +50,7 @@ class Pass:
     after: list[MixerState] = field(default_factory=list)
     read: torch.Tensor | None = None  # hidden states [1, L, D] that only the read-out is to be made of
     step: bool = False  # of decoding, one token of each sequence
+    reader: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # in the place of a layer, by its number
 
     def tensor_before(self) -> torch.Tensor | None:
         """The state of the operation that is called now."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -23,13 +23,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from dist_attn.adapters.passes import current_pass
 from dist_attn.errors import ModelFolderError
 from dist_attn.mixers.narrow_layers import Int8Linear
+from dist_attn.ops.decode_step import BLOCKS
 from dist_attn.shipped.folder_files import open_file
 from dist_attn.shipped.stored_tensors import StoredTensor
 
 ONE_THREAD: Final = "HF_DEACTIVATE_ASYNC_LOAD"  # of transformers
 DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "BOOL": torch.bool,
+    "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8,
 }  # fmt: skip
 KEPT: Final = (
     "gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_a_proj",
@@ -143,6 +144,47 @@ def _make_model(folder: Path, weights: dict[str, Any], dtype: torch.dtype, atten
     _refuse_differences(folder, about)
     made: PreTrainedModel = model
     return made
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix as its GGUF file has it, [O, bytes of a row], and the place and version of its weights."""
+
+    form: str
+    rows: torch.Tensor
+    of: tuple[int, int]
+
+
+def keep_blocks(model: PreTrainedModel, files: MappedFiles, stored: dict[str, StoredTensor]) -> None:
+    """Leave with linear layers the blocks of their weights, from which decode steps read the same numbers.
+
+    Raises: ModelFolderError for blocks of a weight that the model does not have, or that has another shape.
+    """
+    weights, found = dict(model.named_parameters()), dict[int, tuple[str, StoredTensor]]()
+    for key, tensor in stored.items():
+        form, _, name = key.partition(" ")
+        weight, (numbers, nbytes) = weights.get(name), BLOCKS.get(form, (0, 0))
+        known = weight is not None and weight.dim() == 2 and numbers and weight.shape[1] % numbers == 0
+        if weight is None or not known or tensor.shape != (len(weight), weight.shape[1] // numbers * nbytes):
+            raise ModelFolderError(
+                f"{tensor.file}: {key!r} of {tensor.dtype} {list(tensor.shape)} are no blocks of this model; convert "
+                "the GGUF file again"
+            )
+        found[id(weight)] = form, tensor
+    for module in model.modules():
+        if type(module) is nn.Linear and id(module.weight) in found and not module.weight.is_meta:
+            form, tensor = found[id(module.weight)]
+            vars(module)["blocks"] = Blocks(form, files.tensor(tensor), _place_and_version(module.weight))
+
+
+def current_blocks(module: nn.Module) -> Blocks | None:
+    """The blocks of a layer, if it has some and its weights have been neither trained nor exchanged since."""
+    blocks: Blocks | None = vars(module).get("blocks")
+    return blocks if blocks is not None and _place_and_version(cast(Any, module).weight) == blocks.of else None
+
+
+def _place_and_version(weight: torch.Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def hold_as_int8(model: PreTrainedModel, files: MappedFiles) -> None:

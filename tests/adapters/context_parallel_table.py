@@ -1,6 +1,7 @@
 """`python -m tests.adapters.context_parallel_table`: the page of gradients over ranks, measured where it is written."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from tests.adapters.test_context_parallel import (
     packed,
     unsegmented,
 )
-from tests.adapters.test_context_parallel_processes import WRAPPERS, over_a_mesh
+from tests.adapters.test_context_parallel_processes import WRAPPERS, compiled, over_a_mesh, run
 from tests.adapters.test_context_parallel_processes import alone as alone_by_rows
 from tests.support import ranks
 from tests.support.foreign_models import TYPES
@@ -35,15 +36,16 @@ HEAD = """\
 The largest difference of any parameter's gradient from one process of transformers, relative to that gradient's largest
 number plus 1e-4, in float32 on CPUs: small random models, a text of 61 tokens over ranks of 17, 0 and 44. "From a
 state": two ranks and a text in two segments, with gradients through the state between them; FSDP2 and DDP: 2 x 2
-processes, two texts over 61 and 0 tokens each. The largest are decays of delta rules, sums that nearly cancel.
+processes, two texts over 61 and 0 tokens each; compiled: by torch.compile, over three processes, without its code
+generator. The largest are decays of delta rules, sums that nearly cancel.
 
 In bfloat16, weights and activations (states stay in float32), it is the norm of the difference of all gradients of
 three models relative to theirs: from transformers in bfloat16, from it in float32, and between these two. Gradients of
 other documents are 0 there too.
 
-|type|one rank|17, 0 and 44 tokens|documents packed|gradient of other documents|computed again|from a state|FSDP2|DDP|\
-bfloat16|from float32|theirs from float32|
-|---|---|---|---|---|---|---|---|---|---|---|---|
+|type|one rank|17, 0 and 44 tokens|documents packed|gradient of other documents|computed again|compiled|from a state|\
+FSDP2|DDP|bfloat16|from float32|theirs from float32|
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -59,6 +61,7 @@ def _row(kind: str) -> str:
         (over_ranks(kind, text), alone(kind)),
         (over_ranks(kind, [packed()]), one_by_one(kind)),
         (over_ranks(kind, text, computed_again), alone(kind)),
+        (run(partial(compiled, kind=kind, way="whole"), 3)[0], alone(kind)),
         (in_segments(kind, detach=False), unsegmented(kind)),
         *((over_a_mesh(*TYPES)[0][kind, wrapper].whole, alone_by_rows(kind, rows=2)) for wrapper in WRAPPERS),
     ]

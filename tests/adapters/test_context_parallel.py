@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, BertConfig, BertLMHeadModel
 
-from dist_attn import context_parallel
+from dist_attn import context_parallel, costs
 from dist_attn.adapters.binding import _FUNCTIONS
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ConfigError, InputError, MismatchError
@@ -105,6 +106,39 @@ def computed_again(model: Any) -> None:
 def test_recomputed_activations(kind: str) -> None:
     """Layers that are computed again in the backward pass find the ranks and their states again."""
     assert_same(over_ranks(kind, [{"input_ids": ids(), "labels": ids()}], computed_again), alone(kind))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next"])
+def test_bytes_between_ranks(kind: str) -> None:
+    """A step sends edges of convolutions, states in turn, heads and a loss, to the byte; backward the same turned."""
+    lengths = (31, 30)
+    models = [made(kind) for _ in lengths]
+
+    def step(comm: Communicator) -> list[Counter[str]]:
+        parallel, sent = context_parallel(models[comm.rank], comm), [Counter[str](), Counter[str]()]
+        loss = models[comm.rank](**parallel.shard({"input_ids": ids(), "labels": ids()}, lengths)).loss
+        for counts in sent:
+            for event in comm.traffic.events:
+                counts[event.label.split()[0]] += event.bytes_sent
+            comm.traffic.clear()
+            if counts is sent[0]:
+                loss.backward()
+        return sent
+
+    heads, size, layers = {"mamba2": (8, (16, 8), 3), "qwen3_next": (4, (16, 16), 2)}[kind]
+    state, halo = costs.ScanMessage(heads, size[0] * size[1], heads=heads), layers * costs.halo_bytes(1, 128, 4, 2)
+    # At each of 2 key heads 2 queries, a key and a value of 8 numbers; back as many outputs as queries.
+    heads_of = {rank: costs.reshuffle_bytes(lengths, 2, 4 * (16 + 8 + 8), rank) for rank in (0, 1)}
+    back_of = {rank: costs.reshuffle_back_bytes(lengths, 2, 4 * 16, rank) for rank in (0, 1)}
+    for rank, (forward, backward) in enumerate(run_simulated(step, 2, timeout_s=60.0)):
+        carry = layers * costs.scan_cost("in_turn", state, 2, rank).bytes_sent
+        # Backward the first rank is the last, and what all were given is summed up at its source.
+        carry_back = layers * (rank + 1) * state.state_bytes
+        attention = heads_of[rank] + back_of[rank] if kind == "qwen3_next" else 0
+        attention_back = heads_of[1 - rank] + back_of[1 - rank] if kind == "qwen3_next" else 0
+        want = {"halo": halo, "carry": carry, "heads": attention, "loss": 4}
+        assert {name: forward[name] for name in want} == want
+        assert backward == Counter({"halo": halo, "carry": carry_back, "heads": attention_back})
 
 
 def packed() -> dict[str, Tensor]:

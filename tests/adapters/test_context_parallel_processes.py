@@ -159,9 +159,9 @@ def test_gradients_that_are_summed(kind: str) -> None:
         assert_same(got, alone(kind))
 
 
-def compiled(comm: Communicator, kind: str, way: str) -> tuple[float, Gradients]:
+def compiled(comm: Communicator, kind: str, way: str, **options: Any) -> tuple[float, Gradients]:
     """A second step of a model that torch.compile has taken, as layers or whole, perhaps with layers computed again."""
-    model = made(kind, **SHORT[kind])
+    model = made(kind, **options)
     called, parallel = model, context_parallel(model, dist.group.WORLD)
     if way == "layers":
         for layer in layers(model):
@@ -179,10 +179,9 @@ def compiled(comm: Communicator, kind: str, way: str) -> tuple[float, Gradients]
     return loss.item(), gradients(model)
 
 
-@pytest.mark.parametrize("way", ["whole", "layers", "computed again"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), [("qwen3_next", "layers"), ("mamba2", "whole"), ("mamba2", "computed again")])
 def test_a_compiled_model(kind: str, way: str) -> None:
     """torch.compile changes neither loss nor gradients: graphs end where operations mix along the sequence."""
     want = alone(kind, **SHORT[kind])
-    for got in run(partial(compiled, kind=kind, way=way), 3):
+    for got in run(partial(compiled, kind=kind, way=way, **SHORT[kind]), 3):
         assert_same(got, want)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import torch
 from dist_attn import context_parallel
 from dist_attn.comm import Communicator, run_simulated
 from tests.adapters.test_context_parallel import LENGTHS, Gradients, assert_same, gradients, ids, made
-from tests.support.programs import free_port
 from tests.support.source_path import SOURCE_PATH
+from tests.support.trainer_run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -25,38 +26,38 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
 
 
-def losses(folder: Path, *arguments: str, ranks: int = 1) -> list[float]:
-    """What `tests.support.trainer_run` prints."""
-    started = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
-    started = [*started, "--master-port", str(free_port())] if ranks > 1 else []
-    command = [sys.executable, *started, "-m", "tests.support.trainer_run", arguments[0], str(folder), *arguments[1:]]
+def losses(folder: Path, *runs: Run) -> list[list[float]]:
+    """What `tests.support.trainer_run` prints, for each run the losses."""
+    written = [json.dumps(asdict(run)) for run in runs]
+    command = [sys.executable, "-m", "tests.support.trainer_run", str(folder), *written]
     path = os.pathsep.join([SOURCE_PATH, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    found: list[float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == len(runs), done.stdout
     return found
 
 
 @needs("accelerate")
 def test_a_trainer_over_two_ranks(tmp_path: Path) -> None:
     """Two ranks of one text have the losses of one process."""
-    want = losses(tmp_path / "alone", "qwen3_next")
-    assert losses(tmp_path / "ranks", "qwen3_next", "--slices", "2", ranks=2) == pytest.approx(want, rel=1e-5)
+    want, got = losses(tmp_path, Run("qwen3_next"), Run("qwen3_next", ranks=2, slices=2))
+    assert got == pytest.approx(want, rel=1e-5)
 
 
 @needs("accelerate")
 def test_a_trainer_over_rows_and_slices(tmp_path: Path) -> None:
     """Two rows of two ranks have the losses of two processes that divide texts among them."""
-    want = losses(tmp_path / "rows", "mamba2", ranks=2)
-    assert losses(tmp_path / "both", "mamba2", "--slices", "2", ranks=4) == pytest.approx(want, rel=1e-5)
+    want, got = losses(tmp_path, Run("mamba2", ranks=2), Run("mamba2", ranks=4, slices=2))
+    assert got == pytest.approx(want, rel=1e-5)
 
 
 @needs("accelerate", "trl", "datasets")
 def test_a_trainer_of_trl(tmp_path: Path) -> None:
     """TRL's SFTTrainer over two ranks has the losses of one process."""
-    want = losses(tmp_path / "alone", "llama", "--sft")
-    assert losses(tmp_path / "ranks", "llama", "--sft", "--slices", "2", ranks=2) == pytest.approx(want, rel=1e-5)
+    want, got = losses(tmp_path, Run("llama", sft=True), Run("llama", sft=True, ranks=2, slices=2))
+    assert got == pytest.approx(want, rel=1e-5)
 
 
 @needs("peft")

@@ -1,14 +1,18 @@
-"""A few steps of transformers' Trainer or TRL's SFTTrainer, alone or over ranks that torchrun has started.
+"""A few steps of transformers' Trainer or TRL's SFTTrainer, alone or over ranks with the variables that torchrun sets.
 
-    python -m tests.support.trainer_run KIND FOLDER [--sft] [--slices N]
+    python -m tests.support.trainer_run FOLDER RUN ...
 
-Prints the losses as JSON. Without --slices over ranks it is the Trainer itself, whose ranks have other texts each.
+A RUN is a `Run` as JSON. Prints the losses of each, a line of JSON. All that ranks import is imported once: each is a
+process forked from this one. Without slices, ranks are those of the Trainer itself, which have other texts each.
 """
 
-import argparse
 import json
+import multiprocessing
 import os
+import sys
 import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,22 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, de
 
 from tests.adapters.test_context_parallel import TOTAL, made
 from tests.support.foreign_models import VOCABULARY
+from tests.support.programs import free_port
 
 TEXTS = [torch.randint(3, VOCABULARY, (TOTAL,), generator=torch.Generator().manual_seed(n)) for n in range(16)]
 
 
-def run(kind: str, folder: Path, sft: bool, slices: int | None) -> list[float]:
+@dataclass(frozen=True)
+class Run:
+    """A type of model, with which trainer, over how many ranks, and how many of these share a text."""
+
+    kind: str
+    ranks: int = 1
+    slices: int | None = None
+    sft: bool = False
+
+
+def losses(folder: Path, run: Run) -> list[float]:
     """The losses of four steps of two texts on each row of ranks."""
     common: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-3,
@@ -33,7 +48,7 @@ def run(kind: str, folder: Path, sft: bool, slices: int | None) -> list[float]:
     }  # fmt: skip
     base: Any = Trainer
     given: dict[str, Any] = {"data_collator": default_data_collator}
-    if sft:
+    if run.sft:
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
@@ -44,25 +59,43 @@ def run(kind: str, folder: Path, sft: bool, slices: int | None) -> list[float]:
         texts: Any = Dataset.from_list([{"input_ids": text.tolist()} for text in TEXTS])
     else:
         args, texts = TrainingArguments(**common), [{"input_ids": text, "labels": text} for text in TEXTS]
-    if slices is not None:
+    if run.slices is not None:
         from dist_attn.adapters.trainer import TrainOverRanks
 
-        given["slices"] = slices
+        given["slices"] = run.slices
         base = type("OverRanks", (TrainOverRanks, base), {})
-    trainer = base(model=made(kind), args=args, train_dataset=texts, **given)
+    trainer = base(model=made(run.kind), args=args, train_dataset=texts, **given)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--sft", action="store_true")
-    parser.add_argument("--slices", type=int)
-    warnings.simplefilter("ignore")
-    losses = run(**vars(parser.parse_args()))
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(losses))
+def _on_rank(rank: int, port: int, folder: Path, run: Run) -> None:
+    """The life of one rank; the first one prints."""
+    if run.ranks > 1:
+        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "LOCAL_WORLD_SIZE": run.ranks}
+        os.environ |= {name: str(number) for name, number in found.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found_losses = losses(folder, run)
+    if rank == 0:
+        print(json.dumps(found_losses), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _over_ranks(folder: Path, run: Run) -> None:
+    """Start the ranks of a run and wait for them; where one fails the others end."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [context.Process(target=_on_rank, args=(n, port, folder, run), daemon=True) for n in range(run.ranks)]
+    for process in ranks:
+        process.start()
+    left = {process.sentinel: process for process in ranks}
+    while left:
+        for ended in [left.pop(sentinel) for sentinel in wait(list(left))]:
+            if ended.exitcode:
+                sys.exit(f"a rank of {run} ended with {ended.exitcode}")  # daemons end with this process
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for number, written in enumerate(sys.argv[2:]):
+        _over_ranks(Path(sys.argv[1]) / str(number), Run(**json.loads(written)))
