@@ -5,13 +5,13 @@ from dist_attn.mixers.base import (
     MixerState,
     Paradigm,
     TokenMixer,
+    WholeSequenceMixer,
     build_mixer,
     require_own,
     state_zeros,
 )
 from dist_attn.mixers.feature_map_attention import RandomFeatureAttention
 from dist_attn.mixers.random_matrices import redraw_pools
-from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.model_config.figures import ScanMessage, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
 from dist_attn.model_config.mixers.attention import BidirectionalConfig, SoftmaxConfig

@@ -10,17 +10,15 @@ import torch
 from torch import nn
 
 from dist_attn.feature_maps import EluPlusOne
-from dist_attn.mixers.base import Paradigm
+from dist_attn.mixers.base import Paradigm, WholeSequenceMixer
 from dist_attn.mixers.heads import (
     HeadInputs,
     RelativeRows,
-    log_key_weights,
     merge_heads,
     split_heads,
     stable_key_weights,
 )
-from dist_attn.mixers.random_matrices import RandomMatrices, random_features
-from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.mixers.random_matrices import RandomFeatures
 from dist_attn.model_config.mixers.attention import ATTENTIONS, AttentionConfig, BidirectionalConfig
 from dist_attn.model_config.mixers.heads import DenominatorConfig
 from dist_attn.model_config.registry import load_build
@@ -127,7 +125,7 @@ class EluOverAllKeys(KernelOverAllKeys):
         return EluPlusOne()
 
 
-class RandomFeaturesOverAllKeys(KernelOverAllKeys, RandomMatrices):
+class RandomFeaturesOverAllKeys(RandomFeatures, KernelOverAllKeys):
     """Random feature attention.
 
     Reference: Random Feature Attention, Eq. 5 or 12 and Algorithm 2, with sigma of Eq. 8.
@@ -138,15 +136,7 @@ class RandomFeaturesOverAllKeys(KernelOverAllKeys, RandomMatrices):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        self.sigma_H1K = nn.Parameter(torch.full((config.num_heads, 1, config.head_size), config.first_sigma))
-        self.hold_matrices()
-
-    def feature_map(self) -> FeatureMap:
-        """phi with the learned sigma multiplied in."""
-        return random_features(self.config, self.sigma_H1K * self.matrices())
-
-    def log_key_weights(self, k_BHSK: torch.Tensor) -> torch.Tensor | None:
-        return log_key_weights(k_BHSK, self.sigma_H1K) if self.config.weighting == "norm" else None
+        self.hold_features()
 
 
 @final

@@ -6,9 +6,9 @@ rest; it never asks its rank. Its state is a value: what the tokens so far leave
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import NoReturn, Protocol, Self, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -162,3 +162,31 @@ def build_mixer(config: MixerConfig) -> TokenMixer:
             f"what is registered for the mixer {config.kind!r} made a {type(mixer).__name__}, no TokenMixer"
         )
     return mixer
+
+
+@dataclass(frozen=True)
+class NoState(FieldsState):
+    """The empty state of a mixer that has seen the whole sequence: no later token could go on from it."""
+
+
+class WholeSequenceMixer(TokenMixer):
+    """A mixer without a state; a subclass gives `mix`, and says its `name` for errors."""
+
+    name: str
+
+    @abstractmethod
+    def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+        """The mixed tokens, [B, L, D] -> [B, L, D]."""
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, NoState]:
+        if state is not None and not isinstance(state, NoState):
+            raise InputError(f"a {type(state).__name__} was given to {self.name}, which takes no state")
+        return self.mix(x_BLD, ops), NoState()
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> NoReturn:
+        raise InputError(f"{self.name} sees the sequence whole and has no step; take a causal mixer to decode")
+
+    def initial_state(self, batch: int) -> NoState:
+        return NoState()

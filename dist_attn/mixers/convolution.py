@@ -9,8 +9,15 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own, state_zeros
-from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.mixers.base import (
+    FieldsState,
+    MixerState,
+    Paradigm,
+    TokenMixer,
+    WholeSequenceMixer,
+    require_own,
+    state_zeros,
+)
 from dist_attn.model_config.mixers.convolutions import ConvolutionConfig
 from dist_attn.ops import SequenceOps
 

@@ -4,12 +4,11 @@ from abc import abstractmethod
 from typing import final
 
 import torch
-from torch import nn
 
 from dist_attn.feature_maps import EluPlusOne
-from dist_attn.mixers.heads import HeadInputs, log_key_weights
+from dist_attn.mixers.heads import HeadInputs
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
-from dist_attn.mixers.random_matrices import RandomMatrices, random_features
+from dist_attn.mixers.random_matrices import RandomFeatures
 from dist_attn.model_config.mixers.kernels import EluConfig, RandomFeatureConfig
 from dist_attn.ops import FeatureMap, LinearState, SequenceOps, linear_attention_step
 
@@ -48,10 +47,8 @@ class FeatureMapAttention(CausalKernelAttention):
 
 
 @final
-class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
+class RandomFeatureAttention(RandomFeatures, FeatureMapAttention):
     """Multi-head RFA: learned sigma per head, fixed random vectors; optional scalar gates.
-
-    Queries and keys are scaled to unit norm, or neither is and keys have weights by their norms.
 
     Reference: Random Feature Attention, Eq. 5 to 9; Eq. 12 (`weighting = "norm"`).
     """
@@ -61,15 +58,7 @@ class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
 
     def __init__(self, config: RandomFeatureConfig) -> None:
         super().__init__(config)
-        self.sigma_H1K = nn.Parameter(torch.full((config.num_heads, 1, config.head_size), config.first_sigma))
-        self.hold_matrices()
-
-    def feature_map(self) -> FeatureMap:
-        """phi with the learned sigma multiplied in (RFA Eq. 8); float32 always."""
-        return random_features(self.config, self.sigma_H1K * self.matrices())
-
-    def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
-        return log_key_weights(k, self.sigma_H1K) if self.config.weighting == "norm" else None
+        self.hold_features()
 
 
 @final

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dist_attn.feature_maps import ArcCosine, Gaussian
+from dist_attn.mixers.heads import log_key_weights
 from dist_attn.model_config.mixers.heads import FeaturesConfig, MatricesConfig
 from dist_attn.ops import FeatureMap
 from dist_attn.ops.device import send
@@ -95,11 +96,32 @@ class RandomMatrices(nn.Module):
         return True
 
 
-def random_features(config: FeaturesConfig, w_HDK: torch.Tensor) -> FeatureMap:
-    """phi of the Gaussian or the arc-cosine kernel over these random vectors."""
-    if config.feature == "gaussian":
-        return Gaussian(w_HDK, unit_norm=config.weighting == "unit_norm")
-    return ArcCosine(w_HDK, unit_norm=True)
+class RandomFeatures(RandomMatrices):
+    """Random features with a learned sigma per head, beside the attention that reads them.
+
+    Queries and keys are scaled to unit norm, or neither is and keys have weights by their norms.
+
+    Reference: Random Feature Attention, Eq. 5, 8 and 12 (`weighting = "norm"`).
+    """
+
+    config: FeaturesConfig
+
+    def hold_features(self) -> None:
+        """Make sigma a parameter, and take the matrices at test as a buffer."""
+        config = self.config
+        self.sigma_H1K = nn.Parameter(torch.full((config.num_heads, 1, config.head_size), config.first_sigma))
+        self.hold_matrices()
+
+    def feature_map(self) -> FeatureMap:
+        """phi of the Gaussian or the arc-cosine kernel, with sigma multiplied in (RFA Eq. 8); float32 always."""
+        w_HDK = self.sigma_H1K * self.matrices()
+        if self.config.feature == "gaussian":
+            return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
+        return ArcCosine(w_HDK, unit_norm=True)
+
+    def log_key_weights(self, k_BHSK: torch.Tensor) -> torch.Tensor | None:
+        """The logs of the keys' weights, [..., S], or None where all keys weigh the same."""
+        return log_key_weights(k_BHSK, self.sigma_H1K) if self.config.weighting == "norm" else None
 
 
 def redraw_pools(model: nn.Module, step: int) -> bool:

@@ -3,6 +3,7 @@
 The presets are tiny, small (about 38M parameters) and big (about 242M).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -109,9 +110,11 @@ _KEYS_OF_OTHERS = frozenset({
     "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version",
 })  # fmt: skip
 
-CODE_FOR_OTHERS = f'''"""What transformers loads with trust_remote_code=True, where dist-attn is installed."""
+CODE_FOR_OTHERS = f'''"""The classes that transformers loads with trust_remote_code=True; dist-attn is needed."""
 
 from dist_attn.hf import {", ".join(sorted(_CLASSES.values()))}
+
+__all__ = {json.dumps(sorted(_CLASSES.values()))}
 '''
 
 

@@ -5,9 +5,10 @@ Letters: B batch, L tokens on this rank, N blocks, C tokens of a block, D model 
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.errors import InputError
@@ -57,7 +58,7 @@ class StreamEncoder(StreamingModel, Model):
     @property
     def parts(self) -> list[nn.Module]:
         own = [part for block in cast(list[Block], list(self.context)) for part in (block.mixer, block)]
-        return [*self.sentence.encoder.blocks, *own]
+        return [*self.sentence.parts, *own]
 
     @property
     def kinds(self) -> list[str]:
@@ -73,8 +74,14 @@ class StreamEncoder(StreamingModel, Model):
         return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def pack_weights(self) -> None:
-        """`TextEncoder.pack_weights` for the blocks that are read together in a text of any length."""
+        """`TextEncoder.pack_weights` for the blocks that are read together in a text of any length.
+
+        Under autocast on a CPU weights of the context are rounded once, where they would be in every pass.
+        """
         size = self.config.block
+        for layer in self.context.modules() if torch.is_autocast_enabled("cpu") else ():
+            if type(layer) is nn.Linear:
+                _round_weights(layer)
         self.sentence.pack_weights(GRAIN // size * (size + self.config.sentence.frame_tokens))
 
     def hidden(
@@ -113,7 +120,7 @@ class StreamEncoder(StreamingModel, Model):
             for block_BC in self._unfinished(tokens_BL[:, whole:stop]):
                 read.append(self._read(block_BC, whole))
                 whole += block_BC.shape[1]
-        return torch.cat(read, dim=1)
+        return read[0] if len(read) == 1 else torch.cat(read, dim=1)
 
     def short_hidden(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Hidden states of whole texts of at most a pair of blocks, [T] each -> [1, T, D] each, read together.
@@ -171,3 +178,14 @@ class StreamEncoder(StreamingModel, Model):
                 f"the tokens are cut over ranks at {cut[0]}, inside a pair of blocks of {size} tokens; cut them at its "
                 "multiples"
             )
+
+
+def _round_weights(layer: nn.Linear) -> None:
+    own: Any = layer
+    plain, weight_OI = layer.forward, layer.weight.detach().bfloat16()
+    bias_O = None if layer.bias is None else layer.bias.detach().bfloat16()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.bfloat16(), weight_OI, bias_O) if torch.is_inference_mode_enabled() else plain(x)
+
+    own.forward = forward

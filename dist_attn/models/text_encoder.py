@@ -1,8 +1,8 @@
 """The text encoder: one vector for a text, the mean of its hidden states or that of its first token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.model_config.encoders import TextEncoderConfig
-from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.model_config.mixers.attention import BidirectionalConfig
 from dist_attn.models.encoder import Encoder, check_tokens, initialise
 from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.fused_encoder import FusedEncoder, takes_encoder
 
 
 class TextEncoder(Model):
@@ -36,8 +36,13 @@ class TextEncoder(Model):
         # Sentences of a pair have a type each; a text alone is of the first.
         self.type_embedding = nn.Embedding(config.token_types, size) if config.token_types else None
         self.encoder = Encoder(config.encoder)
-        self._sequence_tokens: int | None = None  # of short texts that are read together; None: as many as there are
+        self.fused: FusedEncoder | None = None
         initialise(self, config.encoder.num_layers)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The layers in order, or all of them as one where they are fused."""
+        return [*self.encoder.blocks] if self.fused is None else [self.fused]
 
     def frame(self, text_BT: torch.Tensor) -> torch.Tensor:
         """Whole texts as sequences: prefix, text, suffix."""
@@ -48,26 +53,28 @@ class TextEncoder(Model):
         )
         return torch.cat([*before, text_BT, *after], dim=1)
 
-    def pack_weights(self, rows: int) -> None:
-        """Have products of linear layers with so many rows be oneDNN's, for inference in float32 on a CPU.
+    def pack_weights(self, rows: int = 0) -> None:
+        """Have layers multiply by weights that are packed once, for inference on a CPU.
 
-        They take nine tenths of the time of others, which are MKL's (EPYC, AVX-512). For each number of rows oneDNN
-        keeps 0.3 to 1.5 MiB of code per matrix as long as the process lives, so that this is done for one number alone,
-        to which `hidden_together` cuts texts where softmax reads them. Nothing changes on other processors than those
-        with AVX2 or AVX-512, and where torch was built without oneDNN.
+        Under autocast to bfloat16 a `FusedEncoder` takes the place of layers such as BERT's. Else products of linear
+        layers with so many rows become oneDNN's, in nine tenths of the time of others, which are MKL's (EPYC, AVX-512).
+        For each number of rows oneDNN keeps 0.3 to 1.5 MiB of code per matrix as long as the process lives, so that
+        this is done for one number alone. Nothing changes on a GPU, on other processors than those with AVX2 or
+        AVX-512, and where torch was built without oneDNN.
 
         Memory: the weights of linear layers once more. They must not change from now on.
         """
+        if self.embedding.weight.device.type != "cpu":
+            return
+        if torch.is_autocast_enabled("cpu"):
+            self.fused = _fused(self)
+            return
         processor = torch.backends.cpu.get_cpu_capability()
-        if processor not in ("AVX2", "AVX512") or not torch.backends.mkldnn.is_available():
+        if not rows or processor not in ("AVX2", "AVX512") or not torch.backends.mkldnn.is_available():
             return
         for layer in self.encoder.modules():
             if type(layer) is nn.Linear:
                 _pack_weights(layer, rows)
-        # Kernels would count the denominators of what fills a sequence up.
-        mixers = mixers_of_layers(self.config.encoder.mixer, self.config.encoder.num_layers)
-        if all(isinstance(mixer, BidirectionalConfig) and mixer.attention == "softmax" for mixer in mixers):
-            self._sequence_tokens = rows
 
     def hidden(self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """Hidden states after the last layer, [B, L] -> [B, L, D], of this process's slice of framed sequences.
@@ -83,6 +90,8 @@ class TextEncoder(Model):
             raise InputError(
                 f"the sequence has {longest} tokens; this model reads {self.config.max_tokens} at once: cut the text"
             )
+        if self.fused is not None and isinstance(ops, LocalSequenceOps) and torch.is_inference_mode_enabled():
+            return cast(torch.Tensor, self.fused(tokens_BL, ops.documents or ()))
         x_BLD = self.embedding(tokens_BL)
         if self.type_embedding is not None:
             x_BLD = x_BLD + self.type_embedding.weight[0]
@@ -92,36 +101,16 @@ class TextEncoder(Model):
     def hidden_together(self, texts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Hidden states of whole texts of any lengths, [T] each -> [1, L, D] each with its frame.
 
-        They are read as one packed sequence, without padding. After `pack_weights` they are read as sequences of at
-        most that many tokens, filled up with a text of token 0 where a twelfth or less is missing. How a product is
-        summed up, and with it the last bits of a text, may depend on how many tokens the others have.
+        They are read as one packed sequence, without padding. How a product is summed up, and with it the last bits of
+        a text, may depend on how many tokens the others have.
 
         Raises: as `hidden`; InputError for a mixer that takes no packed documents.
         """
-        read = []
-        for sequence, filled in self._sequences([self.frame(text_T[None]) for text_T in texts]):
-            parts = [*sequence, sequence[0].new_zeros(1, filled)] if filled else sequence
-            lengths = [part_1L.shape[1] for part_1L in parts]
-            ops = LocalSequenceOps(documents=tuple(accumulate(lengths[:-1], initial=0)))
-            read += self.hidden(torch.cat(parts, dim=1), ops).split(lengths, dim=1)[: len(sequence)]
-        return tuple(read)
-
-    def _sequences(self, framed: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], int]]:
-        """The texts of each sequence, and how many tokens fill it up."""
-        most = self._sequence_tokens
-        if most is None:
-            yield [*framed], 0
-            return
-        sequences, lengths = [list[torch.Tensor]()], [0]
-        for text_1L in framed:
-            if sequences[-1] and lengths[-1] + text_1L.shape[1] > most:
-                sequences.append([])
-                lengths.append(0)
-            sequences[-1].append(text_1L)
-            lengths[-1] += text_1L.shape[1]
-        for sequence, length in zip(sequences, lengths, strict=True):
-            missing = most - length
-            yield sequence, missing if 0 <= missing <= min(most // 12, self.config.max_tokens) else 0
+        framed = [self.frame(text_T[None]) for text_T in texts]
+        lengths = [text_1L.shape[1] for text_1L in framed]
+        ops = LocalSequenceOps(documents=tuple(accumulate(lengths[:-1], initial=0)))
+        read: tuple[torch.Tensor, ...] = self.hidden(torch.cat(framed, dim=1), ops).split(lengths, dim=1)
+        return read
 
     def pool(self, h_BLD: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """[B, L, D] of this process's slice -> [B, D] of the whole sequences, equal on all ranks.
@@ -154,6 +143,35 @@ class TextEncoder(Model):
     def encode(self, text_BT: torch.Tensor) -> torch.Tensor:
         """Vectors [B, D] of whole texts, [B, T]."""
         return self.forward(self.frame(text_BT))
+
+
+def fuses(config: TextEncoderConfig) -> bool:
+    """Return whether this machine has a kernel for such a model's layers and what comes before them, in bfloat16."""
+    own = config.encoder
+    mixer, block, mlp = own.mixer, own.block, own.block.mlp
+    kinds = (own.positions, block.norm.kind, block.norm_placement, block.residual, mlp.kind, mlp.activation)
+    if kinds != ("learned", "layer", "post", "sequential", "plain", "gelu") or not own.embedding_norm:
+        return False
+    if not isinstance(mixer, BidirectionalConfig) or mixer.attention != "softmax" or mixer.relative is not None:
+        return False
+    return len({*mixer.qkv_sizes}) == 1 and takes_encoder(own.hidden_size, mixer.num_heads, own.mlp_size)
+
+
+def _fused(model: TextEncoder) -> FusedEncoder | None:
+    """The kernel of a model that `fuses`."""
+    layers, mixer = model.encoder, model.config.encoder.mixer
+    if not fuses(model.config) or not isinstance(mixer, BidirectionalConfig):
+        return None
+    if model.embedding.weight.dtype != torch.float32:  # the kernel reads the table where it lies
+        return None
+    positions: Any = layers.position_embedding
+    types = 0 if model.type_embedding is None else model.type_embedding.weight[0]
+    made = [
+        ((block.mixer.qkv, block.mixer.out, block.mlp_in, block.mlp_out), (block.mixer_norm, block.mlp_norm))
+        for block in list[Any](layers.blocks)
+    ]
+    tables = (model.embedding.weight, positions.weight + types)
+    return FusedEncoder(tables, cast(nn.LayerNorm, layers.embedding_norm), made, mixer.num_heads)
 
 
 def _pack_weights(layer: nn.Linear, rows: int) -> None:

@@ -13,7 +13,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.mixers.narrow_layers import Bfloat16Linear, Int8Embedding, Int8Linear, NarrowLayer
 from dist_attn.models import ModelState, hold_weights_as, weight_bytes, weight_precision_of
 from dist_attn.ops.narrow_weights import int8_product, widen_rows
-from dist_attn.ops.row_blocks import RowBlocks
+from dist_attn.ops.whole_vectors import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.model_cases import MODEL_CASES, small_model, write_config

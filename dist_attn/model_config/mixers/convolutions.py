@@ -1,4 +1,4 @@
-"""Short convolutions, and mixers that take a sequence whole.
+"""Short convolutions.
 
 Letters: B batch, D model size, K taps, L tokens.
 """
@@ -9,24 +9,6 @@ from pydantic import Field
 
 from dist_attn.model_config.figures import FLOAT_BYTES, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
-
-
-class WholeSequenceConfig(MixerConfig):
-    """A mixer that takes a sequence whole and leaves no state."""
-
-    @property
-    def causal(self) -> bool:
-        """Return whether no token sees a later one."""
-        return False
-
-    @property
-    def streams(self) -> bool:
-        """Return False: there is no state to go on from."""
-        return False
-
-    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """No bytes: a later token could not go on from them."""
-        return 0
 
 
 class ConvolutionConfig(MixerConfig):
