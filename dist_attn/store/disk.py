@@ -241,8 +241,9 @@ class DiskBlobs(Blobs):
     async def names(self) -> AsyncIterator[str]:
         """Iterate over the names of all files, half-written ones too."""
         with _refusals(f"{self._folder.place} cannot be read"):
-            for name in await asyncio.to_thread(self._folder.names):
-                yield name
+            for folder in await asyncio.to_thread(self._folder.folders):
+                for name in await asyncio.to_thread(self._folder.names, folder):
+                    yield name
 
     async def place(self) -> str:
         """Read the name from a file beside the folder."""

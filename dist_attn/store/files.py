@@ -153,10 +153,16 @@ class BlobFolder:
         for suffix in (WANTED, WRITING, ""):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
-    def names(self) -> list[str]:
-        """The names of all blobs in order, also of half-written ones and of those of which only a mark is left.
+    def folders(self) -> list[str]:
+        """The names of the folders that blobs are in."""
+        return sorted(path.name for path in self.place.glob("??"))
+
+    def names(self, folder: str = "??") -> list[str]:
+        """The names of all blobs, or of those in a folder, in order.
+
+        Also of half-written ones and of those of which only a mark is left.
 
         Files with other names are not ours, such as those of which NFS keeps what was deleted while it was open.
         """
-        names = (path.name.removesuffix(WRITING).removesuffix(WANTED) for path in self.place.glob("??/*"))
+        names = (path.name.removesuffix(WRITING).removesuffix(WANTED) for path in self.place.glob(f"{folder}/*"))
         return sorted({name for name in names if NAME.fullmatch(name)})

@@ -1,7 +1,8 @@
 """Opening a store of states: what an address names, and the store as a whole.
 
-An address is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`. This is the one place that knows all kinds.
-Records and blobs have an address each, which may be the same.
+An address is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`; of blobs alone also one of an object store,
+`s3://BUCKET/FOLDER` (gs, az). This is the one place that knows all kinds. Records and blobs have an address each, which
+may be the same.
 """
 
 import contextlib
@@ -13,9 +14,10 @@ from types import TracebackType
 from typing import Literal, Self, final
 
 from dist_attn.errors import CatalogueDamagedError, ConfigError, StorageError
+from dist_attn.store import objects
 from dist_attn.store.disk import CATALOGUE, SNAPSHOTS, DiskBlobs, DiskRecords, has_records
 from dist_attn.store.entries import StoreLimits, Usage
-from dist_attn.store.ledger import unknown_beside
+from dist_attn.store.ledger import salted, secret_of, unknown_beside
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.ports import Blobs, Records
 from dist_attn.store.prefixes import Prefixes
@@ -33,25 +35,31 @@ def is_redis(address: str) -> bool:
     return address.startswith(("redis://", "rediss://", "unix://"))
 
 
-def kind_of(address: str) -> Literal["folder", "redis", "memory"]:
+def kind_of(address: str) -> Literal["folder", "redis", "memory", "objects"]:
     """Raises: ConfigError for an address of no such kind."""
     if address == "memory:":
         return "memory"
     if is_redis(address):
         return "redis"
+    if address.startswith(objects.SCHEMES):
+        return "objects"
     if "://" in address or not address:
-        raise ConfigError(f"{address!r} was given to keep data at; needed is a folder, redis://HOST:PORT, or memory:")
+        needed = "a folder, redis://HOST:PORT, or memory:; for states alone also s3://BUCKET (gs, az)"
+        raise ConfigError(f"{address!r} was given to keep data at; needed is {needed}")
     return "folder"
 
 
 def check_place(address: str) -> None:
     """Refuse an address that could not be opened anyhow; nothing is opened.
 
-    Raises: ConfigError for one of no known kind, MissingExtraError without redis-py where it is needed, StorageError
+    Raises: ConfigError for one of no known kind, MissingExtraError without the library that it needs, StorageError
         for one that redis-py does not understand.
     """
-    if kind_of(address) == "redis":
-        connect(address)
+    match kind_of(address):
+        case "redis":
+            connect(address)
+        case "objects":
+            objects.connect(address)
 
 
 def folder_of(address: str) -> Path | None:
@@ -72,6 +80,8 @@ async def open_records(address: str, file: str = CATALOGUE, namespace: str = NAM
             return RedisRecords(connect(address), namespace)
         case "memory":
             return MemoryRecords()
+        case "objects":
+            raise ConfigError(f"{address} can have states alone: give it as store.blobs, and another store.address")
 
 
 def open_blobs(address: str) -> Blobs:
@@ -83,6 +93,8 @@ def open_blobs(address: str) -> Blobs:
             return RedisBlobs(connect(address), NAMESPACE)
         case "memory":
             return MemoryBlobs()
+        case "objects":
+            return objects.ObjectBlobs(objects.connect(address))
 
 
 def lost_catalogue(place: object, contents: str, name: str = "", way_back: str = "") -> CatalogueDamagedError:
@@ -150,12 +162,15 @@ async def open_store(address: str, limits: StoreLimits | None = None, *, blobs: 
     Each is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
 
     Raises: StorageError when it cannot be opened, or holds states without their catalogue; MissingExtraError when
-        redis-py is needed and not there; ConfigError for an address of another kind.
+        redis-py is needed and not there; ConfigError for an address of another kind, or of other records' states.
     """
     states = open_blobs(blobs or address)
 
     async def count() -> int:
-        return len([name async for name in states.names()])
+        number = 0
+        async for _ in states.names():
+            number += 1
+        return number
 
     async with AsyncExitStack() as opened:
         opened.push_async_callback(states.close)
@@ -166,6 +181,12 @@ async def open_store(address: str, limits: StoreLimits | None = None, *, blobs: 
         opened.push_async_callback(records.close)
         if number := await unknown_beside(records, count):
             raise _without_catalogue(address, blobs, number)
+        own = salted(await secret_of(records), b"owner")
+        if await states.owner(own) != own:  # upkeep would delete what these records do not know
+            words = (
+                f"{blobs.rpartition('@')[2]} has the states of other records than those at {address.rpartition('@')[2]}"
+            )
+            raise ConfigError(f"{words}: give each set of records a folder of its own as store.blobs")
         store = await StateStore.over(records, states, limits)
         with contextlib.suppress(StorageError):
             store.place = await states.place()

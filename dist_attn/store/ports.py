@@ -119,6 +119,13 @@ class Blobs(ABC):
         Raises: StorageError when it can be neither read nor written.
         """
 
+    async def owner(self, records: str) -> str:
+        """The name of the records whose blobs these are: those that were first opened over them, where that is kept.
+
+        Raises: StorageError.
+        """
+        return records
+
     @abstractmethod
     async def close(self) -> None:
         """Let go of the place; nothing is lost."""

@@ -23,7 +23,8 @@ T = TypeVar("T")
 ATTEMPTS = 200
 LONGEST_PAUSE_S = 0.05
 WRITING_TTL_S = 3600  # what a writer that died has left goes away by itself
-ANSWER_S = 10.0
+ANSWER_S = 10.0  # also of waiting for one of the CONNECTIONS of a process
+CONNECTIONS = 50
 DONE_S = 600  # that a change leaves a mark of itself
 
 
@@ -39,7 +40,15 @@ def connect(url: str) -> "redis.asyncio.Redis":
             f"states are to be kept at {url.split('@')[-1]}, which needs redis-py: {extra_hint('redis')}"
         ) from None
     try:
-        return redis.asyncio.Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
+        # By itself redis-py refuses what comes while all connections are taken; here it waits for one.
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=ANSWER_S,
+            socket_timeout=ANSWER_S,
+            socket_connect_timeout=ANSWER_S,
+        )
+        return redis.asyncio.Redis.from_pool(pool)
     except ValueError as error:
         raise StorageError(f"the address of the store is not one of Redis: {error}") from None
 
@@ -74,6 +83,7 @@ class RedisRecords(Records):
                     try:
                         await pipe.execute()
                     except redis.exceptions.WatchError:
+                        await pipe.reset()  # gives its connection back before another is asked for
                         if transaction.changes and await self._client.exists(done):
                             return result
                         await asyncio.sleep(random.random() * min(LONGEST_PAUSE_S, 0.001 * (attempt + 1)))
@@ -168,7 +178,7 @@ class RedisBlobs(Blobs):
     async def names(self) -> AsyncIterator[str]:
         """Iterate over the names of all blobs, unfinished ones too."""
         with _refusals():
-            async for key in self._client.scan_iter(match=self._names.blob("*"), count=500):
+            async for key in self._client.scan_iter(match=self._names.blob("*"), count=5000):
                 yield key.decode().rsplit(":", 1)[-1]
 
     async def place(self) -> str:

@@ -62,9 +62,8 @@ class Sessions:
             shown: list[Session] = []
             last = f"{prefix}{after}" if after else ""
             while len(shown) < limit and (rows := await ledger.transaction.scan(prefix, min(limit, 1000), last)):
-                for key, _ in rows:
-                    name = key.removeprefix(prefix)
-                    record = await ledger.find(SessionRecord, name)
+                names = [key.removeprefix(prefix) for key, _ in rows]
+                for name, record in zip(names, await ledger.find_all(SessionRecord, names), strict=True):
                     if record is not None and record.expires_at > ledger.now:
                         shown.append(record.shown(name))
                 last = rows[-1][0]

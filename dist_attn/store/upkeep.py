@@ -6,6 +6,7 @@ nobody refers to, prefixes that were used longest ago, then all but the newest c
 soonest. The newest state of a session is never evicted.
 """
 
+import hashlib
 import math
 import time
 from collections import Counter
@@ -13,9 +14,11 @@ from collections.abc import Awaitable, Callable
 from typing import final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from dist_attn.store.entries import PrefixRecord, SessionRecord, SnapshotRecord, Usage
-from dist_attn.store.ledger import all_records, changed, every_page, name_in, wrong_sums
+from dist_attn.store.ledger import PAGE, all_records, changed, decode, every_page, name_in, wrong_sums
 from dist_attn.store.ports import born_at
 from dist_attn.store.state_ledger import Place, StateLedger
 
@@ -146,12 +149,24 @@ class Upkeep:
         until = self.grace.deletable_until(orphan_s)
         if until < 0:
             return Collected()
-        named = {record.blob for record in (await all_records(self._place.records, SnapshotRecord)).values()}
+        marks_N = await self._marks()
         async for blob in self._place.blobs.names():
-            if blob not in named and born_at(blob) + orphan_s <= until:
+            at = np.searchsorted(marks_N, mark := _mark(blob))
+            named = at < len(marks_N) and marks_N[at] == mark
+            if not named and born_at(blob) + orphan_s <= until:
                 await self._place.blobs.delete(blob)
                 orphans += 1
         return Collected(orphans=orphans)
+
+    async def _marks(self) -> npt.NDArray[np.uint64]:
+        """The marks of all blobs that records name, sorted: of a million they take 8 MB."""
+
+        async def page(after: str) -> tuple[npt.NDArray[np.uint64], str]:
+            rows = await self._place.records.transact(lambda transaction: transaction.scan("snapshot/", PAGE, after))
+            marks = [_mark(decode(value, SnapshotRecord).blob) for _, value in rows]
+            return np.array(marks, dtype=np.uint64), rows[-1][0] if len(rows) == PAGE else ""
+
+        return np.sort(np.concatenate(await every_page(page)))
 
     async def audit(self) -> list[str]:
         """Say in words what is wrong: references or sums that do not agree, bytes that are missing. Nothing is changed.
@@ -173,6 +188,11 @@ class Upkeep:
             if record.blob not in blobs:
                 wrong.append(f"the bytes of snapshot {name} are missing")
         return wrong + await wrong_sums(records, Usage, (*snapshots.values(), *sessions, *prefixes))
+
+
+def _mark(blob: str) -> np.uint64:
+    """A hash of a blob's name; where two have one, bytes that could go stay."""
+    return np.uint64(int.from_bytes(hashlib.blake2b(blob.encode(), digest_size=8).digest()))
 
 
 Order = Callable[[StateLedger, list[str]], Awaitable[None]]

@@ -13,5 +13,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorePlace
     """A fresh place of every kind."""
     if request.param == "redis" and (lack := why_no_redis()):
         pytest.skip(lack)
+    if request.param.startswith("objects"):
+        pytest.importorskip("obstore", reason="needs obstore: pip install -e '.[obstore]'")
     with place_of(request.param, tmp_path) as fresh:
         yield fresh

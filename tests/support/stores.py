@@ -17,6 +17,7 @@ from typing import Any
 from dist_attn.store import Reached, Session, StateStore, StoreLimits
 from dist_attn.store.disk import DiskBlobs, DiskRecords
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
+from dist_attn.store.open import open_blobs
 from dist_attn.store.ports import Blobs, Records
 
 __all__ = [
@@ -33,7 +34,7 @@ __all__ = [
     "written",
 ]
 
-KINDS = ("memory", "disk", "redis")
+KINDS = ("memory", "disk", "redis", "objects in memory", "objects in files")
 START_S = 60.0
 
 
@@ -89,6 +90,14 @@ def place_of(kind: str, folder: Path) -> Iterator[StorePlace]:
             return memory
 
         yield StorePlace(in_memory)
+    elif kind.startswith("objects"):
+        url = "memory://" if kind == "objects in memory" else f"file://{folder}"
+        in_objects = MemoryRecords(), open_blobs(url)
+
+        async def with_objects() -> tuple[Records, Blobs]:
+            return in_objects
+
+        yield StorePlace(with_objects)
     elif kind == "disk":
 
         async def on_disk() -> tuple[Records, Blobs]:
