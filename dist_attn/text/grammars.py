@@ -7,7 +7,7 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_attn.errors import GrammarError, extra_hint
+from dist_attn.errors import EngineError, GrammarError, MissingExtraError, extra_hint
 from dist_attn.text.base import Tokeniser
 from dist_attn.wire.specs import LONGEST_GRAMMAR
 
@@ -27,16 +27,23 @@ ERROR_CHARACTERS = 500
 _SCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"}
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "minProperties"}
 _NOTES = {"description", "title", "examples", "default", "$comment"}
+# What the library takes as of these formats and validators do not: a minute's second 60, parts that are too long.
+_STRICTER = {
+    "date-time": ":[0-5][0-9][.Zz+-]",
+    "time": ":[0-5][0-9][.Zz+-]",
+    "email": r"^[^@]{1,64}@([^.]{1,62}\.){0,3}[^.]{1,62}$",
+    "hostname": "^.{1,253}$",
+}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by names
 
 
 def find_library() -> Any:
-    """The library llguidance. Raises: GrammarError where it is not installed."""
+    """The library llguidance. Raises: MissingExtraError."""
     try:
         import llguidance
     except ImportError:
         hint = extra_hint("structured")
-        raise GrammarError(f"an answer is held to a form by llguidance, which is not installed: {hint}") from None
+        raise MissingExtraError(f"an answer is held to a form by llguidance, which is not installed: {hint}") from None
     return llguidance
 
 
@@ -47,7 +54,7 @@ class _HoldTogetherError(Exception):
 def written_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
     """Write a grammar for SamplingSpec: of a JSON schema, a regular expression, a JSON list of texts, Lark or GBNF.
 
-    Raises: GrammarError naming the fault.
+    Raises: GrammarError naming the fault; MissingExtraError.
     """
     library = find_library()
     if kind != "json_schema" and len(content) > LONGEST_GRAMMAR:
@@ -78,7 +85,7 @@ def drawn_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     Blanks are bounded, and where properties are named others are not drawn, unless `additionalProperties` has them: a
     model that is unsure would write either without end. A schema of several that hold together is left open.
     """
-    bare, options = _without_notes(dict(schema)), schema.get("x-guidance")
+    bare, options = _bare(dict(schema)), schema.get("x-guidance")
     blanks = {"whitespace_pattern": BLANKS} | (options if isinstance(options, dict) else {})
     try:
         closed = _closed(bare)
@@ -87,18 +94,21 @@ def drawn_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**closed, "x-guidance": blanks}
 
 
-def _without_notes(schema: Any) -> Any:
-    """The schema without the words that only its readers need: a grammar has bounded room."""
+def _bare(schema: Any) -> Any:
+    """Drop the words that only readers need, as a grammar has bounded room, and make formats strict."""
     if isinstance(schema, list):
-        return [_without_notes(one) for one in schema]
+        return [_bare(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     made = {key: value for key, value in schema.items() if key not in _NOTES}
+    kind = schema.get("format")
+    if isinstance(kind, str) and kind in _STRICTER:
+        made.setdefault("pattern", _STRICTER[kind])
     for key, value in made.items():
         if key in _NAMED and isinstance(value, dict):
-            made[key] = {name: _without_notes(one) for name, one in value.items()}
+            made[key] = {name: _bare(one) for name, one in value.items()}
         elif key in _SCHEMAS or key == "allOf":
-            made[key] = _without_notes(value)
+            made[key] = _bare(value)
     return made
 
 
@@ -144,15 +154,21 @@ class Grammars:
         return int(self._tokens.vocab_size)
 
     def matcher(self, grammar: str) -> Any:
-        """A matcher of llguidance at the grammar's beginning. Raises: GrammarError."""
-        library = find_library()
+        """A matcher of llguidance at the grammar's beginning.
+
+        Raises: GrammarError; EngineError for a fault of this host or the model's folder, whatever the form.
+        """
+        try:
+            library = find_library()
+        except MissingExtraError as error:
+            raise EngineError(str(error)) from None
         if not self._end_tokens:
             raise GrammarError("this model has no end token, so no answer of it could end where its form does")
         if self._tokens is None:
             try:
                 self._tokens = library.LLTokenizer(_Table(self._load(), self._end_tokens), eos_token=self._end_tokens)
             except Exception as error:  # of the folder or the library: it must not end a rank
-                raise GrammarError(f"llguidance does not take this model's tokens: {error}") from error
+                raise EngineError(f"llguidance does not take this model's tokens: {error}") from error
         # One for each answer: copies share their lexer's bounds, so that one answer's states would end another.
         made = library.LLMatcher(self._tokens, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
         _check(made)

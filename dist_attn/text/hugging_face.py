@@ -1,12 +1,11 @@
 """The files tokenizer.json and tokenizer_config.json of Hugging Face's format: writing them, and taking ours apart."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.shipped.folder_files import find_json_object
+from dist_attn.shipped.folder_files import find_json_object, put_in_place
 from dist_attn.text.base import Vocabulary
 
 __all__ = [
@@ -118,9 +117,7 @@ def write_tokenizer_config(folder: Path, end_text: str | None, more: dict[str, A
 
 
 def _write_json(path: Path, contents: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    temporary.write_text(json.dumps(contents, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    temporary.rename(path)
+    put_in_place(path, (json.dumps(contents, ensure_ascii=False, indent=1) + "\n").encode())
 
 
 def read_tokenizer_json(path: Path) -> Contents:

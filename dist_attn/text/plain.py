@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-__all__ = ["HEAD_BYTES", "may_be_other", "refusal_of"]
+__all__ = ["HEAD_BYTES", "extracted_as", "may_be_other", "only_names_html", "refusal_of"]
 
 HEAD_BYTES = 1024
 """The number of first bytes that tell what a file is."""
@@ -21,16 +21,20 @@ class _Kind:
     magic: tuple[bytes, ...]
     media_types: tuple[str, ...] = ()
     holds: bytes = b""
+    extracted: str = ""  # its media type, where `text.documents` takes the text out
 
 
 _OFFICE = "application/vnd.openxmlformats-officedocument"
 _UTF16 = "iconv -f utf-16 -t utf-8 book.txt > book-utf8.txt"
 # The first that fits counts: a ZIP file is told by what it holds, and UTF-32 begins as UTF-16 does.
 _KINDS = (
-    _Kind("a PDF", "pdftotext book.pdf book.txt", (b"%PDF-",), ("application/pdf", "application/x-pdf")),
+    _Kind(
+        "a PDF", "pdftotext book.pdf book.txt", (b"%PDF-",), ("application/pdf", "application/x-pdf"),
+        extracted="application/pdf",
+    ),
     _Kind(
         "an EPUB", "pandoc -t plain book.epub -o book.txt", (b"PK\x03\x04",),
-        ("application/epub+zip",), holds=b"application/epub+zip",
+        ("application/epub+zip",), holds=b"application/epub+zip", extracted="application/epub+zip",
     ),
     _Kind(
         "an OpenDocument file", "pandoc -t plain book.odt -o book.txt", (b"PK\x03\x04",),
@@ -38,9 +42,12 @@ _KINDS = (
     ),
     _Kind(
         "an Office document (DOCX)", "pandoc -t plain book.docx -o book.txt", (b"PK\x03\x04",),
-        (_OFFICE,), holds=b"[Content_Types].xml",
+        (_OFFICE,), holds=b"[Content_Types].xml", extracted=f"{_OFFICE}.wordprocessingml.document",
     ),
-    _Kind("an Office document (DOCX)", "pandoc -t plain book.docx -o book.txt", (b"PK\x03\x04",), holds=b"word/"),
+    _Kind(
+        "an Office document (DOCX)", "pandoc -t plain book.docx -o book.txt", (b"PK\x03\x04",), holds=b"word/",
+        extracted=f"{_OFFICE}.wordprocessingml.document",
+    ),
     _Kind("a ZIP archive", "unzip book.zip", (b"PK\x03\x04", b"PK\x05\x06"), ("application/zip",)),
     _Kind(
         "an old Office document (DOC)", "soffice --convert-to txt:Text book.doc",
@@ -58,8 +65,9 @@ _KINDS = (
     _Kind("an image", "tesseract page.png page", (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8"), ("image/",)),
 )  # fmt: skip
 _WEB_PAGE = _Kind(
-    "a web page (HTML)", "pandoc -f html -t plain page.html -o page.txt", (b"<",), ("text/html", "application/xhtml")
-)
+    "a web page (HTML)", "pandoc -f html -t plain page.html -o page.txt", (b"<",), ("text/html", "application/xhtml"),
+    extracted="text/html",
+)  # fmt: skip
 
 
 def refusal_of(head: bytes, media_type: str = "") -> str | None:
@@ -71,10 +79,28 @@ def refusal_of(head: bytes, media_type: str = "") -> str | None:
     for kind in (*_KINDS, _WEB_PAGE):
         if media_type and media_type.startswith(kind.media_types):
             return _words(kind)
+    found = _kind_of(head)
+    return None if found is None else _words(found)
+
+
+def extracted_as(head: bytes, media_type: str = "") -> str:
+    """The media type, by its first bytes or else a declared one, of a file whose text `text.documents` takes out."""
+    kinds = [kind for kind in (*_KINDS, _WEB_PAGE) if media_type and media_type.startswith(kind.media_types)]
+    found = _kind_of(head) or next(iter(kinds), None)
+    return "" if found is None else found.extracted
+
+
+def only_names_html(head: bytes, media_type: str = "") -> bool:
+    """Return whether a file that names HTML is a page neither by its type nor by what begins it: XML or code may be."""
+    is_page = media_type.startswith(_WEB_PAGE.media_types) or _HTML.match(_text_of(head))
+    return not is_page and _kind_of(head) is _WEB_PAGE
+
+
+def _kind_of(head: bytes) -> _Kind | None:
     for kind in _KINDS:
         if head.startswith(kind.magic) and kind.holds in head:
-            return _words(kind)
-    return _words(_WEB_PAGE) if _text_of(head).startswith(b"<") and _HTML.search(head) else None
+            return kind
+    return _WEB_PAGE if _text_of(head).startswith(b"<") and _HTML.search(head) else None
 
 
 def may_be_other(head: bytes) -> bool:

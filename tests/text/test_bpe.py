@@ -69,6 +69,12 @@ def test_training_refuses(tmp_path: Path, text: bytes | None, size: int, message
         train_bpe([path], size)
 
 
+def test_the_smallest_vocabulary_has_one_merge(tmp_path: Path) -> None:
+    """258 tokens are the bytes, one merge and the end."""
+    (tmp_path / "text.txt").write_bytes(b"abab abab")
+    assert train_bpe([tmp_path / "text.txt"], 258).merges == ((b"a", b"b"),)
+
+
 def test_merges_are_checked() -> None:
     """Merges that build on nothing, or none at all, are refused."""
     with pytest.raises(TokenError, match="at least one merge"):

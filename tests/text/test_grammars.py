@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from dist_attn.errors import GrammarError
+from dist_attn.errors import EngineError, GrammarError
 from dist_attn.text import ByteTokeniser, IncrementalDecoder, Tokeniser
 from dist_attn.text.grammars import FollowedGrammar, GrammarKind, Grammars, written_grammar
 from tests.support.tokenisers import foreign_bpe, sentence_piece, sentence_piece_bpe, small_bpe, unigram
@@ -185,6 +186,34 @@ def test_bounds_leave_room_for_usual_forms() -> None:
         FollowedGrammar(grammars, longest, b'"' + 500_000 * b"a").allowed()
 
 
+@pytest.mark.parametrize(
+    ("kind", "taken", "refused"),
+    [
+        ("date-time", "2026-11-27T23:59:59Z", "2026-11-27T12:00:60Z"),
+        ("time", "12:26:59+20:59", "12:26:60+20:59"),
+        ("email", f"{'a' * 64}@b.co.uk", f"{'a' * 65}@b.co"),
+        ("email", f"a@{'b' * 62}.c", f"a@{'b' * 64}.c"),
+        ("hostname", "a." * 100 + "org", "a." * 130 + "org"),
+    ],
+)
+def test_texts_of_a_format_are_those_that_validators_take(kind: str, taken: str, refused: str) -> None:
+    """No second 60 within an hour, and no part that is too long, where the library alone would take them."""
+    grammars, grammar = (
+        Grammars(ByteTokeniser, [256]),
+        written_grammar("json_schema", {"type": "string", "format": kind}),
+    )
+    for text, allowed in ((taken, True), (refused, False)):
+        assert _allows(FollowedGrammar(grammars, grammar), [*json.dumps(text).encode(), 256]) == allowed
+
+
+def _allows(form: FollowedGrammar, tokens: list[int]) -> bool:
+    for token in tokens:
+        if not form.allowed()[token]:
+            return False
+        form.take(token)
+    return True
+
+
 def test_an_object_of_no_properties_is_empty() -> None:
     """As one is of a tool that takes no arguments."""
     form = FollowedGrammar(
@@ -217,3 +246,11 @@ def test_answers_of_one_form_have_bounds_of_their_own() -> None:
     grammar = written_grammar("grammar", "start: /[a]{300000}/ | /[b]{300000}/")
     first, second = (FollowedGrammar(grammars, grammar, letter * 150_000) for letter in (b"a", b"b"))
     assert first.allowed()[ord("a")] and second.allowed()[ord("b")]
+
+
+def test_a_host_without_the_library_is_not_the_form_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank tells it as its own error."""
+    grammar = written_grammar("regex", "a")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(EngineError, match="llguidance, which is not installed"):
+        FollowedGrammar(Grammars(ByteTokeniser, [256]), grammar).allowed()

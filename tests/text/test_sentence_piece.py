@@ -1,18 +1,14 @@
 """SentencePiece with byte fallback: the library's tokens behind a blank, and refusals that say why."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from dist_attn.checkpoints import load_model_and_tokeniser
-from dist_attn.conversion import convert_folder
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import SentencePieceTokeniser
 from dist_attn.text.foreign import MAX_PIECE_BYTES
-from tests.support.hugging_face import write_foreign_folder
 from tests.support.tokenisers import PROSE, sentence_piece, sentence_piece_contents
 
 HARD = PROSE + "  \n\n \t x\u00a0y 12345 a" + " " * 20 + "b\u3000\u65e5\u672c\r\n'S IT'LL \u00e9 \U0001f600" * 3
@@ -45,18 +41,6 @@ def test_long_pieces_are_cut_between_characters() -> None:
     first = text.encode()[: MAX_PIECE_BYTES // 3 * 3]
     assert tokens[: len(tokeniser.encode(first))].tolist() == tokeniser.encode(first).tolist()
     assert tokeniser.decode(tokens) == text.encode()
-
-
-def test_a_llama_with_it_is_converted(tmp_path: Path) -> None:
-    """`convert` takes the folder, pads the tokens, and the model folder gives the same tokeniser back."""
-    write_foreign_folder(tmp_path / "theirs", "llama")
-    (tmp_path / "theirs" / "tokenizer.json").write_text(sentence_piece_contents("BPE", False))
-    (tmp_path / "theirs" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    convert_folder(tmp_path / "theirs", tmp_path / "ours")
-    model, tokeniser = load_model_and_tokeniser(tmp_path / "ours")
-    assert isinstance(tokeniser, SentencePieceTokeniser)
-    assert (tokeniser.vocab_size, tokeniser.end_token) == (model.config.vocab_size, 2)
-    assert tokeniser.encode(HARD.encode()).tolist() == sentence_piece("BPE", False).encode(HARD.encode()).tolist()
 
 
 @pytest.mark.parametrize(
