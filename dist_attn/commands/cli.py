@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dist_attn import __version__
-from dist_attn.commands import inspect
+from dist_attn.commands import corpus, inspect
 from dist_attn.commands.options import (
     Device,
     Dtype,
@@ -398,11 +398,12 @@ def convert(
         Literal["float32", "bfloat16"], typer.Option(help="Of a GGUF file, how its dequantised weights are written.")
     ] = "float32",
 ) -> None:
-    """Make a GPT-2, Llama, GPT-NeoX (Pythia) or BERT-shaped (MiniLM) model into a model folder for other commands.
+    """Make a BERT-shaped (MiniLM) model into a model folder for other commands.
 
-    Of a GGUF file it is the folder of transformers that `--model FILE.gguf` makes and keeps by itself.
+    With dist-attn-papers also a GPT-2, Llama or GPT-NeoX (Pythia). Of a GGUF file it is the folder of transformers that
+    `--model FILE.gguf` makes and keeps by itself.
 
-    Example: dist-attn convert downloads/pythia-70m --out models/pythia
+    Example: dist-attn convert downloads/all-MiniLM-L6-v2 --out models/minilm
 
     Example: dist-attn convert downloads/qwen3.gguf --out models/qwen3 --weights bfloat16
     """
@@ -465,6 +466,8 @@ def keys(
     print(f"{len(written)} files written to {folder}" if written else f"{folder} has all keys already")
 
 
+app.command()(corpus.encode_corpus)
+app.command()(corpus.search)
 configuration.command("show")(inspect.config_show)
 states.command("show")(inspect.state_show)
 states.command("repair")(inspect.state_repair)

@@ -14,13 +14,13 @@ from dist_attn.comm import Communicator
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import GRAIN
-from dist_attn.models import SequenceModel, StreamingModel, TextEncoder
+from dist_attn.models import Model, SequenceModel, StreamEncoder, StreamingModel, TextEncoder
 from dist_attn.ops.device import send
 from dist_attn.rank.row_pieces import reduce_to_pieces
-from dist_attn.rank.sequence_executor import read_sequences
+from dist_attn.rank.sequence_executor import read_sequences, row_pieces, vectors_together
 from dist_attn.rank_link.rows import sequence_length
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
-from dist_attn.text.cuts import marked_ends
+from dist_attn.text.cuts import marked_ends, unmarked
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
 from dist_attn.wire.specs import MODEL_POOLING
@@ -131,6 +131,38 @@ class WholeReader(BlockReader):
         return reduce_to_pieces(
             h_BLD[0], position + start, 0, self._spec, _ends_in(ends, position + start, stop - start)
         )
+
+
+def short_tokens(model: Model | StreamingModel, spec: RowSpec) -> int:
+    """The most tokens of a text that `read_together` takes beside others; 0 for a model that reads each alone."""
+    if isinstance(model, StreamEncoder):
+        return model.grain - 1
+    if isinstance(model, TextEncoder) and not spec.marked:
+        return sequence_length(spec, model.config.text_tokens)
+    return 0
+
+
+def read_together(
+    model: StreamingModel | TextEncoder | SequenceModel,
+    texts: Sequence[np.ndarray],
+    spec: RowSpec,
+    device: torch.device,
+) -> list[RowPieces]:
+    """The pieces of whole texts of at most `short_tokens` each, marked where rows end, read in few passes.
+
+    The last bits of a row may depend on which texts are read beside it.
+
+    Raises: InputError for another model, and for a mixer that takes no packed documents.
+    """
+    tokens = [send(torch.from_numpy(unmarked(text).astype(np.int64)), device) for text in texts]
+    if isinstance(model, StreamEncoder):
+        hidden = zip(texts, model.short_hidden(tokens), strict=True)
+        return [reduce_to_pieces(h_1LD[0], 0, 0, spec, marked_ends(text).tolist()) for text, h_1LD in hidden]
+    if not isinstance(model, TextEncoder):
+        raise InputError("this model reads each text alone")
+    step = 1 if spec.granularity == "token" else model.config.text_tokens
+    vectors = zip(texts, vectors_together(model, tokens, [spec] * len(texts)), strict=True)
+    return [row_pieces(rows_ND, range(0, len(text), step), len(text), 0) for text, rows_ND in vectors]
 
 
 def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:

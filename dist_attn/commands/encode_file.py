@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_attn.checkpoints import load_reader_and_tokeniser
+from dist_attn.checkpoints import fuses_on_cpus, load_reader_and_tokeniser
 from dist_attn.comm import Communicator, open_communicator
 from dist_attn.commands.encode_blocks import (
     BlockReader,
@@ -29,12 +29,12 @@ from dist_attn.commands.encode_blocks import (
 from dist_attn.commands.encode_output import byte_progress, file_of
 from dist_attn.commands.options import EncodeOptions
 from dist_attn.commands.row_files import About, FileRows, RowsWriter, open_rows
-from dist_attn.devices import ON_CPU, Compute, choose_compute
+from dist_attn.devices import Compute, choose_compute
 from dist_attn.errors import InputError
 from dist_attn.model_config.figures import BLOCK_TOKENS, tokens_at_once
 from dist_attn.models import SequenceModel, StreamEncoder, StreamingModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
-from dist_attn.ops.row_blocks import RowBlocks
+from dist_attn.ops.whole_vectors import RowBlocks
 from dist_attn.rank_link.heartbeat import peak_rss_bytes
 from dist_attn.rank_link.rows import RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm
@@ -43,13 +43,23 @@ from dist_attn.text import Tokeniser
 from dist_attn.text.base import TokenArray
 from dist_attn.text.byte_offsets import ByteOffsets
 from dist_attn.text.cuts import CutFinder
+from dist_attn.text.documents import Extracted, Section, open_text, sections_at
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.specs import SequenceReading, choose_rows
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["EncodeReport", "encode_file", "encode_here"]
+__all__ = [
+    "EncodeReport",
+    "RowsOfText",
+    "block_tokens",
+    "encode_file",
+    "encode_here",
+    "reader_of",
+    "rows_for",
+    "token_blocks",
+]
 
 _READ_BYTES = 1 << 18
 _READ_TURN_S = 0.5
@@ -110,19 +120,16 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     Raises: InputError, ModelFolderError, CommError; as `encode_file`.
     """
     folder = resolve_model_folder(options.model or DEFAULT_ENCODER)
-    compute = _compute(options)
+    compute = _compute(options, folder)
     loaded, tokeniser = load_reader_and_tokeniser(folder)
-    reading = None
-    if isinstance(loaded, TextEncoder):
-        reading = SequenceReading(loaded.config.text_tokens, loaded.config.pooling)
-    spec = choose_rows(options.granularity, options.window, options.pooling, reading)
+    spec = rows_for(loaded, options.granularity, options.window, options.pooling)
     encoding = Encoding(
         options.file, options.out, spec, options.deterministic, options.exchange, options.with_text, folder.name
     )
     with open_communicator(device=compute.device) as comm, compute.autocast():
         loaded.to(compute.device)
         # Deterministic products are computed in blocks of their own, whatever the number of processes.
-        if isinstance(loaded, StreamEncoder) and compute == ON_CPU and not options.deterministic:
+        if isinstance(loaded, StreamEncoder | TextEncoder) and not options.deterministic:
             loaded.pack_weights()
 
         def begun() -> None:
@@ -136,14 +143,42 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     return None if report is None else {**asdict(report), "model": folder.name}
 
 
-def _compute(options: EncodeOptions) -> Compute:
+def rows_for(
+    model: StreamingModel | TextEncoder | SequenceModel, granularity: str, window: int | None, pooling: str | None
+) -> RowSpec:
+    """Choose a model's rows. Raises: as `choose_rows`."""
+    reading = None
+    if isinstance(model, TextEncoder):
+        reading = SequenceReading(model.config.text_tokens, model.config.pooling)
+    return choose_rows(granularity, window, pooling, reading)
+
+
+def reader_of(
+    comm: Communicator,
+    model: StreamingModel | TextEncoder | SequenceModel,
+    spec: RowSpec,
+    *,
+    exchange: Algorithm = "auto",
+    deterministic: bool = False,
+) -> BlockReader:
+    """Make the reader of a text by this kind of model. Raises: InputError for one that cannot be `deterministic`."""
+    if isinstance(model, TextEncoder):
+        return SequenceReader(comm, model, spec, deterministic=deterministic)
+    if isinstance(model, SequenceModel):
+        return WholeReader(comm, model, spec, deterministic=deterministic)
+    return StreamReader(comm, model, spec, exchange=exchange, deterministic=deterministic)
+
+
+def _compute(options: EncodeOptions, folder: Path) -> Compute:
     """Raises: ConfigError as `choose_compute`; InputError for a GPU, whose sums depend on how a text is cut."""
     if options.deterministic and options.device.startswith("cuda"):
         raise InputError(
             f"--deterministic and --device {options.device} were given; the same bytes by any number of processes come "
             "from CPUs alone: leave one out"
         )
-    return choose_compute("cpu" if options.deterministic else options.device, options.dtype)
+    if options.deterministic:
+        return choose_compute("cpu", options.dtype)
+    return choose_compute(options.device, options.dtype, fused=fuses_on_cpus(folder))
 
 
 @torch.inference_mode()
@@ -167,24 +202,18 @@ def encode_file(
     """
     started = time.perf_counter()
     spec, deterministic = encoding.spec, encoding.deterministic
-    reader: BlockReader
-    if isinstance(model, TextEncoder):
-        reader = SequenceReader(comm, model, spec, deterministic=deterministic)
-    elif isinstance(model, SequenceModel):
-        reader = WholeReader(comm, model, spec, deterministic=deterministic)
-    else:
-        reader = StreamReader(comm, model, spec, exchange=encoding.exchange, deterministic=deterministic)
+    reader = reader_of(comm, model, spec, exchange=encoding.exchange, deterministic=deterministic)
     tokens, carry_bytes, spent = 0, 0, Seconds()
     with contextlib.ExitStack() as stack:
         stack.enter_context(denormals_flushed())
         if deterministic:
             stack.enter_context(RowBlocks())
         text, file = _open_together(comm, stack, encoding)
-        seen = RowsOfText(encoding)
+        seen = RowsOfText(spec, [] if text is None else text.sections, with_text=encoding.with_text)
         finder = CutFinder(spec.granularity) if spec.marked else None
         blocks = None
         if text is not None:
-            blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress, finder, seen)
+            blocks = token_blocks(text.file, tokeniser, block_tokens(comm, reader), on_progress, finder, seen)
         begun()
         assembler = RowAssembler(spec, reader.dim)
         for block in encode_blocks(comm, reader, blocks):
@@ -218,10 +247,11 @@ def encode_file(
 class RowsOfText:
     """The bytes that rows stand for, and their text where it is asked for, kept only for rows to come."""
 
-    def __init__(self, encoding: Encoding) -> None:
-        self._offsets = ByteOffsets(encoding.spec)
-        self._marked = encoding.spec.marked
-        self._text = bytearray() if encoding.with_text else None
+    def __init__(self, spec: RowSpec, sections: list[Section], *, with_text: bool) -> None:
+        self._sections = sections
+        self._offsets = ByteOffsets(spec)
+        self._marked = spec.marked
+        self._text = bytearray() if with_text else None
         self._base = 0  # where it begins
 
     def read(self, piece: bytes) -> None:
@@ -246,17 +276,19 @@ class RowsOfText:
             texts = [self._text[begin - base : end - base].decode(errors="replace") for begin, end in ends]
             self._base = ends[-1][1]
             del self._text[: self._base - base]
-        return FileRows(ranges_N4, batch.vectors, texts)
+        sections = sections_at(self._sections, (begin for begin, _ in ends)) if self._sections else None
+        return FileRows(ranges_N4, batch.vectors, texts, sections)
 
 
 def _open_together(
     comm: Communicator, stack: contextlib.ExitStack, encoding: Encoding
-) -> tuple[IO[bytes] | None, RowsWriter | None]:
+) -> tuple[Extracted | None, RowsWriter | None]:
     """The text and the rows' file on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
     problem, text, file = "", None, None
     if comm.rank == 0:
         try:
-            text = stack.enter_context(_open_text(encoding.source))
+            text = _open_text(encoding.source)
+            stack.enter_context(text.file)
             make = partial(open_rows, encoding.target, encoding.about)
             file = stack.enter_context(file_of(encoding.target, encoding.source, make))
         except InputError as error:
@@ -268,7 +300,7 @@ def _open_together(
     return text, file
 
 
-def _block_tokens(comm: Communicator, reader: BlockReader) -> int:
+def block_tokens(comm: Communicator, reader: BlockReader) -> int:
     """Tokens of a block: some for each rank, in whole grains; of a sequence that lies over all ranks, all of it."""
     if isinstance(reader, WholeReader):
         return reader.grain
@@ -288,19 +320,16 @@ class _WaitingFile(io.FileIO):
         return super().readinto(buffer)
 
 
-def _open_text(source: Path) -> IO[bytes]:
+def _open_text(source: Path) -> Extracted:
     try:
-        file = io.BufferedReader(_WaitingFile(source))
-        empty = not file.peek(1)
+        return open_text(_WaitingFile(source), source.name, piped=not os.path.isfile(source))
     except OSError as error:
         raise InputError(f"{source} cannot be read: {error.strerror}") from None
-    if empty:
-        file.close()
-        raise InputError(f"{source} is empty; encoding needs at least one byte")
-    return file
+    except InputError as error:
+        raise InputError(f"{source} {error}") from None
 
 
-def _token_blocks(
+def token_blocks(
     text: IO[bytes],
     tokeniser: Tokeniser,
     size: int,

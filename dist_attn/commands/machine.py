@@ -70,8 +70,11 @@ LIBRARIES = (
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpu": (("triton", "nvidia-cuda-nvcc"), "kernels for NVIDIA GPUs"),
     "fla": (("fla-core",), "flash-linear-attention's kernels for GPUs"),
-    "arrow": (("pyarrow",), "encodings as Arrow"),
+    "arrow": (("pyarrow",), "encodings as Arrow and Parquet, corpora"),
+    "documents": (("kreuzberg",), "the text of PDFs, web pages, EPUBs and DOCX files"),
+    "ray": (("ray", "pyarrow"), "corpora on a Ray cluster"),
     "redis": (("redis",), "states shared by several controllers"),
+    "obstore": (("obstore",), "states in the buckets of S3, GCS and Azure"),
     "hf": (("transformers", "gguf", "accelerate"), "downloaded models, and models in Hugging Face's Auto classes"),
     "lora": (("transformers", "peft"), "adapters trained beside downloaded models"),
     "structured": (("llguidance",), "answers held to a form"),

@@ -36,11 +36,26 @@ Device = Annotated[str, typer.Option("--device", help=f"What computes: {_DEVICES
 EngineDevice = Annotated[
     str | None, typer.Option("--device", help=f"What ranks compute on: {_DEVICES}", metavar="DEVICE")
 ]
-_PRECISIONS = "The precision of products; auto: bfloat16 on GPUs, float32 on CPUs."
+_PRECISIONS = "The precision of products; auto: bfloat16 on GPUs and for encoders, else float32."
 Dtype = Annotated[choices.Precision, typer.Option(help=_PRECISIONS)]
 EngineDtype = Annotated[choices.Precision | None, typer.Option(help=_PRECISIONS)]
 OVER_RANKS = "Let each rank hold the weights of a part of the layers of a downloaded model."
 Weights = Annotated[choices.WeightPrecision, typer.Option(help="How the model's weights lie in memory.")]
+Granularity = Annotated[
+    Literal["token", "window", "sentence", "paragraph", "chapter", "document"],
+    typer.Option(
+        help="What gets a vector: every token (a piece of a word), every passage of --window, sentence, paragraph or "
+        "chapter, or the text."
+    ),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a passage (default: 512, or all the model reads at once).", min=1, max=1 << 53),
+]
+Pooling = Annotated[
+    Literal["mean", "last"] | None,
+    typer.Option(help="A passage's vector is the mean of its tokens' or the last one (default: mean)."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
 
 
@@ -69,21 +84,9 @@ class EncodeOptions:
     with_text: Annotated[
         bool, typer.Option("--with-text", help="Write the text of each row beside its vector; not in .npy.")
     ] = False
-    granularity: Annotated[
-        Literal["token", "window", "sentence", "paragraph", "chapter", "document"],
-        typer.Option(
-            help="What gets a vector: every token (a piece of a word), every passage of --window, sentence, paragraph "
-            "or chapter, or the text."
-        ),
-    ] = "window"
-    window: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a passage (default: 512, or all the model reads at once).", min=1, max=1 << 53),
-    ] = None
-    pooling: Annotated[
-        Literal["mean", "last"] | None,
-        typer.Option(help="A passage's vector is the mean of its tokens' or the last one (default: mean)."),
-    ] = None
+    granularity: Granularity = "window"
+    window: Window = None
+    pooling: Pooling = None
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bytes by any number of processes; slower.")
     ] = False

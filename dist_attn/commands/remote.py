@@ -21,8 +21,10 @@ from dist_attn.commands.options import EncodeOptions, parse_count
 from dist_attn.commands.row_files import About, FileRows, open_rows
 from dist_attn.commands.tables import Table, byte_size, duration, print_tables, rich_table
 from dist_attn.errors import InputError
+from dist_attn.text.plain import HEAD_BYTES, extracted_as
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_client import Client, ClientError, EngineStatus, Estimate, KeyRefused, Retry, Row, Status
+from dist_attn_client.sources import DOCUMENTS
 from dist_attn_client.texts import Sampling
 
 KEY_VARIABLE = "DIST_ATTN_API_KEY"
@@ -54,9 +56,15 @@ def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
     """
     started = time.perf_counter()
     source = options.file
-    size = source.stat().st_size if os.path.isfile(source) else 0
-    if options.with_text and not os.path.isfile(source):
-        raise InputError(f"--with-text and --url were given, and {source} is no file that can be read twice")
+    size, document = 0, source.suffix.lower() in DOCUMENTS
+    if os.path.isfile(source):
+        with source.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if extracted_as(opened.read(HEAD_BYTES)) and not document:
+                raise InputError(f"{source} is a document: let its name end with one of {', '.join(DOCUMENTS)}")
+    if options.with_text and (document or not os.path.isfile(source)):
+        why = "the service takes out the text of" if document else "nothing can be read twice of"
+        raise InputError(f"--with-text and --url were given, and {why} {source}: leave one out")
     asked = {"model": options.model, "granularity": options.granularity, "window": options.window}
     asked["pooling"] = options.pooling
     about = About(str(source), options.with_text, {name: str(value) for name, value in asked.items() if value})
@@ -73,7 +81,7 @@ def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
                 on_progress=lambda progress: sent(progress.sent_bytes),
             )
             for row in stream:
-                rows.write(_one_row(row, text))
+                rows.write(_one_row(row, text, document=document))
                 encoded(row.byte_stop)
         rows.finish()
     seconds = time.perf_counter() - started
@@ -87,13 +95,12 @@ def encode_remotely(url: str, options: EncodeOptions) -> dict[str, Any]:
     }
 
 
-def _one_row(row: Row, text: IO[bytes] | None) -> FileRows:
-    ranges_N4 = np.array([[row.start, row.stop, row.byte_start, row.byte_stop]], dtype=np.int64)
-    if text is None:
-        return FileRows(ranges_N4, row.embedding[None])
-    text.seek(row.byte_start)
-    words = text.read(row.byte_stop - row.byte_start).decode(errors="replace")
-    return FileRows(ranges_N4, row.embedding[None], [words])
+def _one_row(row: Row, text: IO[bytes] | None, *, document: bool) -> FileRows:
+    ranges_N4, words = np.array([[row.start, row.stop, row.byte_start, row.byte_stop]], dtype=np.int64), None
+    if text is not None:
+        text.seek(row.byte_start)
+        words = [text.read(row.byte_stop - row.byte_start).decode(errors="replace")]
+    return FileRows(ranges_N4, row.embedding[None], words, [row.section] if document else None)
 
 
 def generate_remotely(

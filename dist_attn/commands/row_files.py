@@ -19,7 +19,8 @@ import numpy.typing as npt
 from dist_attn.commands.encode_output import RowFile, check_target
 from dist_attn.errors import InputError, MissingExtraError, extra_hint
 from dist_attn.launchers import read_launch
-from dist_attn.text.plain import HEAD_BYTES, refusal_of
+from dist_attn.text.documents import refusal_or_need
+from dist_attn.text.plain import HEAD_BYTES
 from dist_attn.wire.floats import shortest_float32
 
 ENDINGS = (".npy", ".jsonl", ".arrow", ".parquet")
@@ -32,12 +33,18 @@ GROUP_BYTES = 8 << 20  # of vectors and texts in a record batch or row group
 class FileRows:
     """Rows of one document that follow each other, and their texts where these are asked for.
 
+    `sections` are the names of those in which they begin, where the document's kind has any. In a file of many
+    documents, `document` is theirs, and `first` the number of the first of them.
+
     Shapes: ranges [N, 4] int64, of each row start and stop in tokens, then in bytes; vectors [N, D] float32.
     """
 
     ranges_N4: npt.NDArray[np.int64]
     vectors_ND: npt.NDArray[np.float32]
     texts: list[str] | None = None
+    sections: list[str | None] | None = None
+    document: str = ""
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,13 +92,13 @@ def check_text(file: Path) -> None:
     if not os.path.isfile(file):
         return
     with suppress(OSError), file.open("rb") as opened:
-        if (words := refusal_of(opened.read(HEAD_BYTES))) is not None:
+        if (words := refusal_or_need(opened.read(HEAD_BYTES), file.name)) is not None:
             raise InputError(f"{file}: {words} (what is piped into encode /dev/stdin is read as it is)")
 
 
 def open_rows(target: Path, about: About, file: IO[bytes]) -> "RowsWriter":
     """Make the writer of rows into `file` for the ending of `target`, which `check_rows_file` has let pass."""
-    kinds: dict[str, type[RowsWriter]] = dict(zip(ENDINGS, (_Npy, _JsonLines, _Arrow, _Parquet), strict=True))
+    kinds: dict[str, type[RowsWriter]] = dict(zip(ENDINGS, (_Npy, _JsonLines, _Arrow, ParquetRows), strict=True))
     return kinds[target.suffix.lower()](file, about)
 
 
@@ -154,6 +161,8 @@ class _JsonLines(RowsWriter):
             ):
                 line: dict[str, Any] = {"document": self._about.document, "index": self.rows + first + place}
                 line |= zip(RANGES, ranges, strict=True)
+                if rows.sections is not None:
+                    line["section"] = rows.sections[first + place]
                 if texts is not None:
                     line["text"] = texts[place]
                 lines.append(line | {"embedding": vector})
@@ -161,6 +170,15 @@ class _JsonLines(RowsWriter):
 
     def _finish(self) -> None:
         pass
+
+
+def vector_column(vectors_ND: npt.NDArray[Any]) -> Any:
+    """The vectors as an array of Arrow's lists of one length."""
+    import pyarrow
+
+    numbers = pyarrow.array(vectors_ND.reshape(-1))
+    item = pyarrow.field("item", numbers.type, nullable=False)
+    return pyarrow.FixedSizeListArray.from_arrays(numbers, type=pyarrow.list_(item, vectors_ND.shape[1]))
 
 
 class _Columns(RowsWriter):
@@ -199,20 +217,20 @@ class _Columns(RowsWriter):
 
         vectors_ND = np.concatenate([some.vectors_ND for some in rows], dtype=np.float32)
         ranges_N4 = np.concatenate([some.ranges_N4 for some in rows])
-        count, dim = vectors_ND.shape
+        count = len(vectors_ND)
         columns = {
             "document": pyarrow.repeat(pyarrow.scalar(self._about.document, pyarrow.string()), count),
             "index": pyarrow.array(np.arange(self._written, self._written + count, dtype=np.int64)),
             **{name: pyarrow.array(np.ascontiguousarray(ranges_N4[:, at])) for at, name in enumerate(RANGES)},
         }
+        if rows[0].sections is not None:
+            sections = [section for some in rows for section in some.sections or ()]
+            columns["section"] = pyarrow.array(sections, pyarrow.string())
         if self._about.with_text:
             texts = [text for some in rows for text in some.texts or ()]
             columns["text"] = pyarrow.array(texts, pyarrow.large_string())
-        item = pyarrow.field("item", pyarrow.float32(), nullable=False)
-        columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(
-            pyarrow.array(vectors_ND.reshape(-1)), type=pyarrow.list_(item, dim)
-        )
-        fields = [pyarrow.field(name, column.type, nullable=False) for name, column in columns.items()]
+        columns["embedding"] = vector_column(vectors_ND)
+        fields = [pyarrow.field(name, column.type, nullable=name == "section") for name, column in columns.items()]
         schema = pyarrow.schema(fields, metadata=dict(self._about.metadata))
         return pyarrow.RecordBatch.from_arrays(list(columns.values()), schema=schema)
 
@@ -230,8 +248,7 @@ class _Arrow(_Columns):
         return ipc.new_file(self._file, schema)
 
 
-@final
-class _Parquet(_Columns):
+class ParquetRows(_Columns):
     """A Parquet file with a row group for each batch."""
 
     def close(self) -> None:

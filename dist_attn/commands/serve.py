@@ -19,7 +19,6 @@ from dist_attn.control.processes import held
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError, MissingExtraError
-from dist_attn.host_limits import compute_environment
 from dist_attn.log_lines import say
 from dist_attn.settings import DataFolder, Resolved, Settings, read_settings
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
@@ -47,10 +46,6 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         controllers = _checked(settings)
     except MissingExtraError as error:
         raise ConfigError(str(error)) from None  # nothing has been begun: a setting that cannot be met here
-    if len(controllers) > 1:
-        # Both groups compute at the same time: together they take the threads that one would take by itself.
-        here = settings.engine.ranks // settings.engine.agents + controllers[1].ranks
-        os.environ |= compute_environment(here)
     if words := too_little(controllers):
         say(f"dist-attn: {words}; where that is too little, take fewer ranks or a smaller model", sys.stderr)
     with (

@@ -16,6 +16,7 @@ from dist_attn.control.ranks import child_environment
 from dist_attn.errors import EngineError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.rank_link.tether import die_with_parent
+from dist_attn.shipped.folder_files import put_in_place
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +50,7 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def write_result(self, value: object) -> None:
         """Leave the result to the command, whole or not at all."""
-        beside = self.result.with_suffix(".writing")
-        beside.write_bytes(msgspec.json.encode(value))
-        beside.rename(self.result)
+        put_in_place(self.result, msgspec.json.encode(value))
 
 
 S = TypeVar("S", bound=TrialSettings)

@@ -12,7 +12,7 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands import encode_file as module
 from dist_attn.commands.encode_blocks import StreamReader
-from dist_attn.commands.encode_file import EncodeReport, Encoding, _block_tokens, encode_file
+from dist_attn.commands.encode_file import EncodeReport, Encoding, block_tokens, encode_file
 from dist_attn.errors import InputError, StorageError
 from dist_attn.model_config.figures import BLOCK_TOKENS, GPU_TOKENS
 from dist_attn.text import ByteTokeniser
@@ -51,7 +51,7 @@ def test_a_block_has_as_many_tokens_as_the_device_wants() -> None:
 
     def rank(comm: Communicator) -> list[int]:
         devices = ("cpu", "meta")
-        return [_block_tokens(comm, StreamReader(comm, small_model().to(d), RowSpec("token"))) for d in devices]
+        return [block_tokens(comm, StreamReader(comm, small_model().to(d), RowSpec("token"))) for d in devices]
 
     assert run_simulated(rank, 2) == [[2 * BLOCK_TOKENS, 2 * GPU_TOKENS]] * 2
 

@@ -28,7 +28,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
     if file.suffix == ".parquet":
         return pytest.importorskip("pyarrow.parquet").read_table(file).to_pylist()
-    return pytest.importorskip("pyarrow.ipc").open_file(file).read_all().to_pylist()
+    return pytest.importorskip("pyarrow.ipc", reason="pip install -e '.[arrow]'").open_file(file).read_all().to_pylist()
 
 
 @pytest.mark.parametrize("spec", [RowSpec("window", 300), RowSpec("sentence"), RowSpec("document"), RowSpec("token")])
@@ -65,7 +65,7 @@ def test_every_format_has_the_same_rows_and_what_they_stand_for(tmp_path: Path, 
 @pytest.mark.parametrize("ending", [".arrow", ".parquet"])
 def test_columns_wait_in_groups_of_bounded_size(tmp_path: Path, ending: str) -> None:
     """Rows that come one by one are written in groups of some MiB, and no more of them are held."""
-    pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="pip install -e '.[arrow]'")
     dim, count, held = 1 << 14, 3 * GROUP_BYTES // (4 << 14), []
     target = tmp_path / f"x{ending}"
     with file_of(target, tmp_path / "t", partial(open_rows, target, About("t"))) as out:
