@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -27,11 +27,13 @@ from dist_attn.models import (
     StreamEncoder,
     StreamingModel,
     TextEncoder,
+    TextEncoderConfig,
     build_model,
     check_precision,
     hold_weights_as,
     weight_precision_of,
 )
+from dist_attn.models.text_encoder import fuses
 from dist_attn.shipped import check_manifest, default_model_folder, origin, resolve_model_folder, sha256
 from dist_attn.shipped.stored_tensors import check_safetensors
 from dist_attn.text import Tokeniser, fitted, load_tokeniser
@@ -39,6 +41,7 @@ from dist_attn.wire.choices import WeightPrecision
 
 __all__ = [
     "default_model_folder",
+    "fuses_on_cpus",
     "kind_of_model",
     "load_any_model",
     "load_causal_model",
@@ -131,6 +134,18 @@ def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
         folder = resolve_model_folder(path_or_name)
         raise ModelFolderError(f"{folder} holds a {model.config.kind}; needed is a text_encoder")
     return model
+
+
+def fuses_on_cpus(path_or_name: str | Path | None = None) -> bool:
+    """Return whether a CPU of this machine computes the model best in bfloat16, as one kernel: encoders such as BERT.
+
+    Raises: ModelFolderError.
+    """
+    folder = resolve_model_folder(path_or_name)
+    if kind_of_model(folder) not in ("text_encoder", "stream_encoder"):
+        return False
+    config = read_any_config(folder)
+    return fuses(cast(TextEncoderConfig, getattr(config, "sentence", config)))
 
 
 def load_stream_encoder(path_or_name: str | Path | None = None) -> StreamEncoder:

@@ -57,19 +57,29 @@ def present_compute(device: torch.device) -> Compute:
     return Compute(device, torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32)
 
 
-def choose_compute(device: str = "auto", dtype: Precision = "auto", environ: Mapping[str, str] = os.environ) -> Compute:
+def choose_compute(
+    device: str = "auto",
+    dtype: Precision = "auto",
+    environ: Mapping[str, str] = os.environ,
+    *,
+    fused: bool = False,
+) -> Compute:
     """Choose the device and the precision that `device` and `dtype`, named as in `wire.choices`, mean in this process.
+
+    `fused`: the model is one that `checkpoints.fuses_on_cpus`.
 
     Raises: ConfigError as `choose_device` and `compute_on`.
     """
-    compute = compute_on(choose_device(device, environ), dtype)
+    compute = compute_on(choose_device(device, environ), dtype, fused=fused)
     if compute.device.type == "cuda":
         torch.cuda.set_device(compute.device)  # also for what asks for none, such as pinned memory
     return compute
 
 
-def compute_on(device: torch.device, dtype: Precision = "auto") -> Compute:
-    """The precision that `dtype` names, on a device.
+def compute_on(device: torch.device, dtype: Precision = "auto", *, fused: bool = False) -> Compute:
+    """The precision that `dtype` names, on a device: auto is that in which it is fastest and as good.
+
+    On a CPU that is bfloat16 for `fused` encoders.
 
     Raises: ConfigError for bfloat16 on a GPU that does not compute in it.
     """
@@ -78,7 +88,7 @@ def compute_on(device: torch.device, dtype: Precision = "auto") -> Compute:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"dtype is bfloat16, and {name} does not compute in it: take float32")
     if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" and narrow else "float32"
+        dtype = "bfloat16" if (narrow if device.type == "cuda" else fused) else "float32"
     return Compute(device, getattr(torch, dtype))
 
 

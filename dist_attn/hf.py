@@ -9,6 +9,7 @@ transformers calls the cache is our recurrent state, which has a constant size f
 installs transformers.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Self, final
 import torch
 import torch.nn.functional as F
 
-from dist_attn.checkpoints import load_model, resolve_model_folder, save_model
+from dist_attn.checkpoints import load_model, load_stream_encoder, resolve_model_folder, save_model
 from dist_attn.errors import InputError, MissingExtraError, ShapeError, extra_hint
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.models.blocks import recompute_layers
@@ -40,7 +41,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError(f"dist_attn.hf needs {error.name}: {extra_hint('hf')}") from None
 
-__all__ = ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel", "StateCache"]
+__all__ = ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel", "SentenceModule", "StateCache"]
 
 # What transformers passes on when it loads a folder, and what changes nothing for files of ours on this disk.
 IGNORED = frozenset({
@@ -427,6 +428,48 @@ def _padding(mask: torch.Tensor | None, seen: int, input_ids: torch.Tensor) -> t
     if bool((hidden == length).any()):
         raise ShapeError("the attention mask hides all tokens of a row; needed is at least one in each")
     return hidden
+
+
+@final
+class SentenceModule(torch.nn.Module):
+    """The vectors of /v1/embeddings in sentence-transformers, which a stream encoder's `modules.json` has load this."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.encoder = load_stream_encoder(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    @classmethod
+    def load(cls, input_path: str) -> Self:
+        """The module of a folder."""
+        return cls(Path(input_path))
+
+    def tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        """The tokens of each text [B, L], behind them zeros, and how many they are [B]."""
+        read = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        rows = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in read]
+        lengths_B = torch.tensor([len(row) for row in rows], device="cpu")
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "lengths": lengths_B}
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add the vectors [B, D], those of short texts read together; a text without tokens has zeros."""
+        width, unit = self.encoder.hidden_size, self.encoder.config.sentence.normalise
+        vectors_BD = features["input_ids"].new_zeros((len(features["lengths"]), width), dtype=torch.float32)
+        texts = [row[:length] for row, length in zip(features["input_ids"], features["lengths"].tolist(), strict=True)]
+        short = [row for row, text in enumerate(texts) if 0 < len(text) < self.encoder.grain]
+        hidden: dict[int, torch.Tensor] = {}
+        if len(short) > 1:
+            with contextlib.suppress(InputError):  # of a mixer that takes no packed documents
+                hidden = dict(zip(short, self.encoder.short_hidden([texts[row] for row in short]), strict=True))
+        for row, text in enumerate(texts):
+            if len(text):
+                h_1LD = hidden[row] if row in hidden else self.encoder.hidden(text[None])[0]
+                vectors_BD[row] = h_1LD[0].mean(0)
+        return {**features, "sentence_embedding": F.normalize(vectors_BD, dim=1) if unit else vectors_BD}
+
+    def get_embedding_dimension(self) -> int:
+        """The numbers in a vector."""
+        return self.encoder.hidden_size
 
 
 AutoConfig.register(OUR_MODEL_TYPE, DistAttnConfig, exist_ok=True)

@@ -1,6 +1,7 @@
 """The settings of one controller and its agent, which are flags too: `[engine]` and a few values besides."""
 
 import json
+import os
 import re
 import socket
 import sys
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from dist_attn.errors import ConfigError, InputError
+from dist_attn.launchers import place_on_host
 from dist_attn.log_lines import LogFormat
 from dist_attn.model_config.figures import GRAIN
 from dist_attn.settings import DataFolder, EngineSettings, FlagSettings, Settings, read_settings
@@ -93,8 +95,9 @@ class ControlSettings(FlagSettings, EngineSettings):
 
     @property
     def host_name(self) -> str:
-        """The name of this host among the agents of a controller."""
-        return self.agent_name or socket.gethostname()
+        """The name of this agent among a controller's: its host's, and its number where a launcher gives it one."""
+        place = place_on_host(os.environ)
+        return self.agent_name or socket.gethostname() + ("" if place is None else f"-{place[0]}")
 
     @property
     def rank_program(self) -> tuple[str, ...]:

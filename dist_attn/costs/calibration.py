@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dist_attn.model_config.figures import ScanMessage, takes_turns
+from dist_attn.shipped.folder_files import put_in_place
 from dist_attn.wire.choices import StateExchange
 
 # Up to so many ranks one all-gather is the fewest steps on a fast link; more ranks need log2 P steps or two levels.
@@ -84,9 +85,7 @@ class Calibration:
     def write(self, file: Path) -> None:
         """Write the times where `read_calibration` finds them, whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{file.name}.{os.getpid()}.writing")
-        beside.write_text(self.to_json())
-        beside.rename(file)
+        put_in_place(file, self.to_json().encode())
 
 
 def default_exchange(

@@ -21,7 +21,7 @@ from dist_attn.mixers import GrowingState, MixerState
 from dist_attn.models import ModelState, StreamingModel, weight_precision_of
 from dist_attn.ops.device import send
 from dist_attn.ops.processor import flushes_denormals
-from dist_attn.shipped import sha256
+from dist_attn.shipped import sha256, without_classes
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.manifest import (
     Computation,
@@ -126,7 +126,7 @@ def identity_of(model: StreamingModel, folder: Path) -> ModelIdentity:
     tokeniser = load_tokeniser(folder).digest if (folder / "tokenizer.json").is_file() else None
     return ModelIdentity(
         weights=_digest_of_weights(folder),
-        config=sha256(folder / "config.json"),
+        config=hashlib.sha256(without_classes((folder / "config.json").read_bytes())).hexdigest(),
         tokeniser=tokeniser,
         features=_digest_of_buffers(model),
         feature_seed=model.feature_seed,

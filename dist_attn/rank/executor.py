@@ -12,10 +12,17 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from dist_attn.checkpoints import kind_of_model, load_causal_model, load_model, load_stream_encoder, load_text_encoder
+from dist_attn.checkpoints import (
+    fuses_on_cpus,
+    kind_of_model,
+    load_causal_model,
+    load_model,
+    load_stream_encoder,
+    load_text_encoder,
+)
 from dist_attn.comm import Communicator, Rendezvous, open_communicator
 from dist_attn.control.preflight import check_weights_fit
-from dist_attn.devices import ON_CPU, Compute, choose_compute, present_compute
+from dist_attn.devices import Compute, choose_compute, present_compute
 from dist_attn.errors import EngineError, InputError, StateMismatchError, WireError
 from dist_attn.generation import StateShapes, computation_of, identity_of
 from dist_attn.generation.captured_step import SLOT_BYTES
@@ -85,7 +92,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     """
     torch.set_num_threads(given_threads(os.environ) or 1)
     torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
-    compute = choose_compute(settings.device, settings.dtype)
+    check_weights_fit(resolve_model_folder(settings.model), settings.weights)
+    compute = choose_compute(settings.device, settings.dtype, fused=fuses_on_cpus(settings.model))
     executor = _load(settings, compute, pulse)
     for outcome in executor.end_trials() if compute.device.type == "cuda" else ():
         _tell(settings, outcome)
@@ -98,14 +106,12 @@ def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecu
     if compute.dtype == torch.bfloat16 and not downloaded:
         compute.autocast().__enter__()  # for as long as this process lives
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
-    check_weights_fit(folder, settings.weights)
     kind = kind_of_model(folder)
-    of_device = tokens_of_block(compute.device.type, writes=kind not in ("text_encoder", "stream_encoder"))
-    chunk_tokens = settings.chunk_tokens or of_device
+    chunk_tokens = settings.chunk_tokens or tokens_of_block(compute.device.type, writes=not kind.endswith("_encoder"))
     if kind == "text_encoder":
-        encoder = load_text_encoder(folder).to(compute.device)
-        for block in encoder.encoder.blocks:
-            block.register_forward_hook(lambda *_: pulse.advance())
+        (encoder := load_text_encoder(folder).to(compute.device)).pack_weights()
+        for part in encoder.parts:
+            part.register_forward_hook(lambda *_: pulse.advance())
         _tell(settings, compute.sentence(weights=settings.weights))
         return SequenceExecutor(encoder, settings.rank, name=folder.name, finite=finite, chunk_tokens=chunk_tokens)
     backend = settings.backend if settings.ranks > 1 else "local"
@@ -117,8 +123,7 @@ def _load(settings: RankSettings, compute: Compute, pulse: Pulse) -> "ModelExecu
     model: StreamingModel
     if kind == "stream_encoder":
         model = load_stream_encoder(folder).to(compute.device)
-        if compute == ON_CPU:
-            model.pack_weights()
+        model.pack_weights()
     elif downloaded:
         over = comm if settings.weights_over_ranks else None
         model = load_causal_model(folder, weights=settings.weights, dtype=compute.dtype, over=over).to(compute.device)

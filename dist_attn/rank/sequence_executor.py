@@ -125,14 +125,11 @@ class SequenceExecutor:
         with watching(self._watch):
             for batch in batches_of(list(short.values())):
                 specs = [self._requests[op.request].rows for op in batch]
-                hidden = self._encoder.hidden_together([tokens_of(op) for op in batch])
-                rows = [_vectors(self._encoder, *read) for read in zip(hidden, specs, strict=True)]
-                # All at once: the host waits for the device whenever it takes rows.
-                own = torch.cat(rows).to("cpu").split([len(vectors_ND) for vectors_ND in rows])
+                own = vectors_together(self._encoder, [tokens_of(op) for op in batch], specs)
                 for op, spec, vectors_ND in zip(batch, specs, own, strict=True):
                     start, length = self._start(op), op.lengths[self._rank]
                     starts = range(start, start + length, 1 if spec.granularity == "token" else length)
-                    self._ahead[op.request] = _row_pieces(vectors_ND, starts, start + length, op.request)
+                    self._ahead[op.request] = row_pieces(vectors_ND, starts, start + length, op.request)
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
@@ -239,10 +236,21 @@ def read_sequences(
             at = starts.stop
     vectors_ND = torch.cat(read)
     step = 1 if spec.granularity == "token" else size
-    return _row_pieces(vectors_ND, range(start, start + length, step), start + length, request)
+    return row_pieces(vectors_ND, range(start, start + length, step), start + length, request)
 
 
-def _row_pieces(vectors_ND: torch.Tensor, starts: range, stop: int, request: int) -> RowPieces:
+def vectors_together(
+    model: TextEncoder, texts: Sequence[torch.Tensor], specs: Sequence[RowSpec]
+) -> tuple[torch.Tensor, ...]:
+    """The rows [N, D], on the CPU, of texts that are one sequence each, read as `TextEncoder.hidden_together` does."""
+    rows = [_vectors(model, *read) for read in zip(model.hidden_together(texts), specs, strict=True)]
+    # All at once: the host waits for the device whenever it takes rows.
+    own: tuple[torch.Tensor, ...] = torch.cat(rows).to("cpu").split([len(vectors_ND) for vectors_ND in rows])
+    return own
+
+
+def row_pieces(vectors_ND: torch.Tensor, starts: range, stop: int, request: int) -> RowPieces:
+    """The pieces of whole rows that begin at these tokens, the last one ending at `stop`."""
     data = vectors_ND.to(device="cpu", dtype=torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
     return RowPieces(request, list(starts), [*starts[1:], stop], data)
 

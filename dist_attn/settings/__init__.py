@@ -1,8 +1,8 @@
 """Every value an operator may set: the tree of them all, how it is read, and parts of it as flags."""
 
-from dist_attn.settings.data_folder import DataFolder
 from dist_attn.settings.reading import KEY, FlagSettings, Resolved, read_keys, read_settings
 from dist_attn.settings.tree import (
+    DataFolder,
     EncoderSettings,
     EngineSettings,
     FileSettings,

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -181,8 +182,8 @@ class RankTerms(Section):
     )
     dtype: Precision = Field(
         default="auto",
-        description="in which precision ranks compute products; states stay float32. auto: bfloat16 on GPUs, float32 "
-        "on CPUs",
+        description="in which precision ranks compute products; states stay float32. auto: bfloat16 on GPUs, and "
+        "of encoders on CPUs that have it; else float32",
     )
     backend: Backend = Field(
         default="auto",
@@ -228,7 +229,11 @@ class RankTerms(Section):
 class EngineSettings(RankTerms):
     """The ranks, and the work that the controller takes on. Units: `*_s` in seconds, `*_tokens` in tokens per rank."""
 
-    api_address: str = Field(default="", description="ZeroMQ address between API and controller; empty: a private one")
+    api_address: str = Field(
+        default="",
+        description="ZeroMQ address between API and controller; of an API several, between commas, where engines share "
+        "its work; empty: a private one",
+    )
     rank_address: str = Field(
         default="", description="ZeroMQ address where agents and ranks of other hosts connect; empty: a private one"
     )
@@ -312,7 +317,9 @@ class StoreSettings(Section):
         default="",
         description="a folder, redis://HOST:PORT/DB, or memory:; empty: a folder of ours. The same for the engine",
     )
-    blobs: str = Field(default="", description="such an address for the states alone; empty: with their catalogue")
+    blobs: str = Field(
+        default="", description="such an address or s3://BUCKET (gs, az) for states alone; empty: with their catalogue"
+    )
     snapshot_bytes: Bytes = Field(default=1 * GIB, description="one state")
     store_bytes: Bytes = Field(default=64 * GIB, description="all states of all callers")
     tenant_bytes: Bytes = Field(default=16 * GIB, description="of one caller")
@@ -370,6 +377,17 @@ class TracingSettings(Section):
     sample: float = Field(
         default=1.0, ge=0, le=1, description="the part of requests that is traced, unless the caller says"
     )
+
+
+class DataFolder(StrEnum):
+    """The names in `data_dir`: a folder with anything else in it is not a service's alone."""
+
+    STATES = "states"
+    JOBS = "jobs"
+    FILES = "files"
+    SPOOL = "spool"
+    ENCODER = "encoder"
+    LOCK = "serve.lock"
 
 
 def user_data_folder(environment: Mapping[str, str], platform: str = sys.platform) -> Path:

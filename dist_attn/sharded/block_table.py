@@ -73,23 +73,6 @@ class BlockTable:
         blocks = (TableBlock(rank, block) for rank, block in zip(owners, ranges, strict=True))
         return cls(tuple(c[-1] for c in cuts), ranks, tuple(blocks))
 
-    @classmethod
-    def cyclic(cls, shape: Sequence[int], block: Sequence[int], grid: Sequence[int]) -> "BlockTable":
-        """ScaLAPACK's block-cyclic table: blocks of one size dealt out in turns over a grid of ranks, row-major.
-
-        Raises: InputError unless shape, block and grid have one entry per dimension, each at least 1.
-        """
-        if not len(shape) == len(block) == len(grid) or min((*shape, *block, *grid), default=0) < 1:
-            raise InputError(f"shape {shape}, block {block} and grid {grid} need one positive entry per dimension")
-        cuts = [[*range(0, size, step), size] for size, step in zip(shape, block, strict=True)]
-        owners = []
-        for place in product(*(range(len(c) - 1) for c in cuts)):
-            owner = 0
-            for index, extent in zip(place, grid, strict=True):
-                owner = owner * extent + index % extent
-            owners.append(owner)
-        return cls.grid(cuts, owners, prod(grid))
-
     def of(self, rank: int) -> tuple[TableBlock, ...]:
         """The blocks of `rank`, in the order in which it keeps them."""
         return tuple(block for block in self.blocks if block.rank == rank)

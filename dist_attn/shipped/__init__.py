@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -12,8 +14,10 @@ from dist_attn.shipped.folder_files import find_json_object, open_file, read_fil
 from dist_attn.shipped.gguf_file import folder_of_gguf, is_gguf
 
 OUR_MODEL_TYPE: Final = "dist_attn"
-CONVERTIBLE: Final = ("bert", "gpt2", "gpt_neox", "llama")
-"""The values of `model_type` that `dist-attn convert` reads."""
+OFFERED_CONVERSIONS: Final = "dist_attn.conversions"
+"""The group of entry points by which packages offer conversions, each named after its `model_type`."""
+PAPERS_CONVERSIONS: Final = ("gpt2", "gpt_neox", "llama")
+"""Those of dist-attn-papers, for errors where it is not installed."""
 FLA_MIXERS: Final = {
     "gla": "gla", "gated_deltanet": "gated_delta", "kda": "kda", "rwkv7": "rwkv7", "retnet": "lightning",
 }  # fmt: skip
@@ -32,13 +36,27 @@ def origin(folder: Path) -> Literal["ours", "downloaded", "neither"]:
     Raises: ModelFolderError for a config.json that is no JSON object.
     """
     values = _config(folder)
-    encoder = (folder / "modules.json").is_file()  # sentence-transformers; the configuration may lie deeper
+    # Of sentence-transformers, whose configuration may lie deeper.
+    encoder = "kind" not in values and (folder / "modules.json").is_file()
     if not encoder and (not values.keys() & {"model_type", "architectures"} or values.keys() & {"kind", "mixer"}):
         return "ours"
     kind = values.get("model_type")
     if kind == OUR_MODEL_TYPE:
         return "ours"
     return "downloaded" if isinstance(kind, str) and kind in SUPPORTED and not encoder else "neither"
+
+
+def convertible() -> tuple[str, ...]:
+    """The values of `model_type` that `dist-attn convert` reads: BERT's, and those that installed packages offer."""
+    return ("bert", *sorted(entry_points(group=OFFERED_CONVERSIONS).names))
+
+
+def convertible_words() -> str:
+    """List what `convert` reads, and what it would read with dist-attn-papers."""
+    known = convertible()
+    more = [kind for kind in PAPERS_CONVERSIONS if kind not in known]
+    brings = f" (dist-attn-papers, by `pip install -e papers` in a checkout, brings {', '.join(more)})" if more else ""
+    return ", ".join(known) + brings
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -53,7 +71,7 @@ def refuse_foreign(folder: Path) -> None:
     said = [f"model_type {kind!r}"] if kind is not None else []
     said += [f"architectures {names!r}"] if names else []
     about = f" ({', '.join(said)})" if said else ""
-    if (folder / "modules.json").is_file() or kind in CONVERTIBLE:
+    if (folder / "modules.json").is_file() or kind in convertible():
         todo = f"make it a model folder of this project: dist-attn convert {folder} --out NEW_FOLDER"
     else:
         todo = ""
@@ -63,7 +81,7 @@ def refuse_foreign(folder: Path) -> None:
             todo += f"dist-attn train makes a model of such layers, mixer.kind = {FLA_MIXERS[kind]}; "
         todo += (
             f"dist-attn serve takes the types {', '.join(SUPPORTED)} as they were downloaded, and dist-attn convert "
-            f"makes model folders of the types {', '.join(CONVERTIBLE)}"
+            f"makes model folders of the types {convertible_words()}"
         )
     if "auto_map" in values:
         todo += "; code that comes with a model (auto_map) is never run"
@@ -75,7 +93,7 @@ def refuse_downloaded(folder: Path) -> None:
     if origin(folder) != "downloaded":
         return
     kind = _config(folder)["model_type"]
-    convert = f", and dist-attn convert {folder} --out NEW_FOLDER makes one of it" if kind in CONVERTIBLE else ""
+    convert = f", and dist-attn convert {folder} --out NEW_FOLDER makes one of it" if kind in convertible() else ""
     raise ModelFolderError(
         f"{folder} is a Hugging Face folder (model_type {kind!r}), which dist-attn serve takes as it is; needed here "
         f"is a model folder of this project{convert}"
@@ -113,6 +131,11 @@ def check_manifest(folder: Path) -> None:
                 f"{folder / name} has sha256 {actual[:12]}..., its manifest says {digest[:12]}...; the folder is "
                 "mixed or damaged"
             )
+
+
+def without_classes(config: bytes) -> bytes:
+    """A config.json without `auto_map`, by which transformers finds the model's classes: it computes nothing."""
+    return re.sub(rb'  "auto_map": \{[^}]*\},\n', b"", config)
 
 
 def sha256(path: Path) -> str:

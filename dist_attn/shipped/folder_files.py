@@ -1,4 +1,7 @@
-"""Files of model folders, which may come from anywhere: regular ones alone are read, and none without a bound."""
+"""Files of model folders, which may come from anywhere: regular ones alone are read, and none without a bound.
+
+And files that are written whole or not at all.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from typing import Any, Final
 
 from dist_attn.errors import ModelFolderError
 
-__all__ = ["MOST_BYTES", "find_json_object", "open_file", "read_file", "read_json", "read_json_object"]
+__all__ = ["MOST_BYTES", "find_json_object", "open_file", "put_in_place", "read_file", "read_json", "read_json_object"]
 
 MOST_BYTES: Final = 1 << 27
 """The most bytes of a file read as a whole; tokenizer.json is the largest and has some 35 MB with 262,144 tokens."""
@@ -89,3 +92,13 @@ def find_json_object(path: Path) -> dict[str, Any] | None:
     except OSError:  # of a folder that may not be searched: reading says so
         pass
     return read_json_object(path)
+
+
+def put_in_place(path: Path, contents: bytes) -> None:
+    """Write a file that others see whole or not at all."""
+    writing = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        writing.write_bytes(contents)
+        writing.replace(path)
+    finally:
+        writing.unlink(missing_ok=True)

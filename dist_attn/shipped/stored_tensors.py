@@ -10,18 +10,20 @@ from typing import Any, Final
 from dist_attn.errors import ModelFolderError
 from dist_attn.shipped.folder_files import open_file, read_json_object
 
-__all__ = ["StoredTensor", "check_safetensors", "read_stored_tensors"]
+__all__ = ["BLOCKS", "StoredTensor", "check_safetensors", "read_stored_blocks", "read_stored_tensors"]
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+BLOCKS: Final = "blocks.safetensors"
+"""Matrices once more as a GGUF file has them, each under the name of its blocks and its own."""
 UNPICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 MAX_HEADER_BYTES: Final = 1 << 25
 MAX_TENSORS: Final = 1 << 18
 """The most tensors of a folder; a model of 60 layers with 384 experts in each has 70,000."""
 MAX_DIMENSIONS: Final = 16
 LENGTH_BYTES: Final = 8
-NUMBER_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
-"""Kinds of numbers that weights, and the tables that old folders keep beside them, come in; fewer bits are refused."""
+NUMBER_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1, "U8": 1}
+"""Kinds of numbers that weights, and the tables that old folders keep beside them, come in; U8 for `BLOCKS`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ def read_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} has no {WEIGHTS} and no {INDEX}{other}: needed are weights as safetensors, fetch those"
         )
     return _read_shards(folder / INDEX)
+
+
+def read_stored_blocks(folder: Path) -> dict[str, StoredTensor]:
+    """Read the tensors of blocks.safetensors, bytes each; there are none without it.
+
+    Raises: ModelFolderError for a file that is cut short or damaged.
+    """
+    return _read_header(folder / BLOCKS) if os.path.lexists(folder / BLOCKS) else {}
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
@@ -157,6 +167,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> tuple[StoredTensor
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise ModelFolderError(f"{path}: its header does not say what {name!r} is; fetch it again") from None
-    if dtype not in NUMBER_BYTES:
-        raise ModelFolderError(f"{path}: {name!r} holds {dtype!r}; needed is one of {', '.join(NUMBER_BYTES)}")
+    known = [kind for kind in NUMBER_BYTES if (kind == "U8") == (path.name == BLOCKS)]
+    if dtype not in known:
+        raise ModelFolderError(f"{path}: {name!r} holds {dtype!r}; needed is one of {', '.join(known)}")
     return StoredTensor(path.name, dtype, tuple(shape), start + begin), start + end

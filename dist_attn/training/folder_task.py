@@ -4,6 +4,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,8 @@ def read_model(config: FolderConfig) -> AdaptedModel:
         if value and ("dropout" in name or "jitter" in name or name == "output_router_logits"):
             raise ConfigError(
                 f"{config.folder / 'config.json'}: {name} is {value}, which is not trained here: the loss is the "
-                "cross entropy of the next token, and nothing is drawn; take it out"
+                "cross entropy of the next token, and nothing is drawn; take it out, or train by a loop of your own "
+                "with dist_attn.context_parallel, which balances experts"
             )
     return model
 
@@ -77,9 +79,23 @@ class FolderTask(LanguageTask):
         super().__init__(config, share, progress)
         own = cast(FolderConfig, config.model)
         self._adapters = None if own.lora is None else add_adapters(self.model, own.folder, own.lora)
+        self._halved = self._adapters is not None and config.run.dtype == self._described.dtype == "bfloat16"
+        if self._halved:
+            self._halve_frozen()
         if config.run.activation_checkpointing:
             Recomputation(self.model.inner)
             self.model.inner.activation_checkpointing_enable({"use_reentrant": False})
+
+    def _halve_frozen(self) -> None:
+        """Keep what autocast rounds in every product in bfloat16, which is the folder's: the same bits."""
+        table = self.model.inner.get_input_embeddings().weight
+        for module in self.model.inner.modules():
+            if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad and module.weight is not table:
+                module.weight.data = module.weight.data.bfloat16()
+
+    def validate(self) -> dict[str, float | int]:
+        with self._autocast() if self._halved else nullcontext():
+            return super().validate()
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
         if self._adapters is not None:
@@ -101,6 +117,7 @@ class FolderTask(LanguageTask):
     def _merged(self, folder: Path, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Write the adapters with these weights as peft does, and return the weights of a model that needs none."""
         assert self._adapters is not None
+        self.model.float()  # sums of weights and adapters are rounded once
         with torch.no_grad():
             for name, own in self.model.state_dict().items():
                 own.copy_(weights[name])

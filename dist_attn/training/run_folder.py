@@ -22,9 +22,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from dist_attn.errors import ConfigError, StorageError
+from dist_attn.shipped.folder_files import put_in_place
 from dist_attn.training.checkpointing import latest_checkpoint
 from dist_attn.training.config import EXECUTION, TrainingConfig
-from dist_attn.training.datasets.token_cache import put_in_place
 
 METRICS = "metrics.jsonl"
 

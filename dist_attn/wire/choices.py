@@ -26,7 +26,10 @@ def check_device(name: str) -> str:
 
 
 Precision = Literal["auto", "float32", "bfloat16"]
-"""The precision of products; states and sums stay float32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+"""The precision of products; states and sums stay float32.
+
+`auto`: bfloat16 on GPUs, and of encoders on CPUs that have it; else float32.
+"""
 
 StateExchange = Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"]
 """The exchange by which ranks that share a text hand on their states; `auto` takes the one measured fastest."""

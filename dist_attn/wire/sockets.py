@@ -37,8 +37,9 @@ def check_address(address: str) -> str:
     Raises: ConfigError naming what is wrong with it.
     """
     scheme, separator, place = address.partition("://")
-    if not separator or scheme not in ("ipc", "tcp") or not place:
-        raise ConfigError(f"address {address!r} cannot be used: give ipc://PATH or tcp://HOST:PORT")
+    several = "://" in place or ("," in place and scheme == "tcp")  # as an API takes; a path may have commas
+    if not separator or scheme not in ("ipc", "tcp") or not place or several:
+        raise ConfigError(f"address {address!r} cannot be used: give one ipc://PATH or tcp://HOST:PORT")
     if scheme == "ipc" and len(place.encode()) > IPC_PATH_BYTES:
         raise ConfigError(
             f"the path of {address!r} has {len(place.encode())} bytes; a socket path may have {IPC_PATH_BYTES}: "

@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[Spoil, str]] = {
         lambda f: _with_tensors(f, lambda h: h["model.embed_tokens.weight"].pop("shape")), "does not say what"
     ),
     "unknown type": (
-        _config(model_type="rwkv9"), "model_type 'rwkv9'.* takes the types qwen3_next, .*mistral as they were"
+        _config(model_type="rwkv9"), "model_type 'rwkv9'.* takes the types qwen3_next, .*gpt_neox as they were"
     ),
     **{
         f"flash-linear-attention's {kind}": (

@@ -121,6 +121,16 @@ def test_the_rows_of_a_step_fit_into_a_message():
     assert tokens_of(planned(*wide, limits=many)) == {0: 512}
 
 
+def test_a_step_reads_for_so_many_requests_and_no_more():
+    """However many could be read for, and one of them is a long document where there is one."""
+    few, shorts = replace(LIMITS, block_tokens=1 << 20, max_requests=3), [short_prompt(n, 64) for n in range(9)]
+    longs = [replace(long_document(n), available=2048) for n in range(9, 18)]
+    for requests in (shorts, longs, [*shorts, *longs]):
+        numbers = tokens_of(planned(*requests, limits=few))
+        assert len(numbers) == 3
+        assert max(numbers) >= 9 or requests is shorts
+
+
 def test_new_decoders_go_to_the_rank_with_the_fewest():
     """Owners spread over the ranks, counting those that are there."""
     made = planned(decoder(1, owner=0), decoder(2, owner=0), decoder(3), decoder(4), decoder(5))

@@ -1,6 +1,8 @@
 """The Kubernetes manifests: valid by the schemas of its API, closed, and in agreement with images and settings."""
 
 import copy
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").r
 OBJECTS: list[dict[str, Any]] = [
     document for name in KUSTOMIZATION["resources"] for document in yaml.safe_load_all((FOLDER / name).read_text())
 ]
+LWS = ROOT / "deploy/kubernetes-lws"
 OVERLAY: dict[str, Any] = yaml.safe_load((ROOT / "deploy/kubernetes-gpu/kustomization.yaml").read_text())
 ALL_WORKLOADS = {item["metadata"]["name"]: item for item in OBJECTS if item["kind"] in ("Deployment", "StatefulSet")}
 WORKLOADS = {name: ALL_WORKLOADS[name] for name in ("api", "engine", "encoder")}  # those with an image of ours
@@ -98,6 +101,55 @@ def test_on_gpus_the_engine_has_one_for_each_rank() -> None:
     (only,) = engine["spec"]["template"]["spec"]["containers"]
     assert f"--ranks={only['resources']['limits']['nvidia.com/gpu']}" in only["args"]
     assert only["resources"]["limits"]["memory"] == only["resources"]["requests"]["memory"]
+
+
+def test_over_several_nodes_leader_and_workers_are_the_engine() -> None:
+    """The overlay's pods are closed and started as the engine's; as many agents as pods, which look for the leader."""
+    validate = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate").validate
+    overlay = yaml.safe_load((LWS / "kustomization.yaml").read_text())
+    assert {path.name for path in LWS.iterdir()} == {"kustomization.yaml", "engine.yaml"}
+    assert overlay["images"] == [image for image in KUSTOMIZATION["images"] if image["name"] == "dist-attn-engine"]
+    for patch in overlay["patches"][1:]:
+        operations = yaml.safe_load(patch["patch"])
+        if patch["target"]["kind"] == "Service":
+            patched(find("Service", "engine"), operations)
+        else:
+            assert {one["path"] for one in operations} <= {"/spec/ingress/-", "/spec/egress/-"}
+    template = yaml.safe_load((LWS / "engine.yaml").read_text())["spec"]["leaderWorkerTemplate"]
+    pods = [template["leaderTemplate"], template["workerTemplate"]]
+    leader, worker = (one["spec"]["containers"][0] for one in pods)
+    for one in pods:
+        metadata = {"name": "engine", **one["metadata"]}
+        for version in (OLDEST, NEWEST):
+            validate({"apiVersion": "v1", "kind": "Pod", **one, "metadata": metadata}, version, strict=True)
+        assert one["metadata"]["labels"].items() >= find("Service", "engine")["spec"]["selector"].items()
+        for key in ("securityContext", "automountServiceAccountToken", "terminationGracePeriodSeconds"):
+            assert one["spec"][key] == pod("engine")[key]
+        assert one["spec"]["containers"][0]["securityContext"] == container("engine")["securityContext"]
+    for key in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert leader[key] == container("engine")[key]
+    assert f"--agents={template['size']}" in leader["args"]
+    own = next(word for word in leader["args"] if word.startswith("--rank-address="))
+    assert own.replace("0.0.0.0", "$(LWS_LEADER_ADDRESS)") in worker["args"]
+    assert worker["command"][1:] == [image_of("engine").last("ENTRYPOINT").split('"')[3], "agent"]
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "kubernetes-gpu", "kubernetes-lws"])
+def test_kustomize_builds_what_the_schemas_accept(name: str) -> None:
+    """Each patch finds its object; of another's API there is the LeaderWorkerSet alone, in the StatefulSet's place."""
+    if (kubectl := shutil.which("kubectl")) is None:
+        pytest.skip("needs kubectl, which has kustomize")
+    validate = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate").validate
+    built = subprocess.run([kubectl, "kustomize", ROOT / "deploy" / name], capture_output=True, text=True, timeout=60)
+    assert (built.returncode, built.stderr) == (0, "")
+    kinds = []
+    for item in yaml.safe_load_all(built.stdout):
+        if item["metadata"]["name"] == "engine":
+            kinds.append(item["kind"])
+        if item["kind"] != "LeaderWorkerSet":
+            assert validate(item, NEWEST, strict=True) == NEWEST
+    own = "LeaderWorkerSet" if name == LWS.name else "StatefulSet"
+    assert sorted(kinds) == sorted([own, "NetworkPolicy", "PodDisruptionBudget", "Service"])
 
 
 def test_all_parts_and_all_files_are_there() -> None:

@@ -66,7 +66,7 @@ def exported() -> set[str]:
     rank = RankStatus(0, 1, "idle", 0, 0.0, 0.0)
     status = Status(True, "", "tiny", 1, 1, "local", 1, 1, 0, 0, 0.0, [rank], GuardCounts(4, [[1]]))
     metrics = Metrics()
-    metrics.watch(lambda: Gauges({"tiny": EngineHealth(True, "", status)}, 0, 0, 0), version="0")
+    metrics.watch(lambda: Gauges({("tiny",): EngineHealth(True, "", status)}, 0, 0, 0), version="0")
     metrics.ended("/v1/encodings", "finished", 1.0, received=1, sent=1)
     text = metrics.render("")[0].decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}

@@ -22,6 +22,7 @@ from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.models import ModelState
 from dist_attn.ops import KeyValueCache
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.shipped import SHIPPED, without_classes
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.snapshot import read_snapshot
 from tests.support.closeness import assert_close
@@ -265,3 +266,15 @@ def test_a_state_goes_on_over_another_number_of_ranks(case):
     states = restored.state, read(model)[0]
     got, want = (torch.frombuffer(bytearray(go_on(model, state)), dtype=torch.float32) for state in states)
     assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("writer-12m", "1e76a013736a2352fefb4facbbb638f332ea42fb7315fc8ac2c2ab3eae20b071"),
+        ("books-6m", "9716ad268dba6a1ea0aba80da3271238fc1ad3eefd2eb455cb1d5118ca944fff"),
+    ],
+)
+def test_states_of_before_transformers_found_the_classes_go_on(name, digest):
+    """What config.json says of classes is no part of a model's identity, which is that of folders without it."""
+    assert hashlib.sha256(without_classes((SHIPPED / name / "config.json").read_bytes())).hexdigest() == digest

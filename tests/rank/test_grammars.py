@@ -168,4 +168,4 @@ def test_a_tokeniser_that_cannot_be_read_ends_no_rank() -> None:
     made = rank(grammars=Grammars(broken, [END]))
     begin(made, 1, spec_of("regex", "a"))
     (fault,) = made.decode(DecodeOp([DecodeEntry(1, 5)]))
-    assert isinstance(fault, RequestFault) and "the folder is gone" in fault.error
+    assert isinstance(fault, RequestFault) and "the folder is gone" in fault.error and fault.code == "engine_failed"

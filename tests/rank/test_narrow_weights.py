@@ -39,8 +39,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def as_before():
     """What a rank sets for the whole of its process is taken back here."""
-    threads, flushed = torch.get_num_threads(), flushes_denormals()
+    threads, flushed, rounded = torch.get_num_threads(), flushes_denormals(), torch.is_autocast_enabled("cpu")
     yield
+    torch.set_autocast_enabled("cpu", rounded)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flushed)
 

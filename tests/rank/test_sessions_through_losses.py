@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dist_attn.ops.decode_step import has_decode_step
 from tests.control.test_sessions import Client
 from tests.rank.test_stored_sessions import CHUNK, executor
 from tests.support import simulated_engine
@@ -25,7 +26,14 @@ class OneRank(Engine):
 
     def make_rank(self, epoch, rank):
         """The same model each time."""
-        return executor(model=small_model(small_config(self.kind)))
+        if self.kind != "llama":
+            return executor(model=small_model(small_config(self.kind)))
+        from dist_attn.adapters.model import AdaptedModel
+        from tests.support.downloaded import llama
+
+        model = AdaptedModel(llama(128, vocab_size=257, initializer_range=0.2))
+        assert (model._fused is not None) == has_decode_step()
+        return executor(model=model)
 
 
 def run(client, seed=None):
@@ -35,9 +43,11 @@ def run(client, seed=None):
     return client.states, client.drawn
 
 
-@pytest.fixture(scope="module", params=["rfa_gate", "hybrid"])
+@pytest.fixture(scope="module", params=["rfa_gate", "hybrid", "llama"])
 def kind(request):
-    """With states of one size, and with keys of all tokens in them."""
+    """With states of one size, with keys of all tokens in them, and whose steps are one call."""
+    if request.param == "llama":
+        pytest.importorskip("transformers", reason="pip install -e '.[hf]'")
     return request.param
 
 

@@ -11,7 +11,7 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
 from dist_attn.ops import KeyValueCache, linear_attention
-from dist_attn.ops.row_blocks import RowBlocks
+from dist_attn.ops.whole_vectors import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs
 from tests.support.closeness import assert_close
@@ -183,11 +183,15 @@ def test_operations_without_the_promise_are_refused():
     """Operations that mix in another way say that they cannot promise the same bits."""
 
     def body(comm: Communicator) -> None:
-        ops = ShardedSequenceOps(comm, SequenceLayout((0, 64, 128)), deterministic=True)
+        layout, memory_layout = SequenceLayout((0, 64, 128)), SequenceLayout((0, 128, 192))
+        ops = ShardedSequenceOps(comm, layout, deterministic=True)
+        elsewhere = ShardedSequenceOps(comm, layout, memory_layout, deterministic=True)
         x, modes = torch.zeros(1, 64, 2), torch.zeros(2, 2, dtype=torch.complex64)
         heads = x[:, None]
+        keys = torch.zeros(1, 1, memory_layout.lengths[comm.rank], 2)
         calls = (
             lambda: ops.linear_attention(heads, heads, heads, causal=True, prefix=5),
+            lambda: elsewhere.linear_attention(heads, keys, keys, causal=True),
             lambda: ops.sum_over_sequence(x),
             lambda: ops.softmax_attention(heads, heads, heads, causal=True),
             lambda: ops.softmax_attention_streaming(

@@ -179,6 +179,37 @@ def test_adapters(tmp_path: Path, kind: str) -> None:
     assert run_simulated(lambda comm: train(over, comm=comm), 2, timeout_s=60.0)[0] == pytest.approx(last, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The following:RuntimeWarning")
+def test_adapters_of_bfloat16(tmp_path: Path) -> None:
+    """Frozen matrices stay in bfloat16, with the bits of float32 under autocast; they are merged in float32."""
+    pytest.importorskip("peft", reason="pip install -e '.[lora]'")
+    lora, run = {"lora": {"rank": 4}}, {"dtype": "bfloat16"}
+    config = run_of(tmp_path, "qwen3_next", stored="bfloat16", model=lora, run=run)
+    task = build_task(config, Share())
+
+    def step() -> tuple[float, list[Tensor]]:
+        task.model.zero_grad()
+        loss = task.loss(1, slice(0, ROWS))
+        loss.backward()
+        return loss.item(), [p.grad for p in task.model.parameters() if p.grad is not None]
+
+    name = "model.layers.0.linear_attn.out_proj"
+    assert task.model.inner.get_submodule(name).base_layer.weight.dtype == torch.bfloat16
+    halved = step()
+    task.model.float()
+    whole = step()
+    assert halved[0] == whole[0] and all(map(torch.equal, halved[1], whole[1]))
+    train(config)
+    adapter = load_file(config.run.folder / "adapter" / "adapter_model.safetensors")
+    down, up = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    before, after = (
+        load_file(folder / "model.safetensors")[f"{name}.weight"]
+        for folder in (tmp_path / "downloaded", config.run.folder / "model")
+    )
+    assert up.abs().max() > 0
+    assert torch.equal(after, (before.float() + up @ down * (32 / 4)).bfloat16())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
 def test_sharded_parameters(tmp_path: Path, kind: str) -> None:
@@ -215,7 +246,7 @@ def test_decay_is_of_matrices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": {"folder": "gpt2"}}, "model_type 'gpt2'.*dist-attn convert"),
+        ({"model": {"folder": "bert"}}, "model_type 'bert'.*dist-attn convert"),
         ({"model": {"folder": "t5"}}, "model_type 't5'.*takes the types qwen3_next"),
         ({"model": {"folder": "writer-12m"}}, "of this project; train it on with run.begin_from"),
         ({"model": {"folder": "nowhere"}}, "no model at 'nowhere'"),
@@ -242,7 +273,7 @@ def test_what_cannot_be_trained_is_refused(
     """A type without an adapter is refused by its name, and so are options that would come out otherwise."""
     values = run_of(tmp_path, "qwen3_next").model_dump(mode="json", exclude_none=True)
     change_config(tmp_path / "downloaded", **changes.pop("config.json", {}))
-    for kind in ("gpt2", "t5"):
+    for kind in ("bert", "t5"):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
     monkeypatch.chdir(tmp_path)

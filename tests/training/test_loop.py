@@ -11,16 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dist_attn.checkpoints import load_model, load_model_and_tokeniser
-from dist_attn.conversion import Conversion, convert_folder
 from dist_attn.errors import ConfigError, EngineError, InputError
 from dist_attn.model_config.language_model import LearnedPositions
 from dist_attn.models import LanguageModel, build_model
 from dist_attn.training import TrainingConfig, checkpointing, language_task, train
-from dist_attn.training.config import OptimiserConfig, read_config
+from dist_attn.training.config import OptimiserConfig
 from dist_attn.training.language_task import LanguageTask, SegmentStream
 from dist_attn.training.optim import build_optimisers
 from dist_attn.training.task import first_model
-from tests.support.hugging_face import write_foreign_folder
 from tests.support.models import small_config, write_small_folder
 from tests.support.training import small_run
 
@@ -369,32 +367,6 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path, name, tensor):
     save_file({**load_file(path), name: tensor}, path)
     with pytest.raises(ConfigError, match="step-000001 was written by another optimiser"):
         train(config, resume=True)
-
-
-@pytest.mark.parametrize("to", ["softmax", "rfa"])
-def test_a_run_begins_from_a_folder(tmp_path, to):
-    """Without [model] a run takes a converted folder's model, lowers its loss, and leaves a folder with its tokens."""
-    write_foreign_folder(tmp_path / "theirs", "gpt2")
-    convert_folder(tmp_path / "theirs", tmp_path / "converted", Conversion(to, num_random=8))
-    values = small_run(tmp_path, steps=30, log_every=10, dtype="float32").model_dump(mode="json")
-    del values["model"]
-    values["data"] |= {"tokeniser": str(tmp_path / "converted"), "segment": 8}
-    values["run"]["begin_from"] = str(tmp_path / "converted")
-    path = tmp_path / "run.toml"
-    path.write_text("".join(f"[{name}]\n{_lines(section)}" for name, section in values.items() if section))
-    config, reports = read_config(path), []
-    train(config, report=reports.append)
-    losses = [report["loss"] for report in reports if "loss" in report]
-    assert losses[-1] < losses[0]
-    model, tokeniser = load_model_and_tokeniser(tmp_path / "run" / "model")
-    assert model.config == load_model(tmp_path / "converted").config
-    assert tokeniser.decode(tokeniser.encode(b"as before")) == b"as before"
-    manifest = (tmp_path / "run" / "model" / "manifest.json").read_text()
-    assert str(tmp_path) not in manifest
-
-
-def _lines(section):
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items() if value is not None)
 
 
 def test_a_run_begins_with_the_weights_it_was_given(tmp_path):

@@ -175,6 +175,13 @@ def test_a_check_alone_keeps_nothing():
     assert peak < 4 << 20
 
 
+def test_what_would_not_be_read_is_not_written():
+    """Layers out of order are refused by the writer, in a reader's words."""
+    one = np.zeros(1, np.float32)
+    with pytest.raises(WireError, match=r"layers\.0\.0"):
+        pack_snapshot(manifest(), 3, [("layers.1.0", one), ("layers.0.0", one)])
+
+
 def test_too_many_layers_are_refused_when_written():
     """A state whose header does not fit is refused by the writer, not found out by a reader."""
     many = manifest(mixers=["rfa"] * 2000)

@@ -102,7 +102,9 @@ def test_an_unreadable_message_comes_back_as_an_error(context, address):
             dealer.receive(60.0)
 
 
-@pytest.mark.parametrize("address", ["", "nothing", "inproc://x", "ipc://", "ipc://" + "x" * 200, "tcp://"])
+@pytest.mark.parametrize(
+    "address", ["", "nothing", "inproc://x", "ipc://", "ipc://" + "x" * 200, "tcp://", "ipc:///a,tcp://b:1"]
+)
 def test_addresses_that_cannot_be_used_are_refused(context, address):
     """The error names the address that was given."""
     with pytest.raises(ConfigError, match=address[:20] or "''"):

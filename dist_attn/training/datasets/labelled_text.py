@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.errors import ConfigError
+from dist_attn.shipped.folder_files import put_in_place
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
 from dist_attn.training.datasets.examples import Label, LabelNames
@@ -22,7 +23,6 @@ from dist_attn.training.datasets.token_cache import (
     TokenTable,
     cached_texts,
     digest_of,
-    put_in_place,
     reading,
 )
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dist_attn.errors import ConfigError, StorageError
+from dist_attn.shipped.folder_files import put_in_place
 from dist_attn.text import Tokeniser
 from dist_attn.training.datasets.text_sources import OnRead
 
@@ -22,7 +23,6 @@ __all__ = [
     "cached_texts",
     "digest_of",
     "nothing_shown",
-    "put_in_place",
     "reading",
     "tokens_of",
 ]
@@ -132,16 +132,6 @@ def _make(tokens: Path, offsets: Path, texts: Iterable[NDArray[np.int32]]) -> No
     contents = BytesIO()
     np.save(contents, np.array(ends, dtype=np.int64))
     put_in_place(offsets, contents.getvalue())
-
-
-def put_in_place(path: Path, contents: bytes) -> None:
-    """Write a file that others see whole or not at all."""
-    writing = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    try:
-        writing.write_bytes(contents)
-        writing.replace(path)
-    finally:
-        writing.unlink(missing_ok=True)
 
 
 def tokens_of(tokeniser: Tokeniser, pieces: Iterable[bytes]) -> Iterator[NDArray[np.int32]]:
