@@ -22,7 +22,7 @@ class SearchParts(Answer):
 class SearchResult(Answer):
     """A row that answers: ranges in tokens and bytes of its document, and of words in characters of `text`.
 
-    `text_cut`: the row is longer, and `text` its beginning.
+    `text_cut`: the row is longer, and `text` its beginning. `section`: the page or heading that it begins in.
     """
 
     document: str
@@ -36,6 +36,7 @@ class SearchResult(Answer):
     text: str
     words: list[tuple[int, int]]
     text_cut: bool = False
+    section: str | None = None
 
 
 class SearchedDocument(Answer):

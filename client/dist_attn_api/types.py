@@ -459,7 +459,10 @@ class Rank(Answer):
 
 
 class EngineStatus(Answer):
-    """The status of a model's engine, nulls until it has answered; `replayed_tokens` were read or drawn again."""
+    """The status of a model's engine, nulls until it has answered; `replayed_tokens` were read or drawn again.
+
+    Of several engines the counts are sums, and the ranks those of the one that is next to get work.
+    """
 
     ready: bool
     reason: str
@@ -473,10 +476,14 @@ class EngineStatus(Answer):
     lost_groups: int | None = None
     replayed_tokens: int | None = None
     ranks: list[Rank] = field(default_factory=list)
+    address: str | None = None
 
 
 class Status(EngineStatus):
-    """The status of the service and its engine; `encoder` is that of a second model, and `ready` means both."""
+    """The status of the service and its engine; `encoder` is that of a second model, and `ready` means both.
+
+    `engines` has each engine of a model that has several, with its address.
+    """
 
     version: str
     uptime_seconds: float
@@ -487,3 +494,4 @@ class Status(EngineStatus):
     stored_states: int
     stored_bytes: int
     encoder: EngineStatus | None = None
+    engines: list[EngineStatus] = field(default_factory=list)

@@ -59,7 +59,10 @@ def what_to_encode(
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row: the tokens and bytes [start, stop) of the document that it stands for, and their vector, float32 [D]."""
+    """One row: the tokens and bytes [start, stop) of the document that it stands for, and their vector, float32 [D].
+
+    `section` is the page or heading that it begins in, where the document's kind has any.
+    """
 
     index: int
     start: int
@@ -67,6 +70,7 @@ class Row:
     byte_start: int
     byte_stop: int
     embedding: npt.NDArray[np.float32]
+    section: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class _Line(msgspec.Struct):
     byte_start: int = 0
     byte_stop: int = 0
     embedding: list[float] = []
+    section: str | None = None
 
 
 @final
@@ -150,6 +155,7 @@ class RowsPlan(Plan[Row, EncodingSummary]):
             line.byte_start,
             line.byte_stop,
             np.asarray(line.embedding, dtype=np.float32),
+            line.section,
         )
 
     def sent(self, reached: Reached) -> None:

@@ -11,6 +11,14 @@ from dist_attn_api.errors import InputError
 
 PIECE_BYTES = 1 << 18
 MEMORY_BYTES = 1 << 23  # of a stream's copy, before the disk is used
+DOCUMENTS = {
+    ".pdf": "application/pdf",
+    ".epub": "application/epub+zip",
+    ".docx": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
+    ".html": "text/html",
+    ".htm": "text/html",
+}
+"""The media types of files whose text the service takes out, by the ends of their names."""
 T = TypeVar("T")
 
 Document = str | bytes | os.PathLike[str] | IO[bytes] | Iterable[bytes] | AsyncIterable[bytes]
@@ -150,6 +158,7 @@ class Source:
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
         self.name = path.name
+        self.media_type = DOCUMENTS.get(path.suffix.lower(), self.media_type)
 
     def _take_file(self, file: IO[bytes]) -> None:
         try:

@@ -29,6 +29,8 @@ class Drawing(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: dict[str, float]
+    response_format: Mapping[str, Any]
+    structured_outputs: Mapping[str, Any]
 
 
 class Sampling(Drawing, total=False):
@@ -40,8 +42,6 @@ class Sampling(Drawing, total=False):
     echo: bool
     min_tokens: int
     ignore_eos: bool
-    response_format: Mapping[str, Any]
-    structured_outputs: Mapping[str, Any]
     priority: Priority
 
 

@@ -138,8 +138,9 @@ def serve(settings: Settings, descriptor: int | None = None) -> int:
     """
     for of_model in settings.of_models():  # refused before anything is opened
         ServedModel.read(of_model.model, of_model.served_model_name)
-        check_address(of_model.api_address)
-        check_exposure(of_model.api_address, settings.keys_dir, insecure=settings.insecure_network)
+        for address in of_model.addresses:
+            check_address(address)
+            check_exposure(address, settings.keys_dir, insecure=settings.insecure_network)
     try:
         if descriptor is not None:
             listener = socket.socket(fileno=descriptor)

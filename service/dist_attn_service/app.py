@@ -28,6 +28,7 @@ from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
 from dist_attn_service.engine.metrics import Metrics
+from dist_attn_service.engine.pool import EnginePool
 from dist_attn_service.engine.port import EnginePort, ZmqEnginePort
 from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.run import ServiceContext
@@ -47,6 +48,7 @@ from dist_attn_service.routers import (
     encodings,
     files,
     jobs,
+    responses,
     search,
     sessions,
     texts,
@@ -55,6 +57,7 @@ from dist_attn_service.routers import (
 from dist_attn_service.routers.openapi import PROBLEM_RESPONSE, openapi_document
 from dist_attn_service.search.service import SearchService
 from dist_attn_service.sessions.store_service import StoreService
+from dist_attn_service.text.extraction import Extraction
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
 from dist_attn_service.text.tokenising import ThreadTokeniser
 from dist_attn_service.uploads.service import FileService
@@ -62,7 +65,7 @@ from dist_attn_service.uploads.service import FileService
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, encodings, texts, search, jobs, sessions, files, uploads, about)
+ROUTERS = (completions, responses, encodings, texts, search, jobs, sessions, files, uploads, about)
 
 
 class LifespanState(TypedDict):
@@ -160,21 +163,28 @@ def _look_at_sessions(stores: "Stores", services: Services) -> asyncio.Task[None
 
 
 def _connections(settings: Settings, log: Log) -> list[EnginePort]:
-    """The connections to the controllers, which share one bound on what is kept of open requests to send it again."""
+    """The connections to the controllers, which share one bound on what is kept of open requests to send it again.
+
+    A model with one engine beside one with several has a part of its own: its work waits for no other engine.
+    """
     limits = stream_limits(settings)
-    memory = GivenMemory(limits.resend_bytes)
-    return [
-        ZmqEnginePort(
-            of_model.api_address,
+    models = [of_model.addresses for of_model in settings.of_models()]
+    kinds = {len(addresses) > 1 for addresses in models}
+    memories = {several: GivenMemory(limits.resend_bytes // len(kinds), several=several) for several in kinds}
+
+    def port(address: str, memory: GivenMemory) -> ZmqEnginePort:
+        return ZmqEnginePort(
+            address,
             limits,
             log,
             status_seconds=settings.status_seconds,
             stale_seconds=settings.status_stale_seconds,
-            keys=ClientKeys.find(settings.keys_dir, "api", of_model.api_address),
+            keys=ClientKeys.find(settings.keys_dir, "api", address),
             memory=memory,
         )
-        for of_model in settings.of_models()
-    ]
+
+    ports = [[port(address, memories[len(addresses) > 1]) for address in addresses] for addresses in models]
+    return [EnginePool(of_model, log) if len(of_model) > 1 else of_model[0] for of_model in ports]
 
 
 def stream_limits(settings: Settings) -> StreamLimits:
@@ -212,6 +222,8 @@ def _contexts(
         found = fitted(load_tokeniser(of_model.model), of_model.model, model.vocab_size)
         tokeniser = ThreadTokeniser(found, threads, of_model.piece_bytes, model=model.id, log=log)
         watch = EngineWatch(engine, model, of_model, store.place)
+        if isinstance(engine, EnginePool):
+            engine.refusal = watch.refusal
         context = ServiceContext(of_model, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
         contexts.append(context)
     twice = set(contexts[0].model.ids).intersection(*(other.model.ids for other in contexts[1:]))
@@ -256,6 +268,7 @@ def _services(
         json_memory=BodyMemory(settings.json_memory_bytes),
         search_memory=BodyMemory(settings.search_memory_bytes, "searched documents", "search fewer at once"),
         budget=budget,
+        extraction=Extraction(folder, budget),
         files=stores.files,
         feeds=FeedingService(writer, stores.files),
     )

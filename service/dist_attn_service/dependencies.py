@@ -20,6 +20,7 @@ from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
 from dist_attn_service.engine.metrics import Gauges, Metrics
+from dist_attn_service.engine.port import EngineHealth
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.feeding import FeedingService
 from dist_attn_service.http.limits import BodyMemory, RequestLimit
@@ -29,6 +30,7 @@ from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.generate import GenerateService
 from dist_attn_service.sessions.store_service import StoreService
 from dist_attn_service.sessions.stored import SessionCatalogue, SessionStates
+from dist_attn_service.text.extraction import Extraction
 from dist_attn_service.text.spool import DiskBudget
 from dist_attn_service.uploads.service import FileService
 
@@ -92,6 +94,7 @@ class Services:
     json_memory: BodyMemory
     search_memory: BodyMemory
     budget: DiskBudget
+    extraction: Extraction
     files: FileService
     feeds: FeedingService
     started: float = field(default_factory=time.monotonic)
@@ -176,11 +179,20 @@ class Services:
         """The number of requests that wait for an engine."""
         return sum(served.watch.waiting for served in self.models)
 
+    def _engines(self) -> dict[tuple[str, ...], EngineHealth]:
+        """The health of each engine, by its model and, where a model has several, its address."""
+        found: dict[tuple[str, ...], EngineHealth] = {}
+        several = any(served.engine.engines() for served in self.models)
+        for served in self.models:
+            for address, health in (served.engine.engines() or {"": served.watch.health()}).items():
+                found[(served.model.id, address)[: 1 + several]] = health
+        return found
+
     def gauges(self) -> Gauges:
         """The gauges of this moment."""
         stored, files = self.sessions.stored.known_totals, self.files.catalogue.total
         return Gauges(
-            {served.model.id: served.watch.health() for served in self.models},
+            self._engines(),
             self.open_requests.count,
             self.waiting,
             self.budget.used,

@@ -322,7 +322,8 @@ class FeedingService:
         run = TextRun(self._context, writer, advance)
         terms = RequestTerms(holder=feed.caller).for_engine()
         try:
-            async with self._context.open(OpenWork(feed.name, await writer.begin(), keep=keep, terms=terms)) as stream:
+            work = OpenWork(feed.name, await writer.begin(), keep=keep, terms=terms)
+            async with self._context.open(work, await writer.maker(self._context)) as stream:
                 await run.work(stream, self._pieces(feed, writer, marks, mark))
             await writer.advance(Reached(run.position, run.snapshot, done=True))
             feed.kept = run.position

@@ -42,11 +42,15 @@ SECONDS, MANY = 20.0, 10**6
 UNSAID: dict[str, tuple[str, ...]] = {
     # what may stand there depends on another field
     "invalid_value": (
-        "(top_logprobs|return_progress|stream_options) needs",
+        "(top_logprobs|return_progress|stream_options|json_schema) needs",
+        "response_format gives a form too",
+        "an answer (of a form ends|that must call a tool has)",
+        "(tool_choice asks for|no answer can be held to|no call can be held to)",
         "expected_position is that of a session",
         "[a-z_]+ is .* in the query and .* in the body",
         "[a-z_]+ and [a-z_]+ were given",
         "input and file_id are two documents",
+        "inputs is a text too",
         "the sample has",
         "boundaries (must rise|has|and)",
         r"documents\[[0-9]+\] has",
@@ -58,7 +62,8 @@ UNSAID: dict[str, tuple[str, ...]] = {
         "Range .* holds no byte",
         # on the model, or on a setting
         r"tokens\[[0-9]+\] is",
-        r"(prompt|input)(\[[0-9]+\])* is .*; token ids are",
+        r"(prompt|inputs?)(\[[0-9]+\])* is .*; token ids are",
+        "dimensions=",
         "logit_bias names",
         "a stop string must have",
         "stop holds",
@@ -75,19 +80,18 @@ UNSAID: dict[str, tuple[str, ...]] = {
     "missing_parameter": ("(input|prompt|documents) is missing", "send "),
     "unknown_parameter": ("unknown parameter",),  # of the completion in a job
     "empty_input": (
-        "(input|the body) is empty",
+        r"(inputs?(\[[0-9]+\])?|the body) is empty",
         "the file is empty",
         r"(documents|texts)\[[0-9]+\](\.text)? is empty",
         "query is blank",
     ),
     "unsupported_parameter": (
-        "dimensions=",
         "the model's chat template (does not look at|writes no calls)",
         "best_of",
     ),
     "unsupported_media_type": (
         "Content-Type is .*; (needed is application/offset|send JSON)",  # Upload-Length decides
-        "this is an? ",  # what its bytes are
+        "(this is an? |the document cannot be read)",  # what its bytes are
     ),
     "body_too_large": ("a file may have",),
     "invalid_state": ("",),  # bytes that are no state

@@ -24,7 +24,6 @@ from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import parse_json
 from dist_attn_service.schemas.completions import ChatRequest, CompletionRequest
 from dist_attn_service.schemas.documents import SearchRequest
-from dist_attn_service.search.passages import WordCounts, bm25, places_of, words_of
 from dist_attn_service.sessions.answers import expected_digest, names_tag
 from dist_attn_service.text.choice_text import StopScanner
 from dist_attn_service.uploads.multipart import FormParser, boundary_of
@@ -35,6 +34,7 @@ from starlette.datastructures import Headers
 from dist_attn.shipped import DEFAULT_ENCODER, SHIPPED
 from dist_attn.text import ForeignTokeniser, IncrementalDecoder, LibraryTokeniser, Tokeniser, load_tokeniser
 from dist_attn.text.cuts import CutFinder
+from dist_attn.text.ranking import WordCounts, bm25, places_of, words_of
 from dist_attn_client.plan import EventDecoder
 from tests.support.tokenisers import (
     downloaded_contents,

@@ -20,6 +20,7 @@ from tests.support.browser import opened_page
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, running_service
 from tests.support.waiting import eventually
+from tests.text.test_documents import GOOD
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -229,13 +230,11 @@ def test_what_cannot_be_encoded_is_said_in_words(browser: "Browser", service: Ru
     ("name", "data", "said"),
     [
         (
-            "book.pdf",
-            b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" + bytes(5000),
-            "is a PDF; this page reads plain text",
+            "book.odt",
+            b"PK\x03\x04" + bytes(26) + b"mimetypeapplication/vnd.oasis.opendocument.text",
+            "is a word processor's document; this page reads plain text",
         ),
-        ("book.epub", b"PK\x03\x04" + bytes(26) + b"mimetypeapplication/epub+zip", "is an e-book (EPUB)"),
-        ("book.docx", b"PK\x03\x04" + bytes(26) + b"[Content_Types].xml", "is a word processor's document"),
-        ("page.html", b"<!doctype html><title>It was</title>", "is a web page (HTML)"),
+        ("books.zip", b"PK\x03\x04" + bytes(26) + b"one.txt", "is an archive"),
         ("book.txt", "It was the best of times.".encode("utf-16"), "is text in UTF-16"),
         ("latin.txt", "It was a café.".encode("latin-1") * 20, "save it with the encoding UTF-8"),
         ("sound.ogg", b"OggS\x00\x02" + bytes(range(256)), "holds no text"),
@@ -255,6 +254,34 @@ def test_a_file_that_is_no_text_is_refused_before_it_is_sent(
         assert page.locator("#pick").is_visible() and page.locator("#plan").is_hidden()
         choose(page)
         assert page.locator("#document-notice").is_hidden() and page.locator("#start").is_visible()
+
+
+def test_a_document_is_read_as_its_text(browser: "Browser", service: RunningService) -> None:
+    """The passages are those of its text, also after a reload, and afterwards the service has neither."""
+    pytest.importorskip("kreuzberg", reason="pip install -e '.[documents]'")
+    made, text, _ = GOOD["pdf"]
+    take = (
+        """async (bytes) => (await import("/page/api/documents.js")).isDocument(new Blob([Uint8Array.from(bytes)]))"""
+    )
+    with opened_page(browser, service.url) as page:
+        for name in ("docx", "html", "epub"):
+            assert page.evaluate(take, list(GOOD[name][0]()))
+        choose(page, made(), "book.pdf")
+        page.click("#start")
+        for _ in ("at once", "after a reload"):
+            page.wait_for_selector("#bar[data-phase=done]", state="attached")
+            assert figure(page, "Tokens") == str(len(text.encode()))
+            assert "Words of page" in find(page, "words")[0]
+            assert page.locator(".hit .chapter").all_inner_texts() == ["page 1"]
+            page.click(".hit")
+            page.wait_for_selector('#passage-title:has-text("page 1")')
+            page.reload()
+        page.wait_for_selector("#bar[data-phase=done]", state="attached")
+        kept = ids(page)["file"]
+        page.click("#another")
+        for file in (kept, kept.removesuffix("-text")):
+            address = f"{service.url}/v1/files/{file}"
+            eventually(lambda address=address: httpx.get(address).status_code == 404, f"{address} to be gone")
 
 
 def find(page: "Page", words: str) -> list[str]:
@@ -367,6 +394,7 @@ def test_a_service_that_is_gone_is_said_once(browser: "Browser", service: Runnin
         page.wait_for_selector("#document-notice:has-text('cannot be reached')")
         page.wait_for_selector("#service-state:has-text('Not reached')")
         eventually(lambda: page.inner_text("body").count("cannot be reached") == 1, "one of two to be taken back")
+        assert "cannot be reached" in page.inner_text("#document-notice")
 
 
 def test_a_wrong_key_is_refused_and_the_right_one_works(

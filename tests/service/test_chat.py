@@ -139,10 +139,11 @@ def test_bad_chats_name_what_is_wrong(service: RunningService, body: dict[str, A
         ({"stop": ["h"]}, "O"),
         ({"stop": []}, "Oh.\n\nUser: no"),
         ({"min_tokens": 9}, "Oh.\n\nUser: no"),
+        ({"structured_outputs": {"regex": "(?s).*"}}, "Oh.\n\nUser: no"),
     ],
 )
 def test_a_chat_ends_with_its_turn(more: dict[str, Any], content: str, tmp_path: Path) -> None:
-    """Where the model folder says, unless the request has a `stop`; the blank behind "Assistant:" is no part of it."""
+    """Where the model folder says, unless a request has a `stop` or a form; the blank behind "Assistant:" goes."""
     model = templated(tmp_path, (SHIPPED / DEFAULT_MODEL / "chat_template.jinja").read_text())
     (model / "generation_config.json").write_text(json.dumps({"stop_strings": ["\n\nUser:"]}))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b "}, CALLING, CHAT[1]]

@@ -272,7 +272,7 @@ def test_without_the_library_a_form_is_refused(service: RunningService, monkeypa
     """In words that install it; text of no form is drawn as ever."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = httpx.post(service.url + ROUTE, json={"prompt": "a", "response_format": {"type": "json_object"}})
-    assert answer.status_code == 400 and "pip install -e '.[structured]'" in answer.json()["error"]["message"]
+    assert answer.status_code == 501 and "pip install -e '.[structured]'" in answer.json()["error"]["message"]
     complete(service, response_format={"type": "text"})
 
 

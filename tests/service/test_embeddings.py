@@ -87,17 +87,58 @@ def test_a_long_input_goes_by_credit(service: RunningService) -> None:
     np.testing.assert_array_equal(np.float32(answer["data"][0]["embedding"]), wanted(text.encode()))
 
 
+def test_shortened_vectors_have_length_one(service: RunningService) -> None:
+    """`dimensions` leaves so many of the first numbers, scaled to length 1, through OpenAI's client too."""
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="-", max_retries=0)
+    told = client.embeddings.create(model="tiny", input=["abc", "de"], dimensions=3)
+    for item, text in zip(told.data, (b"abc", b"de"), strict=True):
+        first = wanted(text)[:3]
+        np.testing.assert_allclose(item.embedding, first / np.linalg.norm(first), rtol=1e-6)
+
+
+def test_an_empty_text_costs_the_others_nothing(service: RunningService) -> None:
+    """Among others it has a vector of zeros, which stays one when it is shortened."""
+    answer = embed(service, input=["abc", "", "de"], dimensions=7)
+    assert answer["data"][1]["embedding"] == [0.0] * 7
+    assert np.linalg.norm(answer["data"][2]["embedding"]) == pytest.approx(1)
+    assert answer["usage"]["prompt_tokens"] == 5
+
+
+def test_shapes_of_other_servers(service: RunningService) -> None:
+    """text-embeddings-inference's answer is a bare list of unit vectors, Cohere's has them by type."""
+
+    def ask(path: str, **body: Any) -> Any:
+        answer = httpx.post(service.url + path, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    vector = wanted(b"abc")
+    unit = vector / np.linalg.norm(vector)
+    np.testing.assert_allclose(ask("/embed", inputs=["abc"], truncate=True), [unit], rtol=1e-6)
+    np.testing.assert_array_equal(np.float32(ask("/embed", inputs="abc", normalize=False)), [vector])
+    np.testing.assert_array_equal(np.float32(ask("/embed", inputs="abc", normalize=False, dimensions=3)), [vector[:3]])
+    info = httpx.get(f"{service.url}/info").json()
+    assert info["model_id"] == "tiny" and info["max_client_batch_size"] == 50
+    told = ask("/v2/embed", model="tiny", texts=["abc"], input_type="search_query", embedding_types=["float", "base64"])
+    np.testing.assert_array_equal(np.float32(told["embeddings"]["float"]), [vector])
+    assert base64.b64decode(told["embeddings"]["base64"][0]) == vector.astype("<f4").tobytes()
+    assert told["meta"]["billed_units"] == {"input_tokens": 3} and told["texts"] == ["abc"]
+    refused = httpx.post(f"{service.url}/v2/embed", json={"texts": ["a"], "embedding_types": ["int8"]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "embedding_types"
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code", "param", "word"),
     [
         ({}, 400, "missing_parameter", "input", "input"),
         ({"input": ""}, 400, "empty_input", "input", "empty"),
         ({"input": []}, 400, "empty_input", "input", "empty"),
-        ({"input": ["a", ""]}, 400, "empty_input", "input", "input[1]"),
+        ({"input": [""]}, 400, "empty_input", "input", "input[0]"),
+        ({"input": ["a", []]}, 400, "empty_input", "input", "input[1]"),
         ({"input": [1, 300]}, 400, "invalid_value", "input", "input[1] is 300"),
         ({"input": 5}, 400, "invalid_value", "input", "int"),
         ({"input": ["a"] * 51}, 400, "invalid_value", "input", "at most 50"),
-        ({"input": "a", "dimensions": 4}, 400, "unsupported_parameter", "dimensions", "8"),
+        ({"input": "a", "dimensions": 9}, 400, "invalid_value", "dimensions", "has 8 numbers"),
         ({"input": "a", "dimensions": 0}, 400, "invalid_value", "dimensions", "0"),
         ({"input": "a", "encoding_format": "hex"}, 400, "invalid_value", "encoding_format", "'hex'"),
         ({"input": "a", "wat": 1}, 400, "unknown_parameter", "wat", "encoding_format"),

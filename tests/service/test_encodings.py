@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from dist_attn.text import train_bpe
+from dist_attn.text import documents, train_bpe
 from dist_attn.wire.messages import Tokens
 from tests.support.fake_engine import FakeEngine, row_vector
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of, send_in_background
@@ -350,8 +350,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_plain_text_is_refused_before_work_begins(service: RunningService, name: str) -> None:
-    """At each door the answer says what it is and which command makes text of it; however it is cut."""
+def test_what_is_no_plain_text_is_refused_before_work_begins(
+    service: RunningService, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the library, at each door the answer says what it is and which command makes text of it; however cut."""
+    monkeypatch.setattr(documents, "LIBRARY", "a_library_that_is_not_there")
     data, command = OTHERS[name]
     cut = [data[at : at + 1] for at in range(len(data))]
     file = httpx.post(
@@ -374,6 +377,7 @@ def test_what_is_no_plain_text_is_refused_before_work_begins(service: RunningSer
         assert answer.status_code in (400, 415), (path, answer.text)
         said = answer.json()["detail"]
         assert name in said and command in said, (path, said)
+        assert ("[documents]" in said) == (name in ("PDF", "HTML") and "estimate?" not in path)
         assert "octet-stream" not in said and "octet-stream" in answer.json()["hint"]
     assert begun == sum(isinstance(message, Tokens) for message in service.engine.received)
     check_rows(encode(service, data, **{"Content-Type": "application/octet-stream"}), data, 512)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dist_attn_service.uploads.service import FileService
 
 from dist_attn.errors import StorageError
 from dist_attn.store.ledger import moment
+from dist_attn.text.documents import Section
 from tests.support.files import audit, opened_files
 from tests.support.service_server import running_service
 from tests.support.stores import Clock, redis_server, why_no_redis
@@ -304,6 +305,36 @@ def test_a_form_that_breaks_gives_its_room_back(tmp_path: Path) -> None:
         assert service.catalogue.total == Usage() and left_in(tmp_path) == 0
 
     run(tmp_path, work)
+
+
+def test_a_text_ends_with_its_document(tmp_path: Path) -> None:
+    """It expires when its document does, and of one that is deleted meanwhile no text and no charge stays."""
+
+    async def work(service: FileService, clock: Clock) -> None:
+        async def deleted(pieces: AsyncGenerator[bytes], _: list[Section]) -> AsyncGenerator[bytes]:
+            async for piece in pieces:
+                yield piece
+            await service.catalogue.delete_file("ann", name)
+
+        async def taken(pieces: AsyncGenerator[bytes], sections: list[Section]) -> AsyncGenerator[bytes]:
+            sections.append((0, "page 1"))
+            async for piece in pieces:
+                yield piece
+
+        name = await add(service, b"x" * 50)
+        record = await service.catalogue.file("ann", name)
+        clock.now += 50
+        text = await service.text_file("ann", name, record, taken)
+        assert (text.size, text.expires_at) == (50, record.expires_at)
+        assert await service.sections(text) == [(0, "page 1")] and await audit(service) == []
+        clock.now += 60
+        assert (await service.upkeep.sweep()).files == 2
+        name = await add(service, b"y" * 50)
+        with pytest.raises(ServiceError, match="was deleted"):
+            await service.text_file("ann", name, await service.catalogue.file("ann", name), deleted)
+        assert service.catalogue.total == Usage() and left_in(tmp_path) == 0
+
+    run(tmp_path, work, file_s=100)
 
 
 def test_many_writers_at_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from dist_attn_service.encodings.encoding_run import RowBlock
@@ -16,6 +17,7 @@ from dist_attn.settings import JobSettings, StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser, train_bpe
 from dist_attn.wire.messages import Failed
 from tests.support.fake_engine import FakeEngine, fake_controller
+from tests.support.fake_sessions import MANIFEST
 from tests.support.jobs import point_of
 from tests.support.metrics import samples, value
 from tests.support.raw_http import lines_of
@@ -137,6 +139,17 @@ def test_what_is_lost_is_made_again(tmp_path: Path, lost: str) -> None:
     with running_service(tmp_path, FakeEngine(), jobs=QUICK, store=StoreSettings()) as service:
         assert whole(service, name, data)
         assert service.engine.sessions.read == len(data)
+
+
+def test_rows_of_another_model_are_not_put_behind_those_that_are_there(tmp_path: Path) -> None:
+    """Where the engine has other weights when the job goes on, with a state or without, the job ends with words."""
+    name = interrupted(tmp_path, PROSE * 400)
+    other = msgspec.structs.replace(MANIFEST, model=msgspec.structs.replace(MANIFEST.model, weights="f" * 64))
+    with running_service(tmp_path, FakeEngine(manifest=other), jobs=QUICK, store=StoreSettings()) as service:
+        eventually(lambda: job(service.url, name)["status"] not in ("queued", "running"), "the job to end")
+        ended = job(service.url, name)
+        assert ended["status"] == "failed" and ended["error"]["code"] == "state_mismatch", ended
+        assert "send the input again as a new job" in ended["error"]["message"]
 
 
 def test_a_job_that_is_cancelled_while_it_waits_gives_its_state_back(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_job_gives_the_rows_of_an_encoding(service: RunningService) -> None:
     vectors = np.array([row["embedding"] for row in whole[:-1]], np.float32)
     npy = get(f"{result}?format=npy&from_row=3")
     np.testing.assert_array_equal(np.load(io.BytesIO(npy.content)), vectors[3:], strict=True)
-    ipc = pytest.importorskip("pyarrow.ipc")
+    ipc = pytest.importorskip("pyarrow.ipc", reason="pip install -e '.[arrow]'")
     table = ipc.open_stream(io.BytesIO(get(result, headers={"Accept": "application/vnd.apache.arrow.stream"}).content))
     assert [row["index"] for row in table.read_all().to_pylist()] == list(range(len(vectors)))
 

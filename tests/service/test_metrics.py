@@ -53,6 +53,23 @@ def test_requests_and_tokens_are_counted(service: RunningService) -> None:
     assert value(found, "dist_attn_body_bytes_total", direction="out") > 500
 
 
+def test_times_of_drawn_texts_are_told(service: RunningService) -> None:
+    """Each text's time in the queue, until its first token, and for each after that; a request's tokens once."""
+    names = (
+        "request_queue_time_seconds", "time_to_first_token_seconds", "time_per_output_token_seconds",
+        "request_prompt_tokens", "request_generation_tokens",
+    )  # fmt: skip
+    before = samples(service)
+    httpx.post(f"{service.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2})
+    after = samples(service)
+    counts = [after[f"dist_attn_{name}_count", ()] - before[f"dist_attn_{name}_count", ()] for name in names]
+    assert counts == [2, 2, 2, 1, 1]
+    assert (
+        after["dist_attn_request_generation_tokens_sum", ()] - before["dist_attn_request_generation_tokens_sum", ()]
+        == 10
+    )
+
+
 def test_losses_of_ranks_are_told(service: RunningService) -> None:
     """Losses of ranks, tokens read again for them, and the time of steps: the engine's numbers, in both places."""
     found, status = samples(service), httpx.get(f"{service.url}/v1/status").json()

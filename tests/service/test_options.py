@@ -130,7 +130,7 @@ EMBEDDINGS: Cases = {
     "model": (["tiny", None], ["other"]),
     "input": (["a", [97], ["a", "b"], [[97], [98]]], ["", [], [999], 5]),
     "encoding_format": (["float", "base64", None], ["hex"]),
-    "dimensions": ([HIDDEN, None], [HIDDEN - 1, 0]),
+    "dimensions": ([HIDDEN, 1, None], [HIDDEN + 1, 0]),
     "user": (["me", None], [5]),
     "safety_identifier": (["me", None], [5]),
     "truncate_prompt_tokens": ([None], [5]),
@@ -151,6 +151,7 @@ TOKENIZE: Cases = {
     "model": (["tiny", None], ["other"]),
     "prompt": (["", "a"], [5, ["a"]]),
     "add_special_tokens": ([True, False, None], ["yes"]),
+    "inputs": ([None], [5, [], "a text beside prompt"]),
     "return_token_strs": ([True, False, None], [1]),
 }
 ESTIMATES: Cases = {

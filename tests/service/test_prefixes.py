@@ -10,6 +10,7 @@ import httpx
 import pytest
 from dist_attn_service.completions.prefixes import kept_positions
 from dist_attn_service.engine.metrics import PREFIX_LOOKUPS
+from dist_attn_service.engine.port import EngineHealth
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -199,6 +200,19 @@ def test_a_state_that_the_engine_does_not_take_costs_nothing_but_time(service: R
     assert value(samples(service), "dist_attn_prefix_lookups_total", outcome="failed") == 1
     service.engine.prompts.refuse = None
     assert cached(complete(service, BOOK)) == 3 * GRID  # the next one before it
+
+
+def test_a_state_that_another_of_several_engines_does_not_take_is_kept(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one runs another model the state is sound for the others, and is offered to them again."""
+    complete(service, BOOK)
+    other = FakeEngine(manifest=manifest(weights="f" * 64)).status()
+    monkeypatch.setattr(service.engine_port, "engines", lambda: {"b": EngineHealth(True, "", other)})
+    service.engine.prompts.refuse = "state_mismatch"
+    assert text(complete(service, BOOK)) == expected(BOOK)
+    service.engine.prompts.refuse = None
+    assert cached(complete(service, BOOK)) == 4 * GRID
 
 
 def test_an_engine_that_does_not_take_the_state_in_time_is_not_waited_for(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_headers_and_fields_reach_the_engine(tmp_path):
     assert [t.priority for t in terms] == [0, 2, 0, 0, 1]
     assert [t.tokens for t in terms] == [3, 3, 4, None, 3]
     assert all(most - 5 < t.deadline_s <= most for t, most in zip(terms, (30, 7, 30, 30), strict=False))
-    assert terms[-1] == Terms(tokens=3, caller=terms[-1].caller)
+    assert terms[-1] == Terms(tokens=3, progress=True, caller=terms[-1].caller)
 
 
 def test_sessions_say_how_soon_as_well(tmp_path):

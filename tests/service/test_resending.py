@@ -1,17 +1,15 @@
 """A controller that dies: what is open goes on with the next one, and nothing is delivered twice."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from dist_attn_service.base.errors import Code, EngineFailure, ServiceError
 from dist_attn_service.base.logs import make_log
-from dist_attn_service.engine.port import OpenStreams, ZmqEnginePort
-from dist_attn_service.engine.resending import EngineEvent, Inbox
+from dist_attn_service.engine.port import ZmqEnginePort
+from dist_attn_service.engine.resending import EngineEvent, GivenMemory, Inbox
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import RestoreReport
@@ -32,13 +30,14 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from dist_attn.wire.specs import Terms
-from tests.support.begun import begin_completion, begin_encoding, begin_session
+from tests.support.begun import Desk, begin_completion, begin_encoding, begin_session
 from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
 from tests.support.fake_sessions import MANIFEST
 from tests.support.opening import draw_of, is_completion, is_encoding, states_at
 
 SECONDS = 60
-LIMITS = StreamLimits(message_tokens=300, resend_bytes=4_000, resend_seconds=0.2)
+LIMITS = StreamLimits(message_tokens=300, resend_seconds=0.2)
+SHORT_OF_MEMORY = StreamLimits(message_tokens=300, resend_bytes=4_000)
 TOKENS = np.arange(900, dtype=np.int32) % 257
 
 
@@ -135,23 +134,11 @@ def test_another_model_does_not_go_on_with_what_one_began(tmp_path: Path) -> Non
     assert not any(is_encoding(message) for message in second.received)
 
 
-class Desk:
-    """The other end of streams: what they post, and what a test lets come."""
-
-    def __init__(self) -> None:
-        self.posted: list[AnyMessage] = []
-        self.streams = OpenStreams(LIMITS)
-
-    def last(self, of_kind: Callable[[AnyMessage], bool]) -> Any:
-        """The newest message of a kind."""
-        return next(message for message in reversed(self.posted) if of_kind(message))
-
-
 def test_a_completion_is_drawn_again_from_the_same_seed() -> None:
     """The seed is settled before the first controller sees it; the whole prompt and its end are sent to the second."""
 
     async def scenario() -> None:
-        desk = Desk()
+        desk = Desk(SHORT_OF_MEMORY)
         terms = Terms(deadline_s=50.0)
         stream = begin_completion(desk.streams, SamplingSpec(9), name="me", terms=terms, post=desk.posted.append)
         old, seed = stream.request_id, draw_of(desk.last(is_completion)).seed
@@ -190,7 +177,7 @@ def test_a_prompt_behind_a_stored_state_is_read_whole_the_second_time() -> None:
     """The next controller gets no state: the tokens that were in it are sent as well."""
 
     async def scenario() -> None:
-        desk = Desk()
+        desk = Desk(SHORT_OF_MEMORY)
         states: list[Checkpoint] = []
         begin = BeginState(position=512, blob="00", digest="00", num_bytes=100)
         stream = begin_completion(desk.streams, SamplingSpec(9), begin, (768,), post=desk.posted.append)
@@ -218,11 +205,27 @@ def test_a_prompt_behind_a_stored_state_is_read_whole_the_second_time() -> None:
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
 
 
+def test_nothing_waits_for_a_state_that_is_not_restored_any_more() -> None:
+    """The next controller reads the whole prompt: its reader goes on at once."""
+
+    async def scenario() -> None:
+        desk = Desk(SHORT_OF_MEMORY)
+        begin = BeginState(position=512, blob="00", digest="00", num_bytes=100)
+        with begin_completion(desk.streams, SamplingSpec(9), begin, post=desk.posted.append) as stream:
+            stream.stands_for(TOKENS[:512])
+            restoring = asyncio.create_task(stream.restored())
+            desk.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
+            assert desk.streams.do_again() == 1
+            await restoring
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
 def test_an_input_that_had_not_begun_is_opened_again() -> None:
     """Without tokens there is nothing to send again, but for the end of an empty document."""
 
     async def scenario() -> None:
-        desk = Desk()
+        desk = Desk(SHORT_OF_MEMORY)
         waiting, empty = (begin_encoding(desk.streams, post=desk.posted.append) for _ in range(2))
         await empty.send(TOKENS[:0], final=True)
         desk.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
@@ -241,7 +244,7 @@ def test_what_ends_while_it_waits_is_not_done_again() -> None:
     """The last words of a controller may be read after its end is noticed: then there is nothing left to do."""
 
     async def scenario() -> None:
-        desk = Desk()
+        desk = Desk(SHORT_OF_MEMORY)
         encoding = begin_encoding(desk.streams, post=desk.posted.append)
         completion = begin_completion(desk.streams, SamplingSpec(9), None, (256,), post=desk.posted.append)
         completion.on_state = lambda state: None
@@ -266,7 +269,7 @@ def test_what_cannot_be_done_again_ends_in_words() -> None:
     """Sessions, and inputs for which the memory of all requests together does not suffice; closed ones give it back."""
 
     async def scenario() -> None:
-        desk = Desk()
+        desk = Desk(SHORT_OF_MEMORY)
         session = begin_session(desk.streams, post=desk.posted.append)
         long, short = (begin_encoding(desk.streams, post=desk.posted.append) for _ in range(2))
         for stream, count in ((long, 1001), (short, 1000)):
@@ -278,6 +281,7 @@ def test_what_cannot_be_done_again_ends_in_words() -> None:
                 await stream.next()
         assert short.held and not long.held
         desk.streams.fail_held("nobody came", Code.ENGINE_UNREACHABLE)
+        assert not desk.streams.held  # also before its reader has heard of it
         with pytest.raises(ServiceError, match="nobody came"):
             await short.next()
         short.close()
@@ -293,7 +297,7 @@ def test_the_longest_input_makes_room_for_the_others() -> None:
     """When the memory is full the one that holds most lets go, also while it waits for another controller."""
 
     async def scenario() -> None:
-        desk = Desk()
+        desk = Desk(SHORT_OF_MEMORY)
         long, short = (begin_encoding(desk.streams, post=desk.posted.append) for _ in range(2))
         for stream, count in ((long, 900), (short, 50)):
             desk.streams.route(Credit(stream.request_id, 5000))
@@ -308,5 +312,70 @@ def test_the_longest_input_makes_room_for_the_others() -> None:
         assert [len(m.tokens) for m in desk.posted if isinstance(m, Tokens) and m.request_id == short.request_id] == [
             600
         ]
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+class Stopping(FakeEngine):
+    """An engine that ends a request as soon as its text comes, and stays connected."""
+
+    def handle(self, message: AnyMessage) -> list[AnyMessage]:
+        """The answers of one that stops, and takes its time."""
+        if isinstance(message, Tokens):
+            return [Failed(message.request_id, "stopping", "it ends")]
+        return super().handle(message)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_request_waits_for_its_sole_engine_however_long_that_takes_to_stop(several: bool, tmp_path: Path) -> None:
+    """The time for another controller runs from the end of the connection; with several engines from the refusal."""
+    address = f"ipc://{tmp_path}/c"
+
+    async def scenario() -> None:
+        memory = GivenMemory(4_000, several=several)
+        port = ZmqEnginePort(address, LIMITS, make_log(), status_seconds=0.05, memory=memory)
+        await port.start()
+        with fake_controller(Stopping(), address):
+            while not port.health().ready:  # noqa: ASYNC110 - a port has no event for this
+                await asyncio.sleep(0.005)
+            stream = begin_encoding(port, RowSpec(window=90))
+            await stream.send(TOKENS[:90], final=True)
+            waiting = asyncio.create_task(stream.next())
+            if several:
+                with pytest.raises(ServiceError, match="it ends: no other one came"):
+                    await waiting
+            else:
+                await asyncio.sleep(3 * LIMITS.resend_seconds)
+                assert stream.held and port.health().ready
+        with fake_controller(FakeEngine(), address):
+            if not several:
+                assert isinstance(await waiting, Rows)
+            stream.close()
+            await port.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_a_bug_in_handing_on_does_not_end_a_connection(tmp_path: Path) -> None:
+    """It is logged, and messages are read and delivered all the same."""
+    address = f"ipc://{tmp_path}/c"
+
+    async def scenario() -> None:
+        told = []
+
+        def bug() -> None:
+            told.append(1)
+            raise ZeroDivisionError
+
+        port = ZmqEnginePort(address, LIMITS, make_log(), status_seconds=0.05)
+        port.changed = bug
+        await port.start()
+        with fake_controller(FakeEngine(), address):
+            while len(told) < 2:  # noqa: ASYNC110 - a port has no event for this
+                await asyncio.sleep(0.005)
+            with begin_encoding(port, RowSpec(window=90)) as stream:
+                await stream.send(TOKENS[:90], final=True)
+                assert isinstance(await stream.next(), Rows)
+            await port.close()
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))

@@ -51,7 +51,10 @@ def test_rows_of_sentences_paragraphs_and_chapters(service: RunningService, gran
         np.testing.assert_array_equal(np.load(io.BytesIO(answer.content)), wanted)
     elif form == "arrow":
         assert (
-            pytest.importorskip("pyarrow.ipc").open_stream(answer.content).read_all()["byte_stop"].to_pylist()
+            pytest.importorskip("pyarrow.ipc", reason="pip install -e '.[arrow]'")
+            .open_stream(answer.content)
+            .read_all()["byte_stop"]
+            .to_pylist()
             == edges[1:]
         )
 

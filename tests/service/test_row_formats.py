@@ -41,7 +41,7 @@ def ask(service: RunningService, query: str, data: bytes = TEXT_OF_ROWS, **heade
 
 def batches(data: bytes) -> list[tuple[Any, dict[bytes, bytes]]]:
     """The record batches of an Arrow stream, each with its metadata."""
-    ipc = pytest.importorskip("pyarrow.ipc")
+    ipc = pytest.importorskip("pyarrow.ipc", reason="pip install -e '.[arrow]'")
     reader, found = ipc.open_stream(io.BytesIO(data)), []
     while True:
         try:
@@ -78,7 +78,7 @@ def test_all_formats_have_the_same_numbers(service: RunningService, granularity:
 
 def test_a_complete_arrow_stream_says_so(service: RunningService) -> None:
     """The schema says what was asked for; the last batch has no rows and the summary, behind it stands the marker."""
-    ipc = pytest.importorskip("pyarrow.ipc")
+    ipc = pytest.importorskip("pyarrow.ipc", reason="pip install -e '.[arrow]'")
     data = ask(service, "format=arrow&window=100&pooling=last").content
     last, metadata = batches(data)[-1]
     summary = json.loads(metadata[b"dist_attn.summary"])
@@ -127,7 +127,7 @@ def test_arrow_where_pyarrow_is_missing(service: RunningService, monkeypatch: py
 @pytest.mark.parametrize("form", ["arrow", "npy"])
 def test_a_failure_after_the_head_breaks_off(tmp_path: Path, form: str) -> None:
     """The body has no end, so that every client of HTTP notices; Arrow names the error in its last batch."""
-    pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="pip install -e '.[arrow]'")
     with running_service(tmp_path, FakeEngine(fail_at=5000)) as service:
         answer = b""
         with (
@@ -149,7 +149,7 @@ def test_a_failure_after_the_head_breaks_off(tmp_path: Path, form: str) -> None:
 
 def test_a_broken_body_never_looks_complete(service: RunningService) -> None:
     """A body that stops being HTTP after the head: no last chunk and no marker, so nobody takes it for whole."""
-    pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="pip install -e '.[arrow]'")
     with service.connect() as connection:
         connection.sendall(head(f"{ROUTE}?window=4&format=arrow", TEXT, CHUNKED) + chunk(b"abcd"))
         answer = Answer(connection)
@@ -164,7 +164,7 @@ def test_a_broken_body_never_looks_complete(service: RunningService) -> None:
 def test_rows_that_nobody_reads_wait_on_disk(tmp_path: Path) -> None:
     """A client that sends all before it reads gets all as Arrow too, and the disk is given back."""
     data = np.random.default_rng(2).integers(97, 123, 400_000, dtype=np.uint8).tobytes()
-    pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="pip install -e '.[arrow]'")
     with running_service(tmp_path, FakeEngine(keep=False), spool_memory_bytes=100_000) as service:
         with service.connect() as connection:
             request = head(f"{ROUTE}?window=40&format=arrow", TEXT, f"Content-Length: {len(data)}")

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from dist_attn_service.search.passages import places_of, words_of
 
+from dist_attn.text.ranking import places_of, words_of
 from dist_attn.wire.messages import OpenWork
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, running_service

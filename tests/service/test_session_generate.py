@@ -36,6 +36,13 @@ def begun(service: RunningService) -> tuple[SessionClient, str]:
     return client, session
 
 
+def texts_timed(service: RunningService) -> float:
+    """The number of texts whose time for each token is among the metrics."""
+    lines = httpx.get(f"{service.url}/metrics").text.splitlines()
+    name = "dist_attn_time_per_output_token_seconds_count "
+    return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
 def generate(client: SessionClient, session: str, key: str = "", **body: Any) -> httpx.Response:
     """Go on with the text."""
     headers = {"idempotency-key": key} if key else {}
@@ -119,8 +126,9 @@ def test_a_stop_string_ends_the_drawing(service: RunningService) -> None:
     client, session = begun(service)
     drawn = drawn_from(after(0, TEXT), 40)
     at = next(n for n, token in enumerate(drawn) if n > 5 and token < 128 and token not in drawn[:n])
-    before = len(service.engine.received)
+    timed, before = texts_timed(service), len(service.engine.received)
     answer = generate(client, session, max_tokens=40, stop=chr(drawn[at])).json()
+    assert texts_timed(service) == timed + 1
     assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == at + 1
     assert answer["choices"][0]["text"] == text_of(drawn[:at])
     (told,) = [message for message in service.engine.received[before:] if isinstance(message, FinishDrawing)]

@@ -73,12 +73,14 @@ def test_inputs_are_cut_and_counted(service: RunningService) -> None:
     )
 
 
-def test_blanks_alone_are_refused(service: RunningService) -> None:
-    """A text without any token is refused like an empty one, by its place."""
-    answer = post(service, "/v1/embeddings", input=["x", " \t "])
+def test_blanks_have_no_direction(service: RunningService) -> None:
+    """A text without any token is refused like an empty one where it is alone, and has zeros among others."""
+    answer = post(service, "/v1/embeddings", input=[" \t "])
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "empty_input"
-    assert "input[1] has no tokens" in answer.json()["error"]["message"]
+    assert "input[0] has no tokens" in answer.json()["error"]["message"]
+    rows = post(service, "/v1/embeddings", input=["x", " \t "]).json()["data"]
+    assert any(rows[0]["embedding"]) and not any(rows[1]["embedding"])
 
 
 @pytest.mark.parametrize(

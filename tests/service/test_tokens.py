@@ -37,6 +37,14 @@ def test_a_text_and_its_tokens(service: RunningService) -> None:
     assert ask(service, "/tokenize", prompt="")["tokens"] == []
 
 
+def test_texts_of_another_server(service: RunningService) -> None:
+    """With `inputs` the answer is text-embeddings-inference's: the tokens of each text, by themselves."""
+    (told,) = httpx.post(f"{service.url}/tokenize", json={"inputs": "aé"}).json()
+    assert told[0] == {"id": 97, "text": "a", "special": False} and len(told) == 3
+    several = httpx.post(f"{service.url}/tokenize", json={"inputs": ["ab", ""]}).json()
+    assert [len(one) for one in several] == [2, 0]
+
+
 @pytest.mark.parametrize("text", ["", "naïve — 😀", "x" * 200_000])
 def test_detokenize_undoes_tokenize(service: RunningService, text: str) -> None:
     """Tokens and back is the text, of any length."""
@@ -53,8 +61,10 @@ def test_bytes_that_are_no_text_are_marked(service: RunningService) -> None:
     ("path", "body", "code", "param"),
     [
         ("/tokenize", {}, "missing_parameter", "prompt"),
+        ("/tokenize", {"prompt": "a", "inputs": "a"}, "invalid_value", "inputs"),
+        ("/tokenize", {"inputs": []}, "invalid_value", "inputs"),
+        ("/tokenize", {"inputs": [""] * 2049}, "invalid_value", "inputs"),
         ("/tokenize", {"prompt": 5}, "invalid_value", "prompt"),
-        ("/tokenize", {"messages": []}, "missing_parameter", "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "unknown_parameter", "messages"),
         ("/tokenize", {"prompt": "a", "model": "x"}, "model_not_found", "model"),
         ("/detokenize", {"tokens": [257]}, "invalid_value", "tokens"),

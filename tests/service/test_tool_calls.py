@@ -10,7 +10,15 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
-from dist_attn_service.completions.tool_calls import CallScanner
+from dist_attn_service.completions.tool_calls import (
+    LLAMA,
+    MISTRAL,
+    MOST_CALLS,
+    CallForm,
+    CallReading,
+    CallScanner,
+    WholeScanner,
+)
 
 from dist_attn.text import ByteTokeniser
 from dist_attn.text.grammars import FollowedGrammar, Grammars
@@ -40,13 +48,15 @@ MARKED = f'<tool_call>{{"name": "f", "arguments": {IN_STRING}}}</tool_call>'
 CHAT: Any = [{"role": "user", "content": "a"}]
 
 
-def scanned(text: str, size: int = 1000) -> tuple[str, list[tuple[str, str]]]:
+def scanned(
+    text: str, size: int = 1000, scanner: CallScanner | WholeScanner | None = None
+) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer that comes in pieces."""
-    scanner, rest, calls = CallScanner("x"), "", []
-    for at in range(0, len(text), size):
-        more, found = scanner.push(text[at : at + size])
+    scanner, rest, calls = scanner or CallScanner("x"), "", []
+    for at in range(0, len(text) + size, size):
+        more, found = scanner.push(text[at : at + size]) if at < len(text) else scanner.finish()
         rest, calls = rest + more, [*calls, *((call.function.name, call.function.arguments) for call in found)]
-    return rest + scanner.finish(), calls
+    return rest, calls
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
@@ -86,6 +96,38 @@ def test_calls_are_taken_out_wherever_the_text_is_cut(
 ) -> None:
     """What is no whole call stays text, character for character."""
     assert scanned(text, size) == (rest, calls)
+
+
+WEATHER, CLOCK = ("weather", '{"in": "Rome"}'), ("clock", "{}")
+MISTRALS = '[{"name": "weather", "arguments": {"in": "Rome"}}, {"name": "clock", "arguments": {}}]'
+LLAMAS = '{"name": "weather", "parameters": {"in": "Rome"}}'
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("form", "text", "rest", "calls"),
+    [
+        (MISTRAL, MISTRALS, "", [WEATHER, CLOCK]),
+        (MISTRAL, f"[TOOL_CALLS] {MISTRALS}\n", "", [WEATHER, CLOCK]),
+        (MISTRAL, f" {LLAMAS}", "", [WEATHER]),
+        (MISTRAL, "[1, 2]", "[1, 2]", []),
+        (MISTRAL, "[TOOL_CALLS", "[TOOL_CALLS", []),
+        (LLAMA, LLAMAS, "", [WEATHER]),
+        (LLAMA, f"<|python_tag|>{LLAMAS}", "", [WEATHER]),
+        (LLAMA, f"Here: {LLAMAS}", f"Here: {LLAMAS}", []),
+        (LLAMA, '{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+        (LLAMA, '{"name": "weather", "parameters": 5}', '{"name": "weather", "parameters": 5}', []),
+        (LLAMA, "{" * 20_000, "{" * 20_000, []),
+        (LLAMA, " " * 200, " " * 200, []),
+        (LLAMA, "", "", []),
+    ],
+)
+def test_answers_that_are_calls_as_a_whole(
+    form: CallForm, size: int, text: str, rest: str, calls: list[tuple[str, str]]
+) -> None:
+    """Only calls of the functions that were told of, in Mistral's and Llama's form; any other answer stays text."""
+    reading = CallReading(form, frozenset({"weather", "clock"}), alone=False)
+    assert scanned(text, size, reading.scanner("x")) == (rest, calls)
 
 
 @pytest.mark.parametrize("size", [1 << 10, 1 << 16, 1 << 22])
@@ -147,7 +189,7 @@ def test_calls_have_openais_shape(tmp_path: Path) -> None:
     [
         ({"tool_choice": "required"}, {"weather", "clock"}, 1),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, {"weather"}, 1),
-        ({"tool_choice": "required", "parallel_tool_calls": True}, {"weather", "clock"}, 9),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, {"weather", "clock"}, MOST_CALLS),
     ],
 )
 def test_a_call_that_is_asked_for_is_all_that_is_drawn(
@@ -170,6 +212,8 @@ def test_a_call_that_is_asked_for_is_all_that_is_drawn(
             called.add(name)
         numbers.add(len(calls))
     assert called == names and (max(numbers) > 1) == (most > 1)
+    ended = FollowedGrammar(drawn, grammar, "\n".join([CALL] * most).encode())
+    assert np.flatnonzero(ended.allowed()).tolist() == [256]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +237,38 @@ def test_calls_that_cannot_be_asked_for(body: dict[str, Any], param: str, word: 
         answer = ask(service, **body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     assert word in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "calls"),
+    [
+        (TEMPLATE, f"{CALL}\n{CALL}", [WEATHER, WEATHER]),
+        ("[TOOL_CALLS]", MISTRALS, [WEATHER, CLOCK]),
+        ("<|python_tag|>", LLAMAS, [WEATHER]),
+        ("""{{ '"parameters": ' }}""", LLAMAS, [WEATHER]),
+    ],
+)
+def test_forms_are_those_of_the_template(
+    template: str, reply: str, calls: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """Whole and streamed; `parallel_tool_calls: false` leaves the first; what is asked for is drawn in that form."""
+    with opened(tmp_path, reply, template + "{{ tools | tojson }}") as service:
+        for more, wanted in (({}, calls), ({"parallel_tool_calls": False}, calls[:1])):
+            choice = ask(service, **more).json()["choices"][0]
+            told = [
+                (call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]
+            ]
+            assert (told, choice["finish_reason"], choice["message"]["content"]) == (wanted, "tool_calls", None)
+            events = [line for line in ask(service, stream=True, **more).text.splitlines() if "tool_calls" in line]
+            assert events[-1].count('"tool_calls"') == 1 and sum("weather" in line for line in events) >= 1
+            assert sum(line.count('"arguments"') for line in events) == len(wanted)
+        assert ask(service, tool_choice="required", parallel_tool_calls=True).status_code == 200
+        grammar = draw_of([message for message in service.engine.received if is_completion(message)][-1]).grammar
+    followed = FollowedGrammar(Grammars(ByteTokeniser, [256]), grammar)
+    for byte in reply.encode():
+        assert followed.allowed()[byte], reply
+        followed.take(byte)
+    assert followed.allowed()[256]
 
 
 def test_a_template_that_writes_calls_otherwise(tmp_path: Path) -> None:

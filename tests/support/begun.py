@@ -1,15 +1,29 @@
 """Work opened by the API's own end of the engine: the one place of the tests that knows its calls."""
 
 from collections.abc import Callable
+from typing import Any
 
 from dist_attn_service.engine.port import EnginePort, OpenStreams
-from dist_attn_service.engine.stream import EngineStream
+from dist_attn_service.engine.resending import GivenMemory
+from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.messages import AnyMessage, BeginState, Keep, OpenWork, RowSpec, SamplingSpec
 from dist_attn.wire.specs import Terms
 
 Post = Callable[[AnyMessage], None]
 Opener = EnginePort | OpenStreams
+
+
+class Desk:
+    """The other end of streams: what they post, and what a test lets come."""
+
+    def __init__(self, limits: StreamLimits, memory: GivenMemory | None = None) -> None:
+        self.posted: list[AnyMessage] = []
+        self.streams = OpenStreams(limits, memory)
+
+    def last(self, of_kind: Callable[[AnyMessage], bool]) -> Any:
+        """The newest message of a kind."""
+        return next(message for message in reversed(self.posted) if of_kind(message))
 
 
 def begin_encoding(

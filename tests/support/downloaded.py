@@ -41,11 +41,11 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def llama(hidden_size: int = 32, layers: int = 2, **options: Any) -> PreTrainedModel:
+def llama(hidden_size: int = 32, layers: int = 2, *, vocab_size: int = VOCABULARY, **options: Any) -> PreTrainedModel:
     """Softmax attention alone; of 512 numbers and 8 layers 30 million parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
         num_hidden_layers=layers,

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from dist_attn_service.base.errors import Code, EngineUnavailable
-from dist_attn_service.engine.port import DeleteBlob, EngineHealth, OpenStreams
+from dist_attn_service.engine.port import DeleteBlob, EngineHealth, EngineKind, OpenStreams
+from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import Manifest
@@ -290,9 +291,11 @@ class FakeEngine:
 class FakeEnginePort:
     """The engine in the service's own event loop."""
 
-    def __init__(self, engine: FakeEngine, limits: StreamLimits | None = None) -> None:
+    def __init__(
+        self, engine: FakeEngine, limits: StreamLimits | None = None, memory: GivenMemory | None = None
+    ) -> None:
         self.engine = engine
-        self._streams = OpenStreams(limits or StreamLimits())
+        self._streams = OpenStreams(limits or StreamLimits(), memory)
         self.waiting: deque[AnyMessage] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due: dict[str, float] = {}  # when the latest answer of each request comes
@@ -311,7 +314,15 @@ class FakeEnginePort:
         """The fake's knobs."""
         return EngineHealth(self.engine.ready, self.engine.reason, self.engine.status())
 
-    def open(self, work: OpenWork) -> EngineStream:
+    def engines(self) -> dict[str, EngineHealth]:
+        """No others."""
+        return {}
+
+    def kind(self, like: Manifest | None = None) -> EngineKind | None:
+        """As the real one."""
+        return EngineKind.of(self.engine.status())
+
+    def open(self, work: OpenWork, like: Manifest | None = None, only: EngineKind | None = None) -> EngineStream:
         """Start it."""
         if self._loop is None:
             raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)

@@ -90,8 +90,8 @@ async def audit(service: FileService) -> list[str]:
     wrong = [f"blob {name} is in no upload and no file" for name in known.difference(named)]
     wrong += [f"blob {name} is not in the list" for name in set(named) - known]
     wrong += [f"blob {name} is named twice" for name, times in Counter(named).items() if times > 1]
-    for segment in (segment for file in files.values() for segment in file.segments):
-        if await folder.size(segment.blob) != segment.size:
+    for file, segment in ((one, segment) for one in files.values() for segment in one.segments):
+        if await folder.size(segment.blob) != segment.size + file.sections:
             wrong.append(f"blob {segment.blob} does not have {segment.size} bytes")
     return wrong + await wrong_sums(records, Usage, (*uploads.values(), *files.values()))
 

@@ -54,7 +54,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("index_put", "ops/documents.py"): "one value, true, wherever a document starts",
     ("index_copy", "ops/softmax_attention/slots.py"): "each token has one place",
     ("scatter", "ops/softmax_attention/slots.py"): "each row has one new token",
-    ("scatter", "ops/relative_rows.py"): "a row that several keys share is written over",
+    ("scatter", "ops/softmax_attention/tiled.py"): "a row that several keys share is written over",
     (EXACT, ""): "exact attention, whose gradients docs/reference/operations.md promises to rounding only",
     ("scatter", ""): "the gradient of a sort or a maximum: each value came from one place",
 }

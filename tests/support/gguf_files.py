@@ -26,12 +26,18 @@ GGUF_TYPES: dict[str, dict[str, Any]] = {
 ARCHITECTURES = {"gemma3_text": "gemma3"}
 
 
-def write_gguf(path: Path, kind: str, stored: str = "Q8_0", more: dict[str, Any] | None = None) -> Path:
+def write_gguf(
+    path: Path,
+    kind: str,
+    stored: str = "Q8_0",
+    more: dict[str, Any] | None = None,
+    divisors: np.ndarray | None = None,
+) -> Path:
     """Write a model of a type of transformers; matrices whose rows fit are `stored` in blocks, and what else in F32."""
     sizes = GGUF_TYPES[kind] | {"vocab_size": len(TOKENS), "tie_word_embeddings": kind != "qwen3"}
     config, architecture = CONFIG_MAPPING[kind](**sizes), ARCHITECTURES.get(kind, kind)
     writer = gguf.GGUFWriter(path, architecture)
-    _write_keys(writer, config, kind)
+    _write_keys(writer, config, kind, base=10_000.0 if divisors is None else 500_000.0)
     for key, value in (more or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     torch.manual_seed(len(kind))
@@ -47,6 +53,8 @@ def write_gguf(path: Path, kind: str, stored: str = "Q8_0", more: dict[str, Any]
         assert where is not None, name
         form = gguf.GGMLQuantizationType[quantised]
         writer.add_tensor(where, gguf.quantize(numbers, form), raw_dtype=form)
+    if divisors is not None:  # of the frequencies of rotary positions
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -54,7 +62,7 @@ def write_gguf(path: Path, kind: str, stored: str = "Q8_0", more: dict[str, Any]
     return path
 
 
-def _write_keys(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
+def _write_keys(writer: gguf.GGUFWriter, config: Any, kind: str, base: float) -> None:
     writer.add_context_length(256)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -64,7 +72,7 @@ def _write_keys(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
     kv_heads = config.num_key_value_heads
     writer.add_head_count_kv([kv_heads * (layer == "full_attention") for layer in layers] if layers else kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(base)
     writer.add_rope_dimension_count(WIDE["head_dim"])
     if kind != "lfm2":
         writer.add_key_length(config.head_dim)

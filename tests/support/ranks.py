@@ -74,8 +74,10 @@ def run_processes(
 def _forkserver() -> ForkServerContext:
     """Processes forked from a server that has imported what ranks need once: a rank starts in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo is what the first step of an optimiser would import, a second of a core for each rank.
+    # Seconds of a core for each rank: what the first step of an optimiser would import, and what the functions' own
+    # files do. Of these a package may be missing.
     modules = ["torch", "torch.distributed", "torch._dynamo", "dist_attn.comm", "dist_attn.training"]
+    modules += ["pytest", "psutil", "tests.adapters.test_context_parallel", "tests.support.downloaded"]
     context.set_forkserver_preload(modules)
     return context
 

@@ -46,6 +46,21 @@ def answers(url: str, route: str, body: dict[str, Any], on_text: Callable[[], ob
     return texts
 
 
+def forked(url: str) -> tuple[str, str]:
+    """A session that has read a text, and a fork of it."""
+    session = httpx.post(f"{url}/v1/sessions", json={}).json()["id"]
+    httpx.post(f"{url}/v1/sessions/{session}/append", content=b"The colours are ", timeout=SECONDS).raise_for_status()
+    return session, httpx.post(f"{url}/v1/sessions/{session}/fork", json={}).json()["id"]
+
+
+def of_session(url: str, session: str) -> str:
+    """The text of the schema with which a session goes on."""
+    asked = {"seed": 7, "max_tokens": 4000, "response_format": FORMAT}
+    answer = httpx.post(f"{url}/v1/sessions/{session}/generate", json=asked, timeout=SECONDS).json()
+    assert answer["choices"][0]["finish_reason"] == "stop", answer
+    return str(answer["choices"][0]["text"])
+
+
 def test_every_answer_is_of_the_schema_and_outlives_a_rank(tmp_path: Path) -> None:
     """Two choices at temperature 1 over two ranks, of completions and of chats; one rank dies in the middle."""
     model = write_small_folder(tmp_path / "tiny")
@@ -59,3 +74,6 @@ def test_every_answer_is_of_the_schema_and_outlives_a_rank(tmp_path: Path) -> No
         assert answers(whole.url, "/v1/completions", body, whole.parts()["rank 1"].kill) == undisturbed
         for text in answers(whole.url, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}):
             jsonschema.validate(json.loads(text), SCHEMA)
+        texts = [of_session(whole.url, session) for session in forked(whole.url)]
+        jsonschema.validate(json.loads(texts[0]), SCHEMA)
+        assert texts[0] == texts[1]

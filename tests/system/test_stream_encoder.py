@@ -44,8 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def program(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The program on as many ranks."""
-    with served(tmp_path_factory.mktemp("served"), ranks=request.param, model=folder) as it:
+    """The program on as many ranks, in the precision that hidden states are compared in."""
+    place = tmp_path_factory.mktemp("served")
+    with served(place, "--dtype=float32", ranks=request.param, model=folder) as it:
         yield it
 
 
@@ -132,7 +133,17 @@ def test_the_command_gives_the_same_rows(folder: Path, tmp_path: Path, monkeypat
     (tmp_path / "text").write_text(BOOK)
     monkeypatch.setattr(
         "sys.argv",
-        ["dist-attn", "encode", f"{tmp_path / 'text'}", "--out", f"{tmp_path / 'rows.npy'}", "--model", f"{folder}"],
+        [
+            "dist-attn",
+            "encode",
+            f"{tmp_path / 'text'}",
+            "--out",
+            f"{tmp_path / 'rows.npy'}",
+            "--model",
+            f"{folder}",
+            "--dtype",
+            "float32",
+        ],
     )
     with pytest.raises(SystemExit) as end:
         cli.main()

@@ -119,6 +119,8 @@ def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
     first = errors[0]
     if isinstance(first["input"], dict):  # also tried as a text, where a field takes both
         first = next((error for error in errors if error["type"] == "missing"), first)
+    elif isinstance(first["input"], list):  # likewise: what is wrong in it says more
+        first = next((error for error in errors if len(error["loc"]) > len(first["loc"])), first)
     place, inner = _place(kind, first["loc"])
     name = place.partition("[")[0] or None
     match first["type"]:
@@ -174,15 +176,21 @@ def _unknown(name: str, kind: type[BaseModel], place: str = "") -> BadRequest:
     return BadRequest(words, code=Code.UNKNOWN_PARAMETER, param=shown.partition("[")[0])
 
 
-def parse_texts(value: Any, name: str, vocab_size: int, limit: int) -> list[bytes | TokenArray]:
+def parse_texts(value: Any, name: str, vocab_size: int, limit: int, *, empty: bool = False) -> list[bytes | TokenArray]:
     """The texts of a prompt or input: one or a list of at most `limit`, each as UTF-8 bytes or token ids.
+
+    With `empty` a text among others may have no characters.
 
     Raises: BadRequest when one is empty, of another kind, or holds ids outside the vocabulary.
     """
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > limit:
             raise BadRequest(f"{name} holds {len(value)} texts; one request takes at most {limit}", param=name)
-        return [_parse_one(item, f"{name}[{place}]", name, vocab_size) for place, item in enumerate(value)]
+        empty &= len(value) > 1
+        return [
+            b"" if empty and item == "" else _parse_one(item, f"{name}[{place}]", name, vocab_size)
+            for place, item in enumerate(value)
+        ]
     return [_parse_one(value, name, name, vocab_size)]
 
 

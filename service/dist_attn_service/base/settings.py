@@ -1,5 +1,6 @@
 """The settings of one API process: its own parts of the settings tree, side by side."""
 
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +34,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     Units: `*_bytes` in bytes, `*_seconds` in seconds.
     """
 
-    api_address: str = Field(description="ZeroMQ address of the controller, ipc:// or tcp://")
+    api_address: str = Field(description="ZeroMQ addresses of controllers, ipc:// or tcp://, between commas")
     keys_dir: str = Field(default="", description="folder with the keys for a tcp:// address of the controller")
     insecure_network: bool = Field(default=False, description="connect over a network without keys")
     model: Path = Field(description="model folder; its weights are not read")
@@ -73,6 +74,12 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
             return (self,)
         own = {"model": Path(encoder.model), "served_model_name": encoder.served_model_name}
         return (self, self.model_copy(update={**own, "api_address": encoder.api_address}))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of the controllers of the model, one for each of its engines."""
+        words = re.split(r",\s*(?=\w+://)", self.api_address.strip(" ,"))  # other commas are of a socket's path
+        return tuple(dict.fromkeys(word.strip(" ,") for word in words))
 
     @property
     def store_address(self) -> str:

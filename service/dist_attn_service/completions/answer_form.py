@@ -8,7 +8,7 @@ from dist_attn.text.grammars import GrammarKind
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.completions.bounded_grammar import bounded_grammar
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.schemas.completions import CompletionRequest, ResponseFormat
+from dist_attn_service.schemas.completions import DrawingOptions, ResponseFormat
 
 _KINDS: dict[str, tuple[GrammarKind, str]] = {
     "json": ("json_schema", "a JSON schema: an object"),
@@ -18,7 +18,7 @@ _KINDS: dict[str, tuple[GrammarKind, str]] = {
 }
 
 
-async def grammar_of(context: ServiceContext, request: CompletionRequest) -> str:
+async def grammar_of(context: ServiceContext, request: DrawingOptions) -> str:
     """Write the grammar that the answers follow; empty where they are held to no form.
 
     Raises: BadRequest naming the parameter and the fault of a schema or a grammar.
@@ -32,7 +32,7 @@ async def grammar_of(context: ServiceContext, request: CompletionRequest) -> str
         param = f"structured_outputs.{name}"
     elif given is None:
         return ""
-    if request.ignore_eos:
+    if getattr(request, "ignore_eos", None):
         raise BadRequest("an answer of a form ends where the form does; leave it out", param="ignore_eos")
     kind, words = _KINDS[name]
     content = _content(name, given)

@@ -1,18 +1,18 @@
 """Grammars of clients' forms, written and tried in a process with bounds: some 70 bytes may take minutes to prepare."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from dist_attn.errors import GrammarError
+from dist_attn.errors import GrammarError, MissingExtraError
+from dist_attn.text.bounded_process import run_bounded
 from dist_attn.text.grammars import GrammarKind, find_library
-from dist_attn_service.base.errors import Code, ServiceError, retry_after
+from dist_attn_service.base.errors import NO_RETRY, Code, ServiceError, retry_after
+from dist_attn_service.completions import form_program
 from dist_attn_service.completions.form_program import MEMORY_BYTES, MOST_SECONDS
 
 MOST_CHARACTERS = 1 << 18  # of a form as it is sent
@@ -24,11 +24,13 @@ _places = threading.BoundedSemaphore(PROCESSES)
 def bounded_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
     """The grammar of a form that takes little time and memory to prepare; one that is sent again costs nothing.
 
-    Raises: GrammarError naming the fault; ServiceError where the machine is too busy to tell.
+    Raises: GrammarError naming the fault; ServiceError where the library is missing or the machine too busy to tell.
     """
-    find_library()
     try:
+        find_library()
         form = json.dumps([kind, content])
+    except MissingExtraError as error:
+        raise ServiceError(str(error), code=Code.UNSUPPORTED_PARAMETER, status=501, headers=NO_RETRY) from None
     except RecursionError:
         raise GrammarError("it lies too deep within itself: recursion") from None
     if len(form) > MOST_CHARACTERS:
@@ -38,15 +40,10 @@ def bounded_grammar(kind: GrammarKind, content: str | Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=128)
 def _tried(form: str) -> str:
-    program = [sys.executable, "-m", "dist_attn_service.completions.form_program"]
-    few_threads = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each takes of the bounded memory
     if not _places.acquire(timeout=WAIT_SECONDS):
         raise _busy(f"{PROCESSES} other forms are being tried")
-    try:  # a session of its own: a Ctrl-C in the terminal is for the service alone
-        done = subprocess.run(
-            program, input=form.encode(), capture_output=True, timeout=WALL_SECONDS, env=few_threads,
-            start_new_session=True,
-        )  # fmt: skip
+    try:
+        done = run_bounded(form_program.__name__, timeout_s=WALL_SECONDS, input=form.encode(), capture_output=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _busy(type(error).__name__) from None
     finally:

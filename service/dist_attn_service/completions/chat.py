@@ -12,7 +12,7 @@ from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.completions.chat_template import ChatTemplate, TemplateRefusal
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
-from dist_attn_service.completions.tool_calls import calls_grammar
+from dist_attn_service.completions.tool_calls import CallReading, calls_grammar
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.schemas.completions import ChatMessage, ChatRequest, CompletionRequest
 
@@ -40,10 +40,6 @@ class ChatService:
         finally:
             if template is not None:
                 await template.close()
-
-    @property
-    def _writes_calls(self) -> bool:
-        return self._template is not None and self._template.writes_calls
 
     @property
     def offered(self) -> bool:
@@ -82,14 +78,18 @@ class ChatService:
             **request.shared(),
         )
         prepared = await prepare(self._context, completion, terms, caller)
-        stops = self._context.model.stop_strings if request.stop is None else prepared.stops
-        calls = bool(request.tools) and request.tool_choice != "none" and self._writes_calls
+        form = None if self._template is None else self._template.call_form
         if request.tool_choice not in (None, "none", "auto"):
-            if not self._writes_calls:
+            if form is None:
                 words = "the model's chat template writes no calls in a form that is known here; let it choose: auto"
                 raise BadRequest(words, code=Code.UNSUPPORTED_PARAMETER, param="tool_choice")
-            grammar = await self._context.beside(calls_grammar, request)
+            grammar = await self._context.beside(calls_grammar, request, form)
             prepared = replace(prepared, choices=tuple(choice.held_to(grammar) for choice in prepared.choices))
+        reads = request.tools and request.tool_choice != "none"
+        calls = CallReading.of(request, form) if form is not None and reads else None
+        # An answer of a form ends where the form does: the folder's stop strings might stand within it.
+        own = () if prepared.choices[0].sampling.grammar else self._context.model.stop_strings
+        stops = own if request.stop is None else prepared.stops
         return replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}", stops=stops, lead=lead, calls=calls)
 
     async def _prompt(self, request: ChatRequest) -> tuple[list[int], str]:

@@ -19,6 +19,7 @@ from dist_attn.text.hugging_face import CONFIG_NAME, SPECIAL_NAME
 from dist_attn.text.whole_text import content_of
 from dist_attn_service.base.errors import Code, ServiceError, retry_after
 from dist_attn_service.completions.template_program import LENGTH_BYTES, MOST_CHARACTERS, MOST_SECONDS
+from dist_attn_service.completions.tool_calls import CallForm, form_told_by
 
 __all__ = ["ChatTemplate", "TemplateRefusal"]
 
@@ -87,9 +88,9 @@ class ChatTemplate:
             await self._end(process)
 
     @property
-    def writes_calls(self) -> bool:
-        """Return whether the template tells of calls as Hermes and Qwen write them."""
-        return b"<tool_call>" in self._source
+    def call_form(self) -> CallForm | None:
+        """The form in which the template has calls of tools written; None for one that is not known here."""
+        return form_told_by(self._source)
 
     def asks_for(self, *, tools: bool) -> frozenset[str]:
         """The values that the template for a chat with or without tools looks at."""

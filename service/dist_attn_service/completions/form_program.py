@@ -6,14 +6,11 @@ The form is a JSON list on stdin: its kind and its content. The answer on stdout
 """
 
 import json
-import resource
-import signal
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 from dist_attn.errors import GrammarError
 from dist_attn.text import ByteTokeniser
+from dist_attn.text.bounded_process import bound_here
 from dist_attn.text.grammars import FollowedGrammar, Grammars, written_grammar
 
 __all__ = ["MEMORY_BYTES", "MOST_SECONDS"]
@@ -24,12 +21,7 @@ MOST_SECONDS = 0.5  # of the processor's time; a rank, whose tokens are many, ta
 
 def main() -> None:
     """Read a form, write its grammar and make the first mask of it for bytes."""
-    for what, value in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
-        with suppress(ValueError, OSError):  # of a system that does not know it, or has granted less
-            resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
-    with suppress(OSError):  # where memory is short, this process goes first and the service stays
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # the system ends the process, also within the library
+    bound_here(MEMORY_BYTES, MOST_SECONDS)
     answer = {"grammar": "", "refusal": ""}
     try:
         kind, content = json.load(sys.stdin)

@@ -32,12 +32,16 @@ REST_SECONDS = 5.0  # no request waits for a store that has just failed
 
 @dataclass(frozen=True)
 class PromptPrefix:
-    """The prefix of a prompt: the stored state to begin with, and the positions at which further ones shall be kept."""
+    """The prefix of a prompt: the stored state to begin with, and the positions at which further ones shall be kept.
+
+    `keys` are those of the `manifest`.
+    """
 
     caller: str = ""
     keys: Mapping[int, str] = field(default_factory=dict)
     begin: BeginState | None = None
     states_at: tuple[int, ...] = ()
+    manifest: Manifest | None = None
 
 
 NO_PREFIX = PromptPrefix()
@@ -98,7 +102,7 @@ class PrefixCache:
         busy = len(self._tasks) >= self._context.settings.open_requests
         read = 0 if begin is None else begin.position
         later = () if busy else tuple(position for position in positions if position > read)
-        return PromptPrefix(caller, dict(keys), begin, later)
+        return PromptPrefix(caller, dict(keys), begin, later, manifest)
 
     async def _keys(self, caller: str, manifest: Manifest, tokens: TokenArray, grid: int) -> list[tuple[int, str]]:
         """The keys of the prompt's prefixes, computed beside the event loop: a prompt may be long."""
@@ -118,11 +122,17 @@ class PrefixCache:
                 await stream.restored()
         except (ServiceError, TimeoutError) as error:
             self._failed("a prefix could not be gone on from", error)
-            if isinstance(error, ServiceError) and error.code in SPOILT:
+            if isinstance(error, ServiceError) and error.code in SPOILT and not self._sound_for_others(prefix, error):
                 await self._forget(prefix.caller, prefix.keys[begin.position])
             return False
         self._context.metrics.prefix_tokens(begin.position)
         return True
+
+    def _sound_for_others(self, prefix: PromptPrefix, error: ServiceError) -> bool:
+        """Return whether the state may be sound for one of several engines: others do not take it."""
+        every = self._context.engine.engines().values()
+        other = any(health.status and health.status.manifest != prefix.manifest for health in every)
+        return other and error.code == Code.STATE_MISMATCH
 
     async def _forget(self, caller: str, key: str) -> None:
         """Drop a prefix whose state cannot be used, so that it is not found again."""

@@ -13,6 +13,7 @@ from dist_attn.wire.messages import SamplingSpec
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.base.parsing import RequestTerms, parse_drawing, parse_texts
 from dist_attn_service.completions.answer_form import grammar_of
+from dist_attn_service.completions.tool_calls import CallReading
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.schemas.completions import CompletionRequest
 
@@ -56,7 +57,7 @@ class PreparedCompletion:
     terms: RequestTerms = field(default_factory=RequestTerms)
     caller: str | None = None  # whose stored prefixes may be used; None: no caller's
     lead: str = ""  # is left out where a choice's text begins with it
-    calls: bool = False  # of tools are taken out of the text
+    calls: CallReading | None = None  # that are taken out of the text
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 

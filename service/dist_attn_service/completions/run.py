@@ -16,6 +16,8 @@ from dist_attn_service.base.errors import EngineFailure, ServiceError
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.completions.prefixes import NO_PREFIX, SPOILT, PrefixCache, PromptPrefix
 from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
+from dist_attn_service.engine.metrics import DrawingTimes
+from dist_attn_service.engine.port import EngineKind
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.text.choice_text import (
@@ -51,21 +53,27 @@ class ChoiceRun:
         planned: PlannedChoice,
         prefix: PromptPrefix,
         name: str,
+        only: EngineKind | None = None,
     ) -> None:
         self._context = context
         self._terms = prepared.terms
         self._planned = planned
         self._prefix = prefix
         self._name = name
+        self._only = only
         self._prompt: PromptText | None = None
+        self._times = DrawingTimes(context.metrics)
         offset, min_tokens, lead = len(planned.prompt.echo), planned.sampling.min_tokens, prepared.lead
         self._text = ChoiceText(context.tokeniser, prepared.stops, offset=offset, min_tokens=min_tokens, lead=lead)
         self.cached = prefix.begin.position if prefix.begin else 0
         self.stream = self._opened(prefix.begin, Keep(at=prefix.states_at))
 
     def _opened(self, begin: BeginState | None, keep: Keep) -> EngineStream:
-        terms = self._terms.for_engine(len(self._planned.prompt.tokens))
-        return self._context.engine.open(OpenWork(self._name, begin, None, self._planned.sampling, keep, terms))
+        terms = replace(self._terms, progress=True).for_engine(len(self._planned.prompt.tokens))
+        work = OpenWork(self._name, begin, None, self._planned.sampling, keep, terms)
+        stream = self._context.engine.open(work, self._prefix.manifest, self._only)
+        stream.stands_for(self._planned.prompt.tokens[: begin.position if begin else 0])
+        return stream
 
     @property
     def drawn(self) -> int:
@@ -115,14 +123,16 @@ class ChoiceRun:
             nonlocal ended
             delta = self._take(event)
             ended = delta.finish_reason is not None
+            self._times.drawn(len(event.tokens), ended=ended)
             await deltas.put(delta)
             if ended:
                 self.stream.close()
 
         async def on_progress(event: Progress) -> None:
-            await deltas.put(Delta(index, "", processed=event.processed))
+            self._times.read()
+            if self._terms.progress:
+                await deltas.put(Delta(index, "", processed=event.processed))
 
-        self.stream.stands_for(prompt.tokens[: self.cached])
         await EngineRun(self.stream, on_rows, on_tokens, on_progress).work(prompt.tokens[self.cached :])
         if not ended:
             raise EngineFailure("the engine ended a completion before its last token")
@@ -220,10 +230,12 @@ class CompletionService:
         """
         await self._context.watch.until_ready()
         prefixes = await self._look_up(prepared)
+        # Engines of one kind draw all choices.
+        only = self._context.engine.kind(prefixes[0].manifest) if len(prefixes) > 1 else None
         with ExitStack() as opened:
             choices = []
             for planned, prefix in zip(prepared.choices, prefixes, strict=True):
-                choice = ChoiceRun(self._context, prepared, planned, prefix, name)
+                choice = ChoiceRun(self._context, prepared, planned, prefix, name, only)
                 opened.callback(choice.close)
                 if prefix.states_at:
                     self._prefixes.keep(prefix, choice.stream)

@@ -10,9 +10,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import Template, TemplateError, meta, nodes, pass_context, pass_eval_context
@@ -22,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from dist_attn.text.bounded_process import bound_here, limit
 from dist_attn_service.completions.traced_text import SpecialTokens, TracedText, joined
 
 __all__ = ["LENGTH_BYTES", "MEMORY_BYTES", "MOST_CHARACTERS", "MOST_SECONDS"]
@@ -186,20 +185,12 @@ def _answer(templates: _Templates | None, message: bytes) -> tuple[_Templates | 
 def _limit_time() -> None:
     """Let the system end this process if the next message takes too long, even when the service is gone."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + MOST_SECONDS + 1)
-
-
-def _limit(what: int, value: int) -> None:
-    with suppress(ValueError, OSError):  # of a system that does not know it, or has granted less
-        resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+    limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + MOST_SECONDS + 1)
 
 
 def main() -> None:
     """Answer messages until there are none."""
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
-    _limit(resource.RLIMIT_CORE, 0)
-    with suppress(OSError):  # where memory is short, this process goes first and the service stays
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    bound_here(MEMORY_BYTES)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     templates: _Templates | None = None
     while len(head := source.read(LENGTH_BYTES)) == LENGTH_BYTES:

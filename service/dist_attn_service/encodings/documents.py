@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dist_attn.text.documents import Section
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_api.types import EncodingSummary, Usage
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
@@ -31,12 +32,14 @@ class DocumentSource:
     """The source of a document: the body that still arrives, a text that came as JSON, or a stored file.
 
     `pieces` gives it once, as it comes, and checks it. Raises: ServiceError for what is no document, ClientGone.
-    `size` is its length in bytes, where that is known; a document in a form may be a little shorter.
+    `size` is its length in bytes, where that is known; a document in a form may be a little shorter. `sections` are
+    its pages or headings, there before its first piece.
     """
 
     pieces: AsyncGenerator[bytes]
     stored: bool = False
     size: int | None = None
+    sections: list[Section] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ class DocumentService:
                     raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
                 pieces, count = await self._pieces(document, spools)
                 model = self._context.model
-                ahead = RowsAhead.of(request.spec, model.id, model.hidden_size, request.first_row, count)
+                ahead = RowsAhead.of(
+                    request.spec, model.id, model.hidden_size, request.first_row, count, source.sections
+                )
                 form = await self._context.beside(make_format, request.form, ahead)
                 await self._context.watch.until_ready()
                 work = OpenWork(record.request_id, rows=request.spec, terms=request.terms.for_engine())

@@ -15,6 +15,7 @@ from dist_attn.wire.specs import MODEL_POOLING
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure
 from dist_attn_service.base.parsing import RequestTerms, parse_texts
 from dist_attn_service.base.tasks import task_group
+from dist_attn_service.engine.port import EngineKind
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.schemas.documents import EmbeddingRequest
 
@@ -32,6 +33,13 @@ class Vectors:
 
     rows_ND: npt.NDArray[np.float32]
     tokens: int = 0
+
+    def shortened(self, numbers: int | None, *, unit: bool = True) -> "Vectors":
+        """The first numbers of each vector, or all; with `unit` scaled to length 1."""
+        rows_ND = self.rows_ND[:, :numbers]
+        if unit:
+            rows_ND = rows_ND / np.maximum(np.linalg.norm(rows_ND, axis=1, keepdims=True), TINY)
+        return Vectors(rows_ND, self.tokens)
 
     def as_numbers(self) -> list[list[float]]:
         """The vectors as numbers with the fewest digits that keep float32."""
@@ -53,20 +61,20 @@ class EmbeddingService:
         self._context = context
         self._places = asyncio.Semaphore(context.settings.embeddings_at_once)
 
-    def prepare(self, request: EmbeddingRequest) -> list[bytes | TokenArray]:
-        """Check the options, and return the inputs.
+    def prepare(self, request: EmbeddingRequest, name: str = "input") -> list[bytes | TokenArray]:
+        """Check the options, and return the inputs, which the request calls by this name.
 
         Raises: BadRequest naming the parameter.
         """
-        if request.dimensions not in (None, self._context.model.hidden_size):
+        model = self._context.model
+        if (request.dimensions or 0) > model.hidden_size:
             raise BadRequest(
-                f"dimensions={request.dimensions} is not offered: a vector of {self._context.model.id!r} has "
-                f"{self._context.model.hidden_size} numbers and cannot be shortened; leave it out or send that",
-                code=Code.UNSUPPORTED_PARAMETER,
+                f"dimensions={request.dimensions}, but a vector of {model.id!r} has {model.hidden_size} numbers; send "
+                "fewer, or leave it out",
                 param="dimensions",
             )
         limit = self._context.settings.embedding_inputs
-        return parse_texts(request.input, "input", self._context.tokeniser.vocab_size, limit)
+        return parse_texts(request.input, name, self._context.tokeniser.vocab_size, limit, empty=True)
 
     async def embed(
         self,
@@ -76,24 +84,33 @@ class EmbeddingService:
         *,
         as_rows: bool = False,
         named: Callable[[int], tuple[str, str]] = _as_input,
+        zeros: bool = False,
+        only: EngineKind | None = None,
     ) -> Vectors:
         """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
 
         `name` is the request's id in the log. With `as_rows` vectors keep their length, to be compared with encoded
-        rows. `named` gives the name of an input in refusals, and its parameter.
+        rows. `named` gives the name of an input in refusals, and its parameter. With `zeros` one that has no tokens
+        has a vector of zeros where there are others. Engines of one kind read them all: of the kind `only`, where the
+        request has other work too.
 
         Raises: ServiceError when the engine fails.
         """
         model = self._context.model
         await self._context.watch.until_ready()
+        if only is None and len(inputs) > 1:
+            only = self._context.engine.kind()
         vectors = Vectors(np.empty((len(inputs), model.hidden_size), dtype=np.float32))
         waiting = iter(enumerate(inputs))
 
         async def work() -> None:
             for place, text in waiting:
                 async with self._places:
-                    tokens = await self.tokens(text, *named(place))
-                    row_D = await self._embed_one(tokens, name, terms)
+                    tokens = await self.tokens(text, *named(place), empty=zeros and len(inputs) > 1)
+                    if not len(tokens):
+                        vectors.rows_ND[place] = 0
+                        continue
+                    row_D = await self._embed_one(tokens, name, terms, only)
                 if model.unit_vectors and not as_rows:
                     row_D = row_D / max(float(np.linalg.norm(row_D)), TINY)
                 vectors.rows_ND[place] = row_D
@@ -104,10 +121,10 @@ class EmbeddingService:
                 group.create_task(work())
         return vectors
 
-    async def tokens(self, text: bytes | TokenArray, where: str, param: str) -> TokenArray:
+    async def tokens(self, text: bytes | TokenArray, where: str, param: str, *, empty: bool = False) -> TokenArray:
         """The tokens of an input, cut where the model stops reading.
 
-        Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
+        Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them, unless `empty`.
         """
         model, tokeniser = self._context.model, self._context.tokeniser
         limit = None if model.reading is None else model.reading.text_tokens
@@ -115,20 +132,23 @@ class EmbeddingService:
             text = await tokeniser.whole(text, framed=model.writes)
         elif isinstance(text, bytes):  # the model frames what it reads
             text = await tokeniser.tokens(text, limit)
-        if not len(text):
+        if not len(text) and not empty:
             raise BadRequest(
                 f"{where} has no tokens: the tokeniser drops blanks; send a word", code=Code.EMPTY_INPUT, param=param
             )
         return text[:limit]
 
-    async def _embed_one(self, tokens: TokenArray, name: str, terms: RequestTerms) -> npt.NDArray[np.float32]:
+    async def _embed_one(
+        self, tokens: TokenArray, name: str, terms: RequestTerms, only: EngineKind | None
+    ) -> npt.NDArray[np.float32]:
         spec = DOCUMENT if self._context.model.reading is None else SEQUENCE
         rows: list[Rows] = []
 
         async def on_rows(some: Rows) -> None:
             rows.append(some)
 
-        async with self._context.open(OpenWork(name, rows=spec, terms=terms.for_engine(len(tokens)))) as stream:
+        work = OpenWork(name, rows=spec, terms=terms.for_engine(len(tokens)))
+        async with self._context.open(work, only=only) as stream:
             await EngineRun(stream, on_rows).work(tokens)
         if [len(some.vectors) for some in rows] != [4 * self._context.model.hidden_size]:
             raise EngineFailure("the engine did not answer an embedding with one row for all of its tokens")

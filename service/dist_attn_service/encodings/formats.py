@@ -2,7 +2,7 @@
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, final
 
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from dist_attn.errors import MissingExtraError, extra_hint
+from dist_attn.text.documents import Section, sections_at
 from dist_attn.wire.floats import shortest_float32
 from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import EncodingSummary
@@ -19,14 +20,20 @@ from dist_attn_service.encodings.encoding_run import RowBlock
 
 @dataclass(frozen=True)
 class RowsAhead:
-    """The facts known before the first row: numbers in a row, the count of rows or None, and what was asked for."""
+    """The facts known before the first row: numbers in a row, the count of rows or None, and what was asked for.
+
+    `sections` are those of the document, where its kind has any.
+    """
 
     dim: int
     count: int | None = None
     about: Mapping[str, str] = field(default_factory=dict)
+    sections: Sequence[Section] = ()
 
     @classmethod
-    def of(cls, spec: RowSpec, model: str, dim: int, first_row: int, count: int | None) -> Self:
+    def of(
+        cls, spec: RowSpec, model: str, dim: int, first_row: int, count: int | None, sections: Sequence[Section]
+    ) -> Self:
         """The facts of the rows from `first_row` on; `count` is of all rows of the document."""
         about = {
             "model": model,
@@ -35,7 +42,7 @@ class RowsAhead:
             "pooling": spec.pooling,
             "from_row": str(first_row),
         }
-        return cls(dim, None if count is None else max(0, count - first_row), about)
+        return cls(dim, None if count is None else max(0, count - first_row), about, sections)
 
 
 class RowFormat(ABC):
@@ -81,15 +88,17 @@ class RowLine(msgspec.Struct):
     byte_start: int
     byte_stop: int
     embedding: list[float]
+    section: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
-def format_rows(block: RowBlock) -> bytes:
-    """The rows as lines of NDJSON."""
+def format_rows(block: RowBlock, sections: Sequence[Section] = ()) -> bytes:
+    """The rows as lines of NDJSON, with their sections where the document has any."""
     values = shortest_float32(block.vectors_ND).tolist()
+    names = sections_at(sections, block.ranges_N4[:, 2].tolist()) if sections else [msgspec.UNSET] * len(block)
     lines = [
-        RowLine(index, start, stop, begin, end, vector)
-        for index, ((start, stop, begin, end), vector) in enumerate(
-            zip(block.ranges_N4.tolist(), values, strict=True), block.first_row
+        RowLine(index, start, stop, begin, end, vector, name)
+        for index, ((start, stop, begin, end), vector, name) in enumerate(
+            zip(block.ranges_N4.tolist(), values, names, strict=True), block.first_row
         )
     ]
     return msgspec.json.Encoder().encode_lines(lines)
@@ -108,7 +117,7 @@ class NdjsonFormat(RowFormat):
 
     def rows(self, block: RowBlock) -> bytes:
         """A line per row."""
-        return format_rows(block)
+        return format_rows(block, self.ahead.sections)
 
     def end(self, summary: EncodingSummary) -> bytes:
         """The line with the summary."""
@@ -175,7 +184,7 @@ RANGES = ("start", "stop", "byte_start", "byte_stop")
 
 @final
 class ArrowFormat(RowFormat):
-    """Columns index, start, stop, byte_start and byte_stop (int64), embedding (a list of dim float32).
+    """Columns index, start, stop, byte_start and byte_stop (int64), maybe section, embedding (a list of dim float32).
 
     The schema's metadata says what was asked for. The first of these formats loads pyarrow.
     """
@@ -197,6 +206,8 @@ class ArrowFormat(RowFormat):
         whole = pyarrow.int64()
         vector = pyarrow.list_(pyarrow.field("item", pyarrow.float32(), nullable=False), ahead.dim)
         fields = [pyarrow.field(name, whole, nullable=False) for name in ("index", *RANGES)]
+        if ahead.sections:
+            fields.append(pyarrow.field("section", pyarrow.string()))
         fields.append(pyarrow.field("embedding", vector, nullable=False))
         self._schema = pyarrow.schema(fields, metadata=dict(ahead.about))
         self._file = io.BytesIO()
@@ -231,7 +242,10 @@ class ArrowFormat(RowFormat):
         columns = [index, *np.ascontiguousarray(block.ranges_N4.T)]
         numbers = arrow.array(np.ascontiguousarray(block.vectors_ND, dtype=np.float32).reshape(-1))
         vectors = arrow.FixedSizeListArray.from_arrays(numbers, type=self._schema.field("embedding").type)
-        arrays = [*(arrow.array(column) for column in columns), vectors]
+        arrays = [arrow.array(column) for column in columns]
+        if sections := self.ahead.sections:
+            arrays.append(arrow.array(sections_at(sections, block.ranges_N4[:, 2].tolist()), arrow.string()))
+        arrays.append(vectors)
         self._writer.write_batch(arrow.RecordBatch.from_arrays(arrays, schema=self._schema), custom_metadata=metadata)
 
     def _taken(self) -> bytes:

@@ -1,6 +1,7 @@
 """The metrics for Prometheus: counters of requests and tokens, and gauges that are read when it asks."""
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
@@ -15,7 +16,16 @@ from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import Code
 from dist_attn_service.engine.port import EngineHealth
 
-__all__ = ["OUTCOMES", "PREFIX_LOOKUPS", "PREFIX_STATES", "TOKEN_KINDS", "UNROUTED", "Gauges", "Metrics"]
+__all__ = [
+    "OUTCOMES",
+    "PREFIX_LOOKUPS",
+    "PREFIX_STATES",
+    "TOKEN_KINDS",
+    "UNROUTED",
+    "DrawingTimes",
+    "Gauges",
+    "Metrics",
+]
 
 UNROUTED = "none"
 OUTCOMES = frozenset({"finished", "client_gone", *map(str, Code)})
@@ -24,13 +34,26 @@ PREFIX_LOOKUPS = ("hit", "miss", "failed")
 """`failed`: the store did not answer in time, or the state that it had could not be used; the prompt was read anew."""
 PREFIX_STATES = ("kept", "no_room", "failed")
 SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+LABELS = ("model", "engine")
+LENGTHS = tuple(4.0**power for power in range(12))
+DRAWING = {
+    "request_queue_time_seconds": ("Time until a part of a prompt was read", SECONDS),
+    "time_to_first_token_seconds": ("Time until a first token was drawn", SECONDS),
+    "time_per_output_token_seconds": ("Mean time of a text's tokens after its first", tuple(s / 10 for s in SECONDS)),
+    "request_prompt_tokens": ("Tokens of a request's prompts", LENGTHS),
+    "request_generation_tokens": ("Tokens drawn for a request", LENGTHS),
+}
+"""Histograms by the names of vLLM and of OpenTelemetry's `gen_ai.server`, which dashboards look for."""
 
 
 @dataclass(frozen=True)
 class Gauges:
-    """The gauges of one moment; `engines` has the health of each model's engine, by the model's name."""
+    """The gauges of one moment; `engines` has the health of each engine, by the model's name and its address.
 
-    engines: Mapping[str, EngineHealth]
+    The address is left out where each model has one engine.
+    """
+
+    engines: Mapping[tuple[str, ...], EngineHealth]
     open_requests: int
     waiting_requests: int
     spool_bytes: int
@@ -53,6 +76,10 @@ class Metrics:
         self._seconds = Histogram(
             "dist_attn_request_seconds", "Time of a request to its end", ["route"], buckets=SECONDS, registry=own
         )
+        self.drawing = {
+            name: Histogram(f"dist_attn_{name}", words, buckets=buckets, registry=own)
+            for name, (words, buckets) in DRAWING.items()
+        }
         self._jobs = Counter("dist_attn_jobs", "Jobs that ended", ["kind", "state"], registry=own)
         for kind in ("encoding", "completion"):
             for state in ("succeeded", "failed", "cancelled"):
@@ -82,6 +109,8 @@ class Metrics:
         """Count the tokens of a completion, however it ended."""
         self.tokens("prompt", usage.prompt_tokens)
         self.tokens("completion", usage.completion_tokens)
+        self.drawing["request_prompt_tokens"].observe(usage.prompt_tokens)
+        self.drawing["request_generation_tokens"].observe(usage.completion_tokens)
 
     def prefix_lookup(self, outcome: str) -> None:
         """Count a prompt under one of PREFIX_LOOKUPS."""
@@ -112,6 +141,34 @@ class Metrics:
         return encoder(self._registry), media_type
 
 
+class DrawingTimes:
+    """The times of one text that is drawn, which count from the making of this value."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._drawing = metrics.drawing
+        self._began = time.monotonic()
+        self._read_at = self._first_at = 0.0
+        self._after_first = 0
+
+    def read(self) -> None:
+        """Note that the engine has done a part of the work."""
+        if not self._read_at:
+            self._read_at = time.monotonic()
+            self._drawing["request_queue_time_seconds"].observe(self._read_at - self._began)
+
+    def drawn(self, tokens: int, *, ended: bool) -> None:
+        """Note so many further tokens."""
+        self.read()
+        now = time.monotonic()
+        if self._first_at:
+            self._after_first += tokens
+        elif tokens:
+            self._first_at = now
+            self._drawing["time_to_first_token_seconds"].observe(now - self._began)
+        if ended and self._after_first:
+            self._drawing["time_per_output_token_seconds"].observe((now - self._first_at) / self._after_first)
+
+
 class _GaugeCollector(Collector):
     def __init__(self, gauges: Callable[[], Gauges], version: str) -> None:
         self._gauges = gauges
@@ -121,7 +178,7 @@ class _GaugeCollector(Collector):
         """The gauges of this moment; those of an engine only while it is heard."""
         now = self._gauges()
         info = GaugeMetricFamily("dist_attn_info", "What runs here; always 1", labels=["version", "model"])
-        for model in now.engines:
+        for model in dict.fromkeys(which[0] for which in now.engines):
             info.add_metric([self._version, model], 1)
         yield info
         for name, words, value in (
@@ -136,16 +193,17 @@ class _GaugeCollector(Collector):
             ("dist_attn_files", "Files and uploads of all callers", now.files),
         ):
             yield GaugeMetricFamily(name, words, value=value)
-        ready = GaugeMetricFamily("dist_attn_engine_ready", "1 while the engine takes work", labels=["model"])
-        for model, health in now.engines.items():
-            ready.add_metric([model], health.ready)
+        labels = LABELS[: max(map(len, now.engines), default=1)]
+        ready = GaugeMetricFamily("dist_attn_engine_ready", "1 while the engine takes work", labels=labels)
+        for which, health in now.engines.items():
+            ready.add_metric(which, health.ready)
         yield ready
-        yield from _engine_metrics(now.engines)
+        yield from _engine_metrics(now.engines, labels)
 
 
-def _engine_metrics(engines: Mapping[str, EngineHealth]) -> Iterable[Metric]:
-    """The latest status of each engine as metrics, under the name of its model."""
-    heard = {model: (health.status, health.age) for model, health in engines.items() if health.status is not None}
+def _engine_metrics(engines: Mapping[tuple[str, ...], EngineHealth], labels: Sequence[str]) -> Iterable[Metric]:
+    """The latest status of each engine as metrics, under the name of its model and its address."""
+    heard = {which: (health.status, health.age) for which, health in engines.items() if health.status is not None}
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
     again = "Tokens that were read or drawn a second time after a loss"
     for family, name, words, figure in (
@@ -157,24 +215,24 @@ def _engine_metrics(engines: Mapping[str, EngineHealth]) -> Iterable[Metric]:
         (counter, "dist_attn_lost_groups", "Times that the ranks were lost and started again", "lost_groups"),
         (counter, "dist_attn_replayed_tokens", again, "replayed_tokens"),
     ):
-        metric = family(name, words, labels=["model"])
-        for model, (status, _) in heard.items():
-            metric.add_metric([model], getattr(status, figure))
+        metric = family(name, words, labels=labels)
+        for which, (status, _) in heard.items():
+            metric.add_metric(which, getattr(status, figure))
         yield metric
-    yield from _rank_metrics(heard)
-    yield from _guard_counters({model: status.guards for model, (status, _) in heard.items() if status.guards})
+    yield from _rank_metrics(heard, [*labels, "rank"])
+    guards = {which: status.guards for which, (status, _) in heard.items() if status.guards}
+    yield from _guard_counters(guards, labels)
 
 
-def _rank_metrics(heard: Mapping[str, tuple[Status, float]]) -> Iterable[Metric]:
-    labels = ["model", "rank"]
+def _rank_metrics(heard: Mapping[tuple[str, ...], tuple[Status, float]], labels: Sequence[str]) -> Iterable[Metric]:
     ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=labels)
     idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=labels)
     memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=labels)
     words = "Time of a rank's steps, waiting for others in them included"
     busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=labels)
-    for model, (status, age) in heard.items():
+    for engine, (status, age) in heard.items():
         for rank in status.ranks:
-            which = [model, str(rank.rank)]
+            which = [*engine, str(rank.rank)]
             ages.add_metric(which, rank.heartbeat_age + age)
             idle.add_metric(which, rank.progress_age + age)
             memory.add_metric(which, rank.peak_rss_bytes)
@@ -182,15 +240,15 @@ def _rank_metrics(heard: Mapping[str, tuple[Status, float]]) -> Iterable[Metric]
     yield from (ages, idle, memory, busy)
 
 
-def _guard_counters(counts: Mapping[str, GuardCounts]) -> Iterable[Metric]:
+def _guard_counters(counts: Mapping[tuple[str, ...], GuardCounts], labels: Sequence[str]) -> Iterable[Metric]:
     """Label values are those of the models: one series for each of their heads."""
     words = "Denominators that kernel attention formed"
-    formed = CounterMetricFamily("dist_attn_attention_denominators", words, labels=["model"])
+    formed = CounterMetricFamily("dist_attn_attention_denominators", words, labels=labels)
     words = "Of these, the ones that the floor replaced"
-    guarded = CounterMetricFamily("dist_attn_guarded_denominators", words, labels=["model", "layer", "head"])
-    for model, of_model in counts.items():
-        formed.add_metric([model], of_model.denominators)
-        for layer, heads in enumerate(of_model.guarded):
+    guarded = CounterMetricFamily("dist_attn_guarded_denominators", words, labels=[*labels, "layer", "head"])
+    for engine, of_engine in counts.items():
+        formed.add_metric(engine, of_engine.denominators)
+        for layer, heads in enumerate(of_engine.guarded):
             for head, count in enumerate(heads):
-                guarded.add_metric([model, str(layer), str(head)], count)
+                guarded.add_metric([*engine, str(layer), str(head)], count)
     yield from (formed, guarded)

@@ -5,9 +5,9 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -17,10 +17,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dist_attn.errors import WireError
 from dist_attn.wire.curve import ClientKeys
+from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
     AnyMessage,
     Checkpoint,
+    Failed,
     GetStatus,
     OpenWork,
     Status,
@@ -33,6 +35,7 @@ from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
+HEARTBEAT_MS, LOST_MS = 2_000, 10_000
 DeleteBlob = Callable[[str], Coroutine[Any, Any, None]]
 
 
@@ -94,22 +97,29 @@ class OpenStreams:
             if not stream.hold():
                 stream.fail(EngineFailure(message, code=code))
 
-    def fail_held(self, message: str, code: Code) -> None:
-        """End the streams that wait for another controller: none has come."""
-        for stream in list(self._streams.values()):
-            if stream.held:
+    def fail_held(self, message: str, code: Code, request_id: str = "") -> None:
+        """End the streams that wait for another controller, or the one of this id if it does: none has come."""
+        for stream in self.held:
+            if request_id in ("", stream.request_id):
                 stream.fail(EngineFailure(message, code=code))
+
+    @property
+    def held(self) -> list[EngineStream]:
+        """The streams that wait for another controller."""
+        return [stream for stream in self._streams.values() if stream.held]
 
     def do_again(self) -> int:
         """Give the work of the streams that wait to another controller; return how many they are."""
-        held = [stream for stream in self._streams.values() if stream.held]
+        held = self.held
         for stream in held:
-            del self._streams[stream.request_id]
-            name = stream.request_id.rpartition(".")[0]
-            request_id = _unique(name)
-            self._streams[request_id] = stream
-            stream.do_again(request_id)
+            self.take_over(stream)
         return len(held)
+
+    def take_over(self, stream: EngineStream, post: Callable[[AnyMessage], None] | None = None) -> None:
+        """Give the work of a stream that waits, perhaps on another engine, to the controller that `post` reaches."""
+        request_id = _unique(stream.request_id.rpartition(".")[0])
+        self._streams[request_id] = stream
+        stream.do_again(request_id, post, self._forget)
 
     def _discard(self, state: Checkpoint) -> None:
         if state.blob and self.delete_blob is not None:
@@ -143,6 +153,22 @@ class EngineHealth:
     age: float = 0.0
 
 
+class EngineKind(NamedTuple):
+    """The model that an engine runs and its way of computing, which has no manifest where no states can be stored."""
+
+    model: str
+    vocab_size: int
+    hidden_size: int
+    manifest: Manifest | None
+    backend: str
+
+    @classmethod
+    def of(cls, status: Status) -> "EngineKind":
+        """The kind of an engine. The manifest tells more of its computation than the backend."""
+        backend = "" if status.manifest else status.backend
+        return cls(status.model, status.vocab_size, status.hidden_size, status.manifest, backend)
+
+
 class EnginePort(Protocol):
     """The connection to an engine, as the service needs it."""
 
@@ -155,8 +181,20 @@ class EnginePort(Protocol):
     def health(self) -> EngineHealth:
         """The newest health, not ready where its status is older than the port accepts; never waits."""
 
-    def open(self, work: OpenWork) -> EngineStream:
+    def engines(self) -> Mapping[str, EngineHealth]:
+        """The health of each of several engines by its address; empty where there is one alone."""
+
+    def kind(self, like: Manifest | None = None) -> EngineKind | None:
+        """The kind of the engine that is next to get work, of several the one nearest to `like`; None: none is known.
+
+        Engines of one kind give equal bits.
+        """
+
+    def open(self, work: OpenWork, like: Manifest | None = None, only: EngineKind | None = None) -> EngineStream:
         """Start work, under its request id with an ending that makes it unique.
+
+        Of several engines it goes to one that computes as `like` says, or to one of the kind that most are of; with
+        `only` to none but this kind, as all work of a request must that opens several streams.
 
         Raises: EngineUnavailable without a connection to the controller.
         """
@@ -185,15 +223,15 @@ class ZmqEnginePort:
         keys: ClientKeys | None = None,
         memory: GivenMemory | None = None,
     ) -> None:
-        self._address = address
         self._log = log
         self._status_seconds = status_seconds
         self._stale_seconds = stale_seconds
-        self._streams = OpenStreams(limits, memory)
+        self._memory = memory or GivenMemory(limits.resend_bytes)
+        self._streams = OpenStreams(limits, self._memory)
         self._limits = limits
         self._giving_up: asyncio.TimerHandle | None = None
         self._model_unknown = False  # a controller has come whose model is not known yet
-        self._served: tuple[object, ...] | None = None
+        self._kind: EngineKind | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -202,6 +240,10 @@ class ZmqEnginePort:
         self._refused = ""
         self._status: Status | None = None
         self._status_at = 0.0
+        self._of_others = 0
+        self.address = address
+        self.changed: Callable[[], None] = lambda: None
+        """Called when the engine's health may have changed, or requests wait for another controller."""
 
     async def start(self) -> None:
         """Connect (ZeroMQ keeps trying by itself) and start reading, polling and watching the connection."""
@@ -213,12 +255,15 @@ class ZmqEnginePort:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._memory.several:  # another engine goes on where a host has vanished, of which TCP alone says nothing
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
         if self._keys is not None:
             self._keys.apply(self._socket)
         monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _HANDSHAKE_FAILED
         )
-        self._socket.connect(self._address)
+        self._socket.connect(self.address)
         self._tasks = [
             asyncio.create_task(self._read(self._socket), name="engine-port-read"),
             asyncio.create_task(self._poll(), name="engine-port-status"),
@@ -231,9 +276,10 @@ class ZmqEnginePort:
         """Fail all open streams, stop the tasks, close the sockets; a second call does nothing."""
         self._streams.fail_all("the service is stopping; send the request again", Code.STOPPING)
         self._stop_giving_up()
+        if self._socket is not None:
+            self._socket.disable_monitor()  # while it is read: an event that nobody takes would block ZeroMQ for ever
         await stop_tasks(*self._tasks)
         if self._socket is not None and self._context is not None:
-            self._socket.disable_monitor()
             self._socket.close()
             self._context.destroy()
             self._socket = self._context = None
@@ -241,15 +287,37 @@ class ZmqEnginePort:
     def health(self) -> EngineHealth:
         """The health by the newest Status; not ready if that is too old."""
         if not self._connected:
-            return EngineHealth(False, f"no connection to the engine's controller at {self._address}{self._refused}")
+            return EngineHealth(False, f"no connection to the engine's controller at {self.address}{self._refused}")
         if self._status is None:
-            return EngineHealth(False, f"the engine's controller at {self._address} has not answered yet")
+            return EngineHealth(False, f"the engine's controller at {self.address} has not answered yet")
         age = time.monotonic() - self._status_at
         if age > self._stale_seconds:
             return EngineHealth(False, f"the engine's controller has not answered for {age:.1f} s", self._status, age)
         return EngineHealth(self._status.ready, self._status.reason, self._status, age)
 
-    def open(self, work: OpenWork) -> EngineStream:
+    @property
+    def load(self) -> int:
+        """The requests in the engine: this process's now, and those of others by its newest status."""
+        return len(self._streams) + self._of_others
+
+    def kind(self, like: Manifest | None = None) -> EngineKind | None:
+        """The kind of the engine; None before it is known."""
+        return self._kind
+
+    @property
+    def held(self) -> list[EngineStream]:
+        """The requests that wait for another controller."""
+        return self._streams.held
+
+    def take_over(self, stream: EngineStream) -> None:
+        """Do the work of a request again that waits on another port."""
+        self._streams.take_over(stream, self._post)
+
+    def engines(self) -> Mapping[str, EngineHealth]:
+        """The others of several: none."""
+        return {}
+
+    def open(self, work: OpenWork, like: Manifest | None = None, only: EngineKind | None = None) -> EngineStream:
         """Post the opening message of a request.
 
         Raises: EngineUnavailable without a connection.
@@ -279,12 +347,16 @@ class ZmqEnginePort:
                 continue
             if isinstance(message, Status):
                 self._status, self._status_at = message, time.monotonic()
+                self._of_others = max(0, message.queued + message.active - len(self._streams))
                 self._streams.moved(message.epoch, message.step)
                 if message.hidden_size:  # its ranks have the model
                     self._model_known(message)
+                self._tell()
                 continue
             try:
                 self._streams.route(message)
+                if self._memory.several and isinstance(message, Failed):
+                    self._refused_work(message)
             except Exception as error:  # a bug of ours, which ends this request and not the reading of other messages
                 self._log.exception("an answer of the engine could not be taken", error=repr(error))
                 self._streams.fail(getattr(message, "request_id", ""), "the engine's answer could not be taken")
@@ -295,6 +367,33 @@ class ZmqEnginePort:
             self._connected = False
             self._log.error("engine port task ended", task=task.get_name(), error=repr(task.exception()))
             self._streams.fail_all("the connection to the engine stopped working", Code.ENGINE_UNREACHABLE)
+
+    def _refused_work(self, failed: Failed) -> None:
+        """Let other engines do what this one will not, and end it where for a while none has.
+
+        One that has said that it is not ready is taken for that until its next status.
+        """
+        if failed.code in (Code.STOPPING, Code.ENGINE_NOT_READY):
+            if self._status is not None:
+                self._status = msgspec.structs.replace(self._status, ready=False, reason=failed.message)
+            self._tell()
+        if any(stream.request_id == failed.request_id for stream in self.held):
+            later = asyncio.get_running_loop().call_later
+            later(self._limits.resend_seconds, self._end_refused, failed.request_id, failed.message)
+
+    def _tell(self) -> None:
+        """Say that something has changed; a bug in what follows does not end the reading of this connection."""
+        try:
+            self.changed()
+        except Exception as error:
+            self._log.exception("requests could not be handed on", error=repr(error))
+
+    def _end_refused(self, request_id: str, reason: str) -> None:
+        """End a request that still waits where it was refused; once the connection broke its own end counts."""
+        if self._connected and not self._model_unknown:
+            seconds = self._limits.resend_seconds
+            words = f"{reason}: no other one came within {seconds:g} s"
+            self._streams.fail_held(words, Code.ENGINE_UNREACHABLE, request_id)
 
     async def _poll(self) -> None:
         while True:
@@ -308,6 +407,7 @@ class ZmqEnginePort:
         self._streams.hold_all(words, Code.ENGINE_UNREACHABLE)
         seconds = self._limits.resend_seconds
         self._give_up(seconds, f"{words}: no other one came within {seconds:g} s")
+        self._tell()
 
     def _controller_came(self) -> None:
         """Wait, for a while, until the ranks of the new controller say what they run; then the held work goes on."""
@@ -317,13 +417,12 @@ class ZmqEnginePort:
 
     def _model_known(self, status: Status) -> None:
         """Let waiting work go on if the engine runs the very same model in the same way as before, and else end it."""
-        serves = (status.model, status.vocab_size, status.hidden_size, status.manifest)
-        before, self._served = self._served, serves
+        before, self._kind = self._kind, EngineKind.of(status)
         if not self._model_unknown:
             return
         self._model_unknown = False
         self._stop_giving_up()
-        if before not in (None, serves):
+        if before not in (None, self._kind):
             words = (
                 "the engine was started again with another model, or computes in another way; send the request again"
             )
@@ -358,7 +457,7 @@ class ZmqEnginePort:
                     self._controller_lost()
                 elif event["event"] & _HANDSHAKE_FAILED and not self._refused:
                     self._refused = ": the keys of one are not those that the other expects (engine.keys_dir)"
-                    self._log.error("handshake with the controller failed", address=self._address)
+                    self._log.error("handshake with the controller failed", address=self.address)
         finally:
             with contextlib.suppress(zmq.ZMQError):
                 monitor.close(0)

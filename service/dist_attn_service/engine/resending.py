@@ -18,10 +18,12 @@ MOST_STATES = 2  # that wait to be recorded; with more of them no further tokens
 class GivenMemory:
     """The memory that the tokens of all open requests may take together. Units: bytes.
 
-    When it is full the request that has most forgets its tokens: a long text must not cost many short ones.
+    When it is full the request that has most forgets its tokens: a long text must not cost many short ones. With
+    several engines tokens of sessions are kept too: another one goes on from the same stored state.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, several: bool = False) -> None:
+        self.several = several
         self._left = limit
         self._holders: set[GivenTokens] = set()
 
@@ -37,9 +39,10 @@ class GivenMemory:
         return True
 
     def give_back(self, holder: "GivenTokens", count: int) -> None:
-        """Free the bytes of a holder, which are so many in all."""
+        """Free bytes of a holder, which has forgotten them."""
         self._left += count
-        self._holders.discard(holder)
+        if not len(holder):
+            self._holders.discard(holder)
 
 
 class GivenTokens:
@@ -66,10 +69,15 @@ class GivenTokens:
     def __len__(self) -> int:
         return len(self._data) // TOKEN_BYTES
 
+    def drop(self, count: int) -> None:
+        """Forget the first `count` tokens: a stored state stands for them."""
+        before = len(self._data)
+        del self._data[: TOKEN_BYTES * count]
+        self._memory.give_back(self, before - len(self._data))
+
     def let_go(self) -> None:
         """Forget all tokens; from now on the work cannot be done again."""
-        self._memory.give_back(self, len(self._data))
-        self._data = bytearray()
+        self.drop(len(self))
         self.whole = False
 
 
@@ -83,11 +91,14 @@ class SentTokens:
     controller, if there is a `memory` for them.
     """
 
-    def __init__(self, start: int, memory: GivenMemory | None, message_tokens: int, send: Send) -> None:
+    def __init__(
+        self, start: int, memory: GivenMemory | None, message_tokens: int, send: Send, kept_from: int = 0
+    ) -> None:
+        self._kept_from = kept_from  # the position at which another controller begins
         self.sent = start
         """The position after the last token sent."""
         self.final = False
-        self.credit = 0
+        self.credit = self._most_credit = 0
         self.held = False
         """True while the tokens wait for another controller."""
         self._given = None if memory is None else GivenTokens(memory)
@@ -101,9 +112,21 @@ class SentTokens:
         return self.credit - self.sent
 
     @property
+    def done(self) -> int:
+        """A number that grows whenever an engine takes tokens, or stores a state, that none had before."""
+        return self._most_credit + self._kept_from
+
+    @property
     def whole(self) -> bool:
-        """Return whether all sent tokens are kept, from the first of the text on."""
-        return self._given is not None and self._given.whole and len(self._given) == self.sent
+        """Return whether all sent tokens are kept, from where another controller begins."""
+        return self._given is not None and self._given.whole and len(self._given) == self.sent - self._kept_from
+
+    def begin_at(self, position: int) -> None:
+        """Forget the tokens before `position`: another controller would begin with a state that stands there."""
+        if self._given is not None:
+            self._given.drop(position - self._kept_from)
+            self._given.whole |= position == self.sent  # nothing of it is missing any more
+        self._kept_from = position
 
     def remember(self, data: bytes) -> None:
         """Keep the next tokens, which another controller will need."""
@@ -128,7 +151,7 @@ class SentTokens:
 
         Raises: EngineFailure as `send_again`.
         """
-        self.credit = upto
+        self.credit, self._most_credit = upto, max(upto, self._most_credit)
         self.send_again()
 
     def hold(self) -> None:
@@ -142,7 +165,7 @@ class SentTokens:
         """
         self.held, self.credit = False, 0
         self._require_whole()
-        self._again = 0 if self.sent or self.final else None
+        self._again = self._kept_from if self.sent > self._kept_from or self.final else None
 
     def send_again(self) -> None:
         """Send as many of the tokens that were sent before as there is credit for.
@@ -155,7 +178,7 @@ class SentTokens:
             if stop <= at < self.sent:
                 return
             last = stop == self.sent
-            self._send(at, given.between(at, stop), last and self.final)
+            self._send(at, given.between(at - self._kept_from, stop - self._kept_from), last and self.final)
             self._again = None if last else stop
 
     def _require_whole(self) -> GivenTokens:
@@ -185,6 +208,11 @@ class Inbox:
 
     def __len__(self) -> int:
         return len(self._events)
+
+    @property
+    def come(self) -> int:
+        """The number of rows and drawn tokens that have come, each counted once."""
+        return self._rows + len(self._drawn)
 
     def has_room(self, soft_bytes: int) -> bool:
         """Return whether more work may be asked for: few bytes of rows, and few stored states, have not been taken."""

@@ -2,23 +2,24 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, final
 
 import numpy as np
 
-from dist_attn.errors import StorageError
+from dist_attn.errors import DistAttnError, StorageError
 from dist_attn.store import StateStore
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.manifest import RestoreReport
+from dist_attn.wire.manifest import Manifest, RestoreReport
 from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, OpenWork, Progress, Restored, Rows
+from dist_attn.wire.snapshot import header_of
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, task_group
 from dist_attn_service.engine.metrics import Metrics
-from dist_attn_service.engine.port import EnginePort
+from dist_attn_service.engine.port import EngineKind, EnginePort
 from dist_attn_service.engine.resending import EngineEvent
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.stream import EngineStream
@@ -53,14 +54,29 @@ class ServiceContext:
         return await beside(self.threads, work, *args, **kwargs)
 
     @asynccontextmanager
-    async def open(self, work: OpenWork) -> AsyncIterator[EngineStream]:
+    async def open(
+        self, work: OpenWork, like: Manifest | None = None, only: EngineKind | None = None
+    ) -> AsyncIterator[EngineStream]:
         """Open a request in the engine, once its controller has taken it; leaving early cancels it there.
+
+        Of several engines it goes to the one that is most `like` this, or to one of this kind `only`.
 
         Raises: ServiceError when the engine does not take it.
         """
-        with self.engine.open(work) as stream:
+        with self.engine.open(work, like, only) as stream:
             await stream.admitted(self.settings.admission_seconds)
             yield stream
+
+    async def maker(self, caller: str, snapshot: str) -> Manifest | None:
+        """The manifest of a stored state, by which one of several engines is chosen; None where they are alike.
+
+        None also for a state that cannot be read: the engine says why.
+        """
+        manifests = [health.status.manifest for health in self.engine.engines().values() if health.status]
+        if any(manifest != manifests[0] for manifest in manifests):
+            with suppress(DistAttnError):
+                return header_of(await self.store.snapshots.beginning(caller, snapshot)).manifest
+        return None
 
 
 async def begin_from(store: StateStore, caller: str, position: int, snapshot: str) -> BeginState:

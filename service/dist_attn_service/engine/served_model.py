@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.shipped import origin
+from dist_attn.shipped import origin, without_classes
 from dist_attn.shipped.downloaded import read_downloaded
 from dist_attn.shipped.folder_files import read_file, read_json_object
 from dist_attn.shipped.generation_config import read_generation_defaults
@@ -115,7 +115,9 @@ class ServedModel:
             tokeniser = folder / "tokenizer.json"
             if not tokeniser.is_file():
                 raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
-            digest = hashlib.sha256(hashlib.sha256(data).digest() + read_file(tokeniser)).hexdigest()[:16]
+            digest = hashlib.sha256(hashlib.sha256(without_classes(data)).digest() + read_file(tokeniser)).hexdigest()[
+                :16
+            ]
             made = partial(cls, folder.resolve().name, created=created, digest=digest, names=names)
             if origin(folder) == "downloaded":
                 model = read_downloaded(folder)

@@ -1,5 +1,6 @@
 """One request as the API sees it: tokens out as far as credit allows, results in through a bounded inbox."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ import numpy as np
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import (
     AnyMessage,
+    BeginState,
     Cancel,
     Checkpoint,
     Credit,
@@ -30,6 +32,8 @@ from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable
 from dist_attn_service.base.tasks import Changes
 from dist_attn_service.base.tracing import EngineTrace, engine_trace
 from dist_attn_service.engine.resending import EngineEvent, GivenMemory, Inbox, SentTokens
+
+MOST_BREAKS = 3
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     the stream open until the engine has said that there are no more.
 
     `post` hands a message to the controller and never waits; `forget` ends the delivery of messages; `discard` gets
-    the states that nobody will take. Work that ends with no state outlives its controller: the port has it `hold`, and
-    `do_again` with the next one.
+    the states that nobody will take. Work that ends with no state outlives its controller, with several engines a
+    session's too: the port has it `hold`, and `do_again` with the next one, or another engine's.
     """
 
     def __init__(
@@ -81,14 +85,23 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._opened_at = self._heard = time.monotonic()
         self._inbox = Inbox(limits.inbox_hard_bytes)
         start = work.begin.position if work.begin else 0
-        self._tokens = SentTokens(start, None if work.keep.end else memory, limits.message_tokens, self._send_tokens)
+        stays = work.keep.end and (work.rows is not None or not memory.several)  # a job goes on from its own state
+        given, kept_from = None if stays else memory, start if work.keep.end else 0
+        self._tokens = SentTokens(start, given, limits.message_tokens, self._send_tokens, kept_from)
+        self._retryable_codes = (Code.STOPPING, Code.ENGINE_NOT_READY) if memory.several else (Code.STOPPING,)
+        self._several = memory.several
+        self._breaks = self._done = 0  # engines lost since more than this was done
+        self._lost_at = -math.inf  # when the engine that had it, or was to have it, was found to be gone
+        self._finish_at: int | None = None
         self._accepted = False
-        self._restored = False
+        self._restored = work.begin is None  # or there is nothing to restore
         self._drawn = False  # the last token of a completion has come
         self._ended = False
         self._error: ServiceError | None = None
         self._closed = False  # by its reader; it may stay open for states
         self._changed = Changes()
+        self.bound = False
+        """True where it is to have no other model, as it is one of several of a request."""
         self.on_state: Callable[[Checkpoint], None] | None = None
         """Takes the states of a completion's prompt; None: they are not waited for, and discarded."""
 
@@ -131,7 +144,6 @@ class EngineStream(AbstractContextManager["EngineStream"]):
             if isinstance(message, Checkpoint):
                 self.discard(message)
             return
-        self._accepted = True
         if isinstance(message, Credit) and message.upto <= self._tokens.credit:
             return  # the controller only asks if this process is alive: no progress
         if isinstance(message, Rows | Generated | Progress | Done):
@@ -140,6 +152,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
             self._take(message)
         except ServiceError as error:
             self.fail(error)
+        self._accepted = self._accepted or not self.held
         self._heard = time.monotonic()
         self._changed.notify()
 
@@ -148,8 +161,10 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         match message:
             case Credit(upto=upto):
                 self._tokens.grant(upto)
-            case Failed(code=Code.STOPPING) if self.hold():
+            case Failed(code=code) if code in self._retryable_codes and self.hold(broke=False):
                 pass  # the controller ends: the next one goes on
+            case Failed(code=Code.OVERLOADED) if self._several and self._waits_on():
+                self._tokens.hold()
             case Failed(code=code, message=text, retry_after_s=wait):
                 self._ended = True
                 self._error = engine_error(code, text, wait)
@@ -160,11 +175,13 @@ class EngineStream(AbstractContextManager["EngineStream"]):
                 self._drawn = reason is not None and not self._work.keep.end
                 # While the stream is held its controller is gone, and so are the states.
                 self._ended = self._drawn and (self.on_state is None or self._tokens.held)
-            case Restored():
-                self._restored = True
-                if self._work.keep.end:
+            case Restored(report=report):
+                # Another engine's report on a state of the work's own says nothing of the one that it began with.
+                if self._work.keep.end and not (self._restored and report.bit_exact):
                     self._inbox.put(message)
+                self._restored = True
             case Checkpoint() if self._work.keep.end:
+                self._begin_at(message)
                 self._inbox.put(message)
             case Checkpoint() if self.on_state is not None:
                 self.on_state(message)
@@ -190,32 +207,70 @@ class EngineStream(AbstractContextManager["EngineStream"]):
     @property
     def held(self) -> bool:
         """Return whether it waits for another controller. A late message of the old one may still end it."""
-        return self._tokens.held and not self._ended
+        return self._tokens.held and not self._ended and self._error is None
 
-    def hold(self) -> bool:
-        """Wait for another controller, as this one is gone. Return False where another could not do the work again."""
+    def hold(self, *, broke: bool = True) -> bool:
+        """Wait for another controller, as this one is gone. Return False where another could not do the work again.
+
+        Of several engines a few may break on it, where nothing comes of it meanwhile; then it ends with an error.
+        """
         if self._ended or self._error is not None or self._tokens.held:
             return True
         if self._drawn or not self._tokens.whole:
             return False
         self._tokens.hold()
+        self._lost_at = time.monotonic()
         self.trace.told("controller lost")
+        done = self._tokens.done + self._inbox.come
+        self._breaks, self._done = broke + self._breaks * (done == self._done), done
+        if self._several and self._breaks > MOST_BREAKS:
+            words = f"{self._breaks} engines in turn were lost at work on this request, which may be the cause"
+            self.fail(EngineFailure(f"{words}; do not send it again as it is"))
         return True
 
-    def do_again(self, request_id: str) -> None:
+    def _waits_on(self) -> bool:
+        """Return whether work that has lost its engine, and that another has no room for, has time left to wait."""
+        return self._tokens.whole and time.monotonic() - self._lost_at < self._limits.resend_seconds
+
+    @property
+    def any_model(self) -> bool:
+        """Return whether an engine of any model may do the work again: nothing has come, and no session's state."""
+        return not self.bound and not self._inbox.come and not (self._work.keep.end and self._work.begin)
+
+    def _begin_at(self, state: Checkpoint) -> None:
+        """Let another controller begin an append with its newest stored state, unless that is the end of it."""
+        at, work = state.position, self._work
+        if state.blob and work.draw is None and work.rows is None and not (self.final_sent and at == self.sent):
+            begin = BeginState(at, state.blob, state.digest, state.num_bytes)
+            self._work = msgspec.structs.replace(work, begin=begin)
+            self._tokens.begin_at(at)
+
+    def recorded_as(self, state: BeginState) -> None:
+        """Name a state as the store has recorded it: bytes that it had already are kept where they were."""
+        begin = self._work.begin
+        if begin is not None and begin.digest == state.digest:
+            self._work = msgspec.structs.replace(self._work, begin=state)
+
+    def do_again(
+        self, request_id: str, post: Callable[[AnyMessage], None] | None, forget: Callable[[str], None]
+    ) -> None:
         """Have another controller do the work from its beginning, under a new id; results are not delivered twice.
 
-        Messages that were on their way to the old controller may reach this one, so the old id is cancelled first.
-        No further states are stored.
+        `post` is the new one's, None where it is at the old one's address: then messages that were on their way to the
+        old controller may reach it, so the old id is cancelled first. No further states of a prompt are stored.
         """
         self._post(Cancel(self.request_id))
-        self.request_id = request_id
+        self._forget(self.request_id)
+        self.request_id, self._post, self._forget = request_id, post or self._post, forget
         self.on_state = None
         terms = self._work.terms
         if terms.deadline_s is not None:  # it counts from the request's first opening
             left = max(0.001, terms.deadline_s - (time.monotonic() - self._opened_at))
             terms = msgspec.structs.replace(terms, deadline_s=left)
-        work = msgspec.structs.replace(self._work, request_id=request_id, begin=None, keep=Keep(), terms=terms)
+        work = msgspec.structs.replace(self._work, request_id=request_id, terms=terms)
+        if not work.keep.end:
+            work = msgspec.structs.replace(work, begin=None, keep=Keep())
+            self._restored = True  # nothing is left to restore
         try:
             self._tokens.begin_again()
         except ServiceError as error:
@@ -224,6 +279,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._inbox.begin_again()
         self._heard = time.monotonic()
         self._post(work)
+        if self._finish_at is not None:
+            self.finish_drawing(self._finish_at)
         self.trace.told("another controller")
         if not self.sent:
             self._tokens.send_again()
@@ -283,6 +340,7 @@ class EngineStream(AbstractContextManager["EngineStream"]):
 
         `Done.drawn` says where it ends.
         """
+        self._finish_at = drawn
         self._post(FinishDrawing(self.request_id, drawn))
 
     async def next(self) -> EngineEvent | None:

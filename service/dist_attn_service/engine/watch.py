@@ -118,6 +118,11 @@ class EngineWatch:
         missed = 0.0 if self._missed_since is None else time.monotonic() - self._missed_since
         return EngineUnavailable(message, retry_after_seconds=missed)
 
+    def refusal(self, status: Status) -> str:
+        """Say why an engine cannot be one of several that share their work; empty where it can."""
+        elsewhere = status.manifest is not None and self.keeps_states_elsewhere(status)
+        return self._mismatch(status) or (f"it {ELSEWHERE}" if elsewhere else "")
+
     def _mismatch(self, status: Status) -> str:
         theirs, ours = (status.vocab_size, status.hidden_size), (self._model.vocab_size, self._model.hidden_size)
         if theirs == ours:

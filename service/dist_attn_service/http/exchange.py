@@ -328,8 +328,10 @@ class EventWriter:
         await self._writer.start(EVENT_STREAM)
 
     async def send(self, event: object) -> None:
-        """Send one event as JSON."""
-        await self._writer.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        """Send one event as JSON, under its type where it has one."""
+        kind = event.get("type") if isinstance(event, dict) else None
+        head = b"" if kind is None else f"event: {kind}\n".encode()
+        await self._writer.write(head + b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def done(self) -> None:
         """End the stream with `[DONE]`."""

@@ -153,6 +153,9 @@ class JobServices:
                     await unbroken(beside(None, write, bytes(waiting)))
                     waiting.clear()
         await unbroken(beside(None, write, bytes(waiting)))
+        if source.sections:
+            told = msgspec.json.encode(source.sections)
+            await unbroken(beside(None, self._store.files.put, f"{name}/sections", told))
         if ends:
             digest.update(ends)
             await unbroken(beside(None, self._store.files.put, f"{name}/boundaries", ends))

@@ -62,7 +62,8 @@ class JobRecord(Record, frozen=True, kw_only=True):
     `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
     that works on it is the `runner`, which is taken for dead after `lease_until`; another then goes on from `point`.
     `input_sha256` is in hex, of all `input_bytes` of an encoding and of the boundaries sent with it, and `dim` counts
-    the numbers of its rows; empty and 0 in records of an earlier version.
+    the numbers of its rows; empty and 0 in records of an earlier version. `made_by` is the digest of the model that
+    made the rows, empty where states of it cannot be stored.
     """
 
     KIND: ClassVar[str] = "job"
@@ -77,6 +78,7 @@ class JobRecord(Record, frozen=True, kw_only=True):
     input_bytes: int = 0
     input_sha256: str = ""
     dim: int = 0
+    made_by: str = ""
     disk_bytes: int = 0
     expected_tokens: float | None = None
     tokens: int = 0

@@ -1,10 +1,10 @@
 """The files of jobs, the states from which jobs go on, and both together with the catalogue.
 
 Of the blobs `JOB/…`, `input` has the bytes that were sent, `boundaries` the offsets, in little-endian int64, at which
-rows are to end where these were sent too, and `result` is a completion's JSON. Rows are kept as numbers, so that any
-format can be made of them from any row on: `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian
-int64 [rows, 4] (start and stop in tokens, then in bytes). The catalogue tells only of bytes that were synced before,
-with every folder on the way to them.
+rows are to end where these were sent too, `sections` the JSON of a document's pages or headings, and `result` is a
+completion's JSON. Rows are kept as numbers, so that any format can be made of them from any row on: `vectors` is
+little-endian float32 [rows, dim], and `ranges` little-endian int64 [rows, 4] (start and stop in tokens, then in
+bytes). The catalogue tells only of bytes that were synced before, with every folder on the way to them.
 """
 
 import threading

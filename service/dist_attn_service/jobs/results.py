@@ -3,9 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, final
 
+import msgspec
+
+from dist_attn.text.documents import Section
 from dist_attn_api.types import EncodingSummary, Usage
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.base.settings import Settings
@@ -77,7 +81,9 @@ class JobResults:
             raise not_done(record)
         assert record.spec is not None
         count = record.rows if record.state == "succeeded" else None
-        ahead = RowsAhead.of(record.spec, self._model_of(record), self._dim_of(record), wanted.first_row, count)
+        sections = await beside(self._threads, self.sections, name)
+        model, dim = self._model_of(record), self._dim_of(record)
+        ahead = RowsAhead.of(record.spec, model, dim, wanted.first_row, count, sections)
         form = await beside(self._threads, make_format, wanted.form, ahead)
         if FORMATS[wanted.form].needs_count:
             await self._npy(name, record, wanted, form, writer)
@@ -100,6 +106,12 @@ class JobResults:
         usage = Usage(prompt_tokens=ended.tokens, total_tokens=ended.tokens)
         summary = EncodingSummary(tokens=ended.tokens, rows=ended.rows, model=self._model_of(ended), usage=usage)
         await writer.finish(await beside(self._threads, form.end, summary))
+
+    def sections(self, name: str) -> list[Section]:
+        """The pages or headings of a job's document. Blocks."""
+        with suppress(FileNotFoundError):
+            return msgspec.json.decode(self._files.read(f"{name}/sections"), type=list[Section])
+        return []
 
     def kept(self, name: str, record: JobRecord) -> tuple[Callable[[int, int], RowBlock], Callable[[int, int], bytes]]:
         """Two functions, which block: rows [first, first + count) that are safe, and bytes [start, stop) of the input.

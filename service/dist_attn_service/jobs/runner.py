@@ -35,6 +35,7 @@ class Report:
     def __init__(self) -> None:
         self.save: Callable[[], Awaitable[None]] = _nothing
         self.point: JobPoint | None = None
+        self.made_by = ""
         self.saving = asyncio.Lock()
         self.tokens: Callable[[], int] = lambda: 0
         self.expected: Callable[[], float | None] = lambda: None
@@ -230,6 +231,7 @@ class JobRunner:
             expected_tokens=record.expected_tokens if expected is None else expected,
             tokens_per_second=report.speed(now) or record.tokens_per_second,
             point=record.point if report.point is None or report.point.run.row > rows else report.point,
+            made_by=report.made_by or record.made_by,
             disk_bytes=record.disk_bytes + max(0, rows - record.rows) * report.bytes_per_row,
             lease_until=now + self._settings.jobs.lease_s,
         )

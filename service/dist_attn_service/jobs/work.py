@@ -19,6 +19,7 @@ from dist_attn_service.completions.prefixes import SPOILT
 from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.completions.run import CompletionService, whole_completion
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint, pieces_of
+from dist_attn_service.engine.port import EngineKind
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
 from dist_attn_service.jobs.files import JobRowFile, JobStates
@@ -102,6 +103,9 @@ class EncodingWork:
         """Encode from the beginning, or from the state at `point`."""
         spec, at = record.spec, RunPoint() if point is None else point.run
         assert spec is not None
+        like = None if point is None else await self._context.maker(record.caller, point.snapshot)
+        kind = self._context.engine.kind(like)
+        report.made_by = _made_by(kind, record)
         step, dim = self._step(spec), self._context.model.hidden_size
         terms = RequestTerms(holder=record.caller).for_engine()
         work = OpenWork(name, begin, spec, keep=Keep(step, end=True) if step else Keep(), terms=terms)
@@ -122,7 +126,7 @@ class EncodingWork:
             with self._context.workload.document(size=record.input_bytes, tokens=record.expected_tokens) as load:
                 load.done_tokens = at.tokens
                 run = EncodingRun(spec, dim, put, load, first, at)
-                async with self._context.open(work) as stream:
+                async with self._context.open(work, like, kind) as stream:
                     _tell(report, run, rows, record.input_bytes)
                     try:
                         blocks = self._blocks(name, at.mark.byte, self._context.settings.piece_bytes)
@@ -161,6 +165,22 @@ class EncodingWork:
         while block := await beside(None, self._files.read, f"{name}/input", start, count):
             start += len(block)
             yield block
+
+
+def _made_by(kind: EngineKind | None, record: JobRecord) -> str:
+    """The digest of the model that is to make the rows.
+
+    Raises: ServiceError (`state_mismatch`) where another one has made the rows that are there.
+    """
+    model = kind.manifest.model if kind and kind.manifest else None
+    digest = hashlib.sha256(msgspec.json.encode(model)).hexdigest() if model else ""
+    if model and record.rows and record.made_by not in ("", digest):
+        raise ServiceError(
+            f"the first {record.rows} rows of this job were made by another model than revision {model.revision}, "
+            "which is served now; send the input again as a new job",
+            code=Code.STATE_MISMATCH,
+        )
+    return digest
 
 
 def _tell(report: Report, run: EncodingRun, rows: JobRowFile, input_bytes: int) -> None:

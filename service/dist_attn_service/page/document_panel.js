@@ -1,6 +1,6 @@
 /** A document from the drop to the map: planned, sent, encoded, looked at; and found again after a reload. */
 
-import { beginEncoding, DocumentText, estimate, followJob, notUtf8, whyNotText } from "./api/documents.js";
+import { beginEncoding, DocumentText, estimate, followJob, isDocument, notUtf8, whyNotText } from "./api/documents.js";
 import { ApiError, isFinal, wasStopped, wordsOf } from "./api/http.js";
 import { Sending } from "./sending.js";
 import { announce, byId, saveBlob, show } from "./view/dom.js";
@@ -116,7 +116,7 @@ export class DocumentPanel extends EventTarget {
     show(byId("start-view"), true);
     byId("pick").focus();
     this.become("empty");
-    for (const path of [job && `/v1/jobs/${job}`, file && `/v1/files/${file}`]) {
+    for (const path of [job && `/v1/jobs/${job}`, file && `/v1/files/${file.replace(/-text$/, "")}`]) {
       if (path) await this.api.send(path, { method: "DELETE" }).catch(() => undefined);
     }
   }
@@ -136,9 +136,11 @@ export class DocumentPanel extends EventTarget {
         sent: (bytes) => this.moved({ sent: bytes, waiting: false }),
         onRetry: (error, seconds) => this.waits(error, seconds),
       });
-      this.text = new DocumentText(this.api, stored, file);
       const job = await beginEncoding(this.api, stored, this.window);
-      this.memory.write({ job });
+      // Rows tell bytes of the text, which for a document is a file beside it.
+      const text = (await isDocument(file)) ? `${stored}-text` : stored;
+      this.text = new DocumentText(this.api, text, text === stored ? file : null);
+      this.memory.write({ job, file: text });
       this.recipes.add("encode", { file: file.name, window: this.window });
       await this.follow(job);
     });

@@ -53,7 +53,7 @@ export class VectorsPanel {
     this.passage = new PassageView({
       range: async (row) => (await worker.ask("ranges", { rows: [row] }))[0],
       text: (range) => this.read(range),
-      place: async (at) => namesOf((await worker.ask("under", { places: [at] }))[0]),
+      place: async (at, range) => namesOf(placeOf((await worker.ask("under", { places: [at] }))[0], range)),
       rows: () => documentPanel.at.rows,
       size: () => documentPanel.at.size,
       like: (row) => void this.search.run(() => this.like(row)),
@@ -88,7 +88,7 @@ export class VectorsPanel {
   /** @param {string} query @param {"hybrid" | "lexical" | "dense"} mode @returns {Promise<import("./view/search_view.js").Found>} */
   async find(query, mode) {
     const { job } = this.documentPanel;
-    if (!job || !this.documentPanel.at.rows) return { hits: [], rows: 0, size: 0, note: "Nothing is read yet; ask in a moment." };
+    if (!job || !this.documentPanel.at.rows) return { hits: [], rows: 0, size: 0, note: "Nothing is read yet; it is asked again when all is.", isPart: true };
     const asked = { query, mode, top_k: HITS };
     const answer = await search(this.api, job, asked);
     this.recipes.add("search", { ...asked, job });
@@ -124,10 +124,12 @@ export class VectorsPanel {
 
   /** @param {any[]} found @param {number} rows @param {string} note @returns {Promise<import("./view/search_view.js").Found>} */
   async placed(found, rows, note) {
-    const places = await this.worker.ask("under", { places: found.map(({ at }) => at) });
     this.marked = found.map(({ row }) => row);
+    const places = await this.worker.ask("under", { places: found.map(({ at }) => at) });
+    const ranges = await this.worker.ask("ranges", { rows: this.marked });
     this.mark(this.marked);
-    return { hits: found.map((one, i) => ({ ...one, place: places[i] })), rows, size: this.documentPanel.at.size, note };
+    const hits = found.map((one, i) => ({ ...one, place: placeOf(places[i], ranges[i]) }));
+    return { hits, rows, size: this.documentPanel.at.size, note };
   }
 
   /** @param {number[]} rows */
@@ -166,6 +168,10 @@ export class VectorsPanel {
     this.passage.close();
   }
 }
+
+/** With the page on which a passage begins, or its heading where none is found in the text. @param {{part: string, chapter: string}} place @param {{section: string | null}} range */
+const placeOf = ({ part, chapter }, { section }) =>
+  section && (!chapter || /^page \d+$/.test(section)) ? { part: [part, section].filter(Boolean).join(", "), chapter } : { part, chapter };
 
 /** @param {{part: string, chapter: string}} place */
 const namesOf = ({ part, chapter }) => [chapter, part].filter(Boolean).join(", ");

@@ -12,6 +12,7 @@ from dist_attn.wire.messages import RankStatus
 from dist_attn_api.types import EngineStatus, Model, ModelList, Rank, Readiness, Status, Version
 from dist_attn_service.base.errors import DRAINING, Code, NotFound, ServiceStopping
 from dist_attn_service.dependencies import ModelServices
+from dist_attn_service.engine.port import EngineHealth
 from dist_attn_service.http.pages import PAGE_FILES, PAGE_HEADERS, render_reference
 from dist_attn_service.routers.incoming import Asked
 
@@ -90,7 +91,7 @@ async def status(asked: Asked) -> Status:
     """The ranks, the queue, the sessions and the speed; 200 also while an engine is not ready."""
     services = asked.services
     stored, stopping = await services.sessions.stored.totals(), services.open_requests.stopping
-    writer, *others = (_engine(served) for served in services.models)
+    writer, *others = (_engine(served, served.watch.health()) for served in services.models)
     lacking = [engine for engine in (writer, *others) if not engine["ready"]]
     reason = DRAINING if stopping else "ready"
     if lacking and not stopping:
@@ -106,13 +107,17 @@ async def status(asked: Asked) -> Status:
         stored_states=stored.snapshots,
         stored_bytes=stored.bytes,
         encoder=EngineStatus(**others[0]) if others else None,
+        engines=[
+            EngineStatus(**_engine(served, health), address=address)
+            for served in services.models
+            for address, health in served.engine.engines().items()
+        ],
     )
 
 
-def _engine(served: ModelServices) -> dict[str, Any]:
+def _engine(served: ModelServices, health: EngineHealth) -> dict[str, Any]:
     """The members of an `EngineStatus`."""
-    health = served.watch.health()
-    facts = {"model": served.model.id, "ready": health.ready, "reason": "ready" if health.ready else health.reason}
+    facts = {"model": served.model.id, "ready": health.ready, "reason": health.reason or "ready"}
     engine = health.status
     if engine is None:
         return facts

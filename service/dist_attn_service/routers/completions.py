@@ -13,7 +13,7 @@ from dist_attn_api.types import Choice, Completion, CompletionUsage
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.completions.run import Delta, Gathered, whole_completion
-from dist_attn_service.completions.tool_calls import CallScanner
+from dist_attn_service.completions.tool_calls import CallScanner, WholeScanner
 from dist_attn_service.dependencies import ModelServices
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter, while_connected
 from dist_attn_service.routers.incoming import Asked, Incoming, json_response
@@ -53,7 +53,7 @@ async def create_completion(asked: Asked) -> Response:
     wanted = await asked.json(CompletionRequest)
     served = asked.services.context_for(wanted.model, "completions")
     prepared = await prepare(served, wanted, asked.terms(wanted), asked.caller)
-    return await _answer(asked, _CompletionForm(prepared, served), wanted)
+    return await send_answer(asked, _CompletionForm(prepared, served), wanted)
 
 
 @router.post(
@@ -70,13 +70,13 @@ async def create_chat_completion(asked: Asked) -> Response:
     wanted = await asked.json(ChatRequest)
     served = asked.services.context_for(wanted.model, "completions")
     prepared = await served.chat.prepare(wanted, asked.terms(wanted), asked.caller)
-    return await _answer(asked, _ChatForm(prepared, served), wanted)
+    return await send_answer(asked, _ChatForm(prepared, served), wanted)
 
 
 # ---- in any form ---------------------------------------------------------------------------------
 
 
-class _AnswerForm(ABC):
+class AnswerForm(ABC):
     """The JSON of one route: its events, and its whole answer."""
 
     event_object = "text_completion"
@@ -100,12 +100,16 @@ class _AnswerForm(ABC):
     def pieces(self, delta: Delta) -> Iterable[Any]:
         """The event members for more text of a choice, and for its end."""
 
+    def closings(self, usage: CompletionUsage) -> Iterable[Any]:
+        """The event members after all text."""
+        return ()
+
     @abstractmethod
     def whole(self, choices: list[Gathered], usage: CompletionUsage) -> Any:
         """The whole answer."""
 
 
-async def _answer(asked: Incoming, form: _AnswerForm, wanted: AnswerOptions) -> Response:
+async def send_answer(asked: Incoming, form: AnswerForm, wanted: AnswerOptions) -> Response:
     """Answer a checked request, whole or as a stream.
 
     Raises: ServiceError as long as nothing has been sent; afterwards it is the last event.
@@ -125,7 +129,7 @@ async def _answer(asked: Incoming, form: _AnswerForm, wanted: AnswerOptions) -> 
     )
 
 
-async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
+async def _whole(asked: Incoming, form: AnswerForm) -> Response:
     services, record = asked.services, asked.record
     counted = partial(services.count_completion, record)
     work = form.completions.gather(form.prepared, record.request_id, counted=counted)
@@ -137,7 +141,7 @@ async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
     return json_response(form.whole(choices, usage))
 
 
-async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, writer: ResponseWriter) -> None:
+async def _stream(asked: Incoming, form: AnswerForm, options: StreamOptions, writer: ResponseWriter) -> None:
     services, record = asked.services, asked.record
     sse = EventWriter(writer, ping_seconds=services.settings.ping_seconds)
     async with form.completions.open(form.prepared, record.request_id) as run:
@@ -156,6 +160,8 @@ async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, wr
                     await sse.send(form.event(prompt_progress=run.progress))
                 for piece in form.pieces(delta):
                     await send(piece)
+            for last in form.closings(run.usage):
+                await send(last)
             if options.include_usage:
                 await sse.send(form.event(usage=run.usage))
         finally:
@@ -167,7 +173,7 @@ async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, wr
 
 
 @final
-class _CompletionForm(_AnswerForm):
+class _CompletionForm(AnswerForm):
     def pieces(self, delta: Delta) -> Iterable[Choice]:
         if delta.text or delta.scored:
             logprobs = choice_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
@@ -179,13 +185,39 @@ class _CompletionForm(_AnswerForm):
         return whole_completion(self.prepared, self.model, choices, usage)
 
 
-@final
-class _ChatForm(_AnswerForm):
-    event_object = "chat.completion.chunk"
+class CallingForm(AnswerForm):
+    """The part of forms that take calls of tools out of texts."""
 
     def __init__(self, prepared: PreparedCompletion, served: ModelServices) -> None:
         super().__init__(prepared, served)
-        self._scanners: dict[int, CallScanner] = {}
+        self._scanners: dict[int, CallScanner | WholeScanner] = {}
+
+    def _found(self, index: int) -> int:
+        """The number of calls of a choice so far."""
+        return self._scanners[index].found
+
+    def _taken_apart(
+        self, index: int, text: str, reason: FinishReason | None
+    ) -> tuple[str, list[ToolCall], FinishReason | Literal["tool_calls"] | None]:
+        """The text without the calls in it, the calls, and why the answer has ended."""
+        reading = self.prepared.calls
+        if reading is None:
+            return text, [], reason
+        name = f"{self.prepared.id.removeprefix('chatcmpl-')}_{index}"
+        scanner = self._scanners.setdefault(index, reading.scanner(name))
+        before = scanner.found
+        text, calls = scanner.push(text)
+        if reason is not None:
+            rest, more = scanner.finish()
+            text, calls = text + rest, calls + more
+        if reading.alone and scanner.found:  # what follows the first call is left out
+            text, calls, scanner.found = "" if before else text, calls[: 1 - before], 1
+        return text, calls, "tool_calls" if scanner.found and reason == "stop" else reason
+
+
+@final
+class _ChatForm(CallingForm):
+    event_object = "chat.completion.chunk"
 
     def openings(self) -> Iterable[ChatChunkChoice]:
         role = {"role": "assistant", "content": ""}
@@ -196,27 +228,12 @@ class _ChatForm(_AnswerForm):
         if text or calls or delta.scored:
             more: dict[str, Any] = {"content": text} if text or not calls else {}
             if calls:
-                first = self._scanner(delta.index).found - len(calls)
+                first = self._found(delta.index) - len(calls)
                 more["tool_calls"] = [{"index": first + at, **vars(call)} for at, call in enumerate(calls)]
             logprobs = _logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
             yield ChatChunkChoice(index=delta.index, delta=more, logprobs=logprobs)
         if reason is not None:
             yield ChatChunkChoice(index=delta.index, delta={}, finish_reason=reason)
-
-    def _scanner(self, index: int) -> CallScanner:
-        return self._scanners.setdefault(index, CallScanner(f"{self.prepared.id.removeprefix('chatcmpl-')}_{index}"))
-
-    def _taken_apart(
-        self, index: int, text: str, reason: FinishReason | None
-    ) -> tuple[str, list[ToolCall], FinishReason | Literal["tool_calls"] | None]:
-        """The text without the calls in it, the calls, and why the answer has ended."""
-        if not self.prepared.calls:
-            return text, [], reason
-        scanner = self._scanner(index)
-        text, calls = scanner.push(text)
-        if reason is None:
-            return text, calls, None
-        return text + scanner.finish(), calls, "tool_calls" if scanner.found and reason == "stop" else reason
 
     def whole(self, choices: list[Gathered], usage: CompletionUsage) -> ChatCompletion:
         return ChatCompletion(

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn.text.plain import HEAD_BYTES
+from dist_attn.text.documents import Section
+from dist_attn.text.plain import HEAD_BYTES, extracted_as, only_names_html
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms, parse_json, parse_query, terms_of, utf8
@@ -23,12 +24,14 @@ from dist_attn_service.routers.openapi import ANY_BYTES, ANY_TEXT, BYTES, FORM, 
 from dist_attn_service.schemas.completions import HowSoon
 from dist_attn_service.text.text_check import TextCheck, refuse_other, utf8_checked
 from dist_attn_service.text.tokenising import cut
+from dist_attn_service.uploads.catalogue import TEXT as OF_DOCUMENT
 from dist_attn_service.uploads.ledger import FileRecord
 from dist_attn_service.uploads.multipart import FieldStart, FormParser, boundary_of
 
 M = TypeVar("M", bound=BaseModel)
 DOCUMENTS = {TEXT: ANY_TEXT, BYTES: ANY_BYTES, **form("file", file=ANY_BYTES["schema"])}
 """The bodies that are documents, for the OpenAPI document."""
+MARKDOWN = "text/markdown"
 GZIP = ("gzip", "x-gzip")
 FORM_BYTES = 512 << 10  # the most that a form's heads and short values take beside its file
 
@@ -183,17 +186,21 @@ def document_source(asked: Incoming) -> DocumentSource:
     Raises: ServiceError (415) for a type of no document, BadRequest for a boundary that is not valid, TooLarge for a
         declared length over the limit.
     """
-    kind, body = asked.media_type(gzip=True), asked.body
-    refuse_other(b"", kind)
-    if kind not in (TEXT, BYTES, FORM, ""):
+    kind, body, text_of = asked.media_type(gzip=True), asked.body, asked.services.extraction.text_of
+    if kind not in (TEXT, MARKDOWN, BYTES, FORM, "") and not extracted_as(b"", kind):
+        refuse_other(b"", kind)
         others = f"{BYTES} (any bytes), {JSON}, or a form (curl -F file=@book.txt)"
         raise wrong_type(kind, f"send -H 'Content-Type: {TEXT}' (UTF-8), {others}")
     length = asked.length(asked.services.settings.body_bytes, "a document", form=kind == FORM)
     size = None if body.gzip else length
+    if kind == BYTES:
+        return DocumentSource(body.chunks(), size=size)
     if kind == FORM:
-        boundary = boundary_of(asked.headers.get("content-type", ""))
-        return DocumentSource(_file_of_form(body.chunks(), boundary), size=size)
-    return DocumentSource(body.chunks() if kind == BYTES else _text(body.chunks(), kind), size=size)
+        pieces = _file_of_form(body.chunks(), boundary_of(asked.headers.get("content-type", "")))
+    else:
+        pieces = _text(body.chunks(), kind)
+    sections: list[Section] = []
+    return DocumentSource(text_of(pieces, sections), size=size, sections=sections)
 
 
 async def _text(chunks: AsyncGenerator[bytes], kind: str) -> AsyncGenerator[bytes]:
@@ -201,7 +208,7 @@ async def _text(chunks: AsyncGenerator[bytes], kind: str) -> AsyncGenerator[byte
 
     Raises: as `TextCheck`.
     """
-    check = TextCheck(kind)
+    check = TextCheck(kind, others=True)
     async with aclosing(chunks):
         async for chunk in chunks:
             if data := check.push(chunk):
@@ -245,7 +252,7 @@ def _begin_file(start: FieldStart, before: TextCheck | None) -> TextCheck:
         )
     if before is not None:
         raise BadRequest("the form has more than one file; send one document at a time", param="file")
-    return TextCheck(start.content_type.partition(";")[0].strip().lower())
+    return TextCheck(start.content_type.partition(";")[0].strip().lower(), others=True)
 
 
 async def named_source(asked: Incoming, text: str | None, file_id: str | None) -> DocumentSource:
@@ -268,7 +275,8 @@ async def named_source(asked: Incoming, text: str | None, file_id: str | None) -
     file = await named_file(asked, file_id)
     pieces = asked.services.files.read(file.segments, 0, file.size)
     is_text = file.details.mime_type.lower().startswith("text/")
-    return DocumentSource(utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
+    sections = await asked.services.files.sections(file)
+    return DocumentSource(utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size, sections=sections)
 
 
 def check_boundaries(boundaries: list[int], named: Set[str], source: DocumentSource) -> None:
@@ -293,9 +301,9 @@ def check_boundaries(boundaries: list[int], named: Set[str], source: DocumentSou
 
 
 async def named_file(asked: Incoming, file_id: str) -> FileRecord:
-    """Find a file of this caller that can be read as a document.
+    """Find a file of this caller that can be read as a document, or else the file of its text, which is made first.
 
-    Raises: NotFound, BadRequest for an empty one, ServiceError (415) for one that is not plain text, TooLarge.
+    Raises: NotFound, BadRequest for an empty one, ServiceError (415) for one of which no text can be had, TooLarge.
     """
     services = asked.services
     try:
@@ -306,6 +314,12 @@ async def named_file(asked: Incoming, file_id: str) -> FileRecord:
         raise BadRequest("the file is empty; name one with a text", code=Code.EMPTY_INPUT, param="file_id")
     if file.size > services.settings.body_bytes:
         raise TooLarge(f"the file has {file.size} bytes; a document may have {services.settings.body_bytes}")
+    if file_id.endswith(OF_DOCUMENT):  # whatever it begins with
+        return file
     async with aclosing(services.files.read(file.segments, 0, min(HEAD_BYTES, file.size))) as pieces:
-        refuse_other(b"".join([piece async for piece in pieces]), file.details.mime_type.lower())
-    return file
+        head = b"".join([piece async for piece in pieces])
+    kind = file.details.mime_type.lower()
+    if not extracted_as(head) or only_names_html(head, kind):
+        refuse_other(head, kind)
+        return file
+    return await services.files.text_file(asked.caller, file_id, file, services.extraction.text_of)

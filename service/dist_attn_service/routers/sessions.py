@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 
+import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -14,6 +15,7 @@ from dist_attn_api.types import CheckpointList, Choice, Deleted, Generation, Ses
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.parsing import parse_drawing, utf8
 from dist_attn_service.base.tasks import task_group
+from dist_attn_service.completions.answer_form import grammar_of
 from dist_attn_service.http.exchange import EventWriter, ResponseWriter
 from dist_attn_service.routers.incoming import (
     Asked,
@@ -207,6 +209,7 @@ async def generate(asked: Asked, session_id: str) -> Response:
     wanted = await asked.options(GenerateRequest)
     served = services.context_for(wanted.model, "sessions")
     spec, stops = parse_drawing(wanted, services.settings, served.tokeniser.vocab_size, served.model.drawing)
+    spec = msgspec.structs.replace(spec, grammar=await grammar_of(served, wanted))
     key, terms = idempotency_key(asked.headers), asked.terms(wanted)
     work = GenerateWork(key, wanted.expected_position, spec, stops, _digest(wanted), terms)
     asked.record.note(completion_id=work.id, stream=bool(wanted.stream))

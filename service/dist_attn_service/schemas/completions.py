@@ -28,7 +28,24 @@ SAID_AS_THEY_ARE = {*SamplingSpec.__struct_fields__} - SAID_OTHERWISE
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
-Outputs = Annotated[dict[Literal["json", "regex", "choice", "grammar"], Any], Field(min_length=1, max_length=1)]
+_FORMS: dict[str, Any] = {
+    "json": {"type": "object"},
+    "regex": {"type": "string"},
+    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    "grammar": {"type": "string"},
+}
+_OUTPUTS = {
+    "type": "object",
+    "properties": _FORMS,
+    "additionalProperties": False,
+    "minProperties": 1,
+    "maxProperties": 1,
+}
+Outputs = Annotated[
+    dict[Literal["json", "regex", "choice", "grammar"], Any],
+    Field(min_length=1, max_length=1),
+    WithJsonSchema(_OUTPUTS),
+]
 
 
 class HowSoon(BaseModel):
@@ -39,6 +56,15 @@ class HowSoon(BaseModel):
     )
     deadline_seconds: Annotated[float, Field(gt=0, le=2_592_000)] | None = optional(
         "seconds after which the answer is of no use and the work is dropped; over `x-request-deadline`"
+    )
+
+
+class ResponseFormat(Input):
+    """OpenAI's form of an answer: any text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = optional(
+        "with the type of this name: its `schema` is followed, whatever `name` and `strict` are"
     )
 
 
@@ -77,6 +103,10 @@ class DrawingOptions(HowSoon):
     logit_bias: Biases | None = optional(
         "by token id, -100 to 100, at most 1,024: added to its logit; -100 as good as rules it out, the end token too"
     )
+    response_format: ResponseFormat | None = optional("what answers are held to, by llguidance; a fault of it is a 400")
+    structured_outputs: Outputs | None = optional(
+        "one of `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or GBNF); vLLM's"
+    )
     stream: bool | None = optional("answer as server-sent events")
     user: str | None = UNUSED
 
@@ -97,15 +127,6 @@ class StreamOptions(NeutralStream, Input):
     continuous_usage_stats: bool | None = optional("the usage so far in every event; vLLM's")
 
 
-class ResponseFormat(Input):
-    """OpenAI's form of an answer: any text, a JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = optional(
-        "with the type of this name: its `schema` is followed, whatever `name` and `strict` are"
-    )
-
-
 class AnswerOptions(DrawingOptions):
     """Further options of completions and chats; those whose description begins with `only` are taken at one value."""
 
@@ -118,10 +139,6 @@ class AnswerOptions(DrawingOptions):
     )
     stream_options: StreamOptions | None = optional("with `stream` alone")
     return_progress: bool | None = optional("with `stream`: events that say how far the prompt is read; ours")
-    response_format: ResponseFormat | None = optional("what answers are held to, by llguidance; a fault of it is a 400")
-    structured_outputs: Outputs | None = optional(
-        "one of `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or GBNF); vLLM's"
-    )
     length_penalty: One | None = only("1: there is no beam search")
     use_beam_search: No | None = only("false: there is no beam search")
     early_stopping: No | None = only("false: there is no beam search")
@@ -139,20 +156,17 @@ class AnswerOptions(DrawingOptions):
 # ---- /v1/completions ---------------------------------------------------------------------------
 
 
-_TEXTS_SCHEMA = {
-    "description": "a text, a list of texts, a list of token ids, or a list of such lists; none may be empty",
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            "minItems": 1,
-        },
-    ],
-}
-Texts = Annotated[Any, WithJsonSchema(_TEXTS_SCHEMA)]
+def _texts(words: str, least: int) -> Any:
+    """Texts of which one among others has at least so many characters."""
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    texts = {"type": "array", "items": {"type": "string", "minLength": least}, "minItems": 1}
+    some = [{"type": "string", "minLength": 1}, texts, ids, {"type": "array", "items": ids, "minItems": 1}]
+    told = f"a text, a list of texts, a list of token ids, or a list of such lists; {words}"
+    return WithJsonSchema({"description": told, "anyOf": some})
+
+
+Texts = Annotated[Any, _texts("none may be empty", 1)]
+Inputs = Annotated[Any, _texts("a text without tokens has a vector of zeros where there are others", 0)]
 
 
 class CompletionRequest(NeutralCompletion, AnswerOptions, Input):
@@ -233,13 +247,15 @@ class ChatRequest(NeutralChat, AnswerOptions, Input):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True, description="at least one")]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = optional(
-        "told to the template, and refused where it does not look at them; calls of other forms than Hermes' and "
-        "Qwen's stand in `content` as drawn"
+        "told to the template, and refused where it does not look at them; calls of other forms than those of Hermes, "
+        "Qwen, Llama 3 and Mistral stand in `content` as drawn"
     )
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = optional(
         '`required`, or {"type": "function", "function": {"name": …}}: nothing but a call is drawn'
     )
-    parallel_tool_calls: bool | None = optional("true: of `required` calls any number, else one")
+    parallel_tool_calls: bool | None = optional(
+        "true: of `required` up to 32 calls, else one; false: of `auto` the first alone"
+    )
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = optional(
         "told to the template, and refused where it does not look at them"
     )

@@ -19,8 +19,8 @@ from dist_attn_service.schemas.base import (
     digits,
     optional,
 )
-from dist_attn_service.schemas.completions import HowSoon, Texts
-from dist_attn_service.schemas.neutral_fields import UNUSED, NeutralEmbedding, NeutralRerank
+from dist_attn_service.schemas.completions import HowSoon, Inputs
+from dist_attn_service.schemas.neutral_fields import UNUSED, EmptyList, NeutralEmbedding, NeutralRerank, only
 
 MOST_BOUNDARIES = 1_000_000
 MOST_SEARCHED = 256
@@ -43,17 +43,59 @@ class EmbeddingRequest(NeutralEmbedding, Input):
     """OpenAI's embeddings request: the mean of the hidden states over each input, or a text encoder's vector of it."""
 
     model: ModelName = None
-    input: Texts
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = optional("default float; base64 is of little-endian float32")
-    dimensions: Annotated[int, Field(ge=1)] | None = optional("the model's own width alone")
+    dimensions: Annotated[int, Field(ge=1)] | None = optional(
+        "fewer than the model has: so many of a vector's first numbers, scaled to length 1"
+    )
     user: str | None = UNUSED
+
+
+class TextsRequest(Input):
+    """The embeddings request of text-embeddings-inference."""
+
+    inputs: Inputs
+    normalize: bool | None = optional("vectors of length 1; default true")
+    dimensions: Annotated[int, Field(ge=1)] | None = optional("so many of a vector's first numbers")
+    truncate: bool | None = UNUSED
+    truncation_direction: Literal["right", "Right"] | None = only('"right": a text is read from its beginning')
+    prompt_name: None = only("null: no model here has prompts of its own; put the words before the text")
+
+    def wanted(self) -> EmbeddingRequest:
+        """Make the request to /v1/embeddings that asks for this."""
+        return EmbeddingRequest(input=self.inputs, dimensions=self.dimensions)
+
+
+class ByTypeRequest(Input):
+    """Cohere's embeddings request, of texts."""
+
+    model: ModelName = None
+    texts: Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    embedding_types: Annotated[list[Literal["float", "base64"]], Field(fail_fast=True)] | None = optional(
+        "default float; others are not made"
+    )
+    output_dimension: Annotated[int, Field(ge=1)] | None = optional("`dimensions` of /v1/embeddings")
+    input_type: str | None = UNUSED
+    truncate: Literal["NONE", "END"] | None = only('"NONE" or "END": a text is read as far as the model reads')
+    images: EmptyList | None = only("an empty list: texts are read")
+    inputs: EmptyList | None = only("an empty list: send texts")
+    max_tokens: None = only("null: a text is read as far as the model reads")
+    priority: int | None = UNUSED
+
+    def wanted(self) -> EmbeddingRequest:
+        """Make the request to /v1/embeddings that asks for this."""
+        return EmbeddingRequest(model=self.model, input=self.texts, dimensions=self.output_dimension)
 
 
 class TokenizeRequest(Input):
     """A text to be cut into tokens, including those that frame every text unless `add_special_tokens` is false."""
 
     model: ModelName = None
-    prompt: Annotated[str, Field(description="may be empty")]
+    prompt: str | None = optional("may be empty")
+    inputs: str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = optional(
+        "in place of `prompt`, by text-embeddings-inference: the answer has a list of tokens for each text; up to "
+        "`limits.embedding_inputs`"
+    )
     add_special_tokens: bool | None = optional(
         "false leaves out the tokens that a downloaded model's files put around every text; default true"
     )

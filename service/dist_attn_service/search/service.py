@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from dist_attn.text.base import TokenArray
 from dist_attn.text.byte_offsets import ByteOffsets
+from dist_attn.text.documents import Section, sections_at
+from dist_attn.text.ranking import Floats, directions, fused, places_of, ranks
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_api.search_types import (
     RerankDocument,
@@ -32,9 +34,10 @@ from dist_attn_service.base.tasks import task_group
 from dist_attn_service.encodings.documents import DocumentSource
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, pieces_of
+from dist_attn_service.engine.port import EngineKind
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobServices
-from dist_attn_service.search.passages import Floats, Passages, Pool, directions, fused, places_of, ranks
+from dist_attn_service.search.passages import Passages, Pool
 from dist_attn_service.text.tokenising import Piece, TextMark, cut
 
 __all__ = ["SearchQuery", "SearchService", "Searched", "check_size"]
@@ -79,6 +82,7 @@ class _Found:
 
     query: SearchQuery
     hold: Callable[[int], None]  # takes so many bytes of the memory of all searches
+    kind: EngineKind | None = None  # of the engines that read for it
     passages: dict[int, Passages] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
     bytes: int = 0
@@ -128,7 +132,8 @@ class SearchService:
                     await self._take_job(one.job, place, found)
             if query.mode != "lexical":
                 await self._context.watch.until_ready()
-                query_D, found.tokens = await self._read_query(query)
+                found.kind = self._context.engine.kind()
+                query_D, found.tokens = await self._read_query(query, found.kind)
             waiting = iter([(place, one.source) for place, one in enumerate(documents) if one.source is not None])
             async with task_group() as group:
                 for _ in range(min(AT_ONCE, len(documents))):
@@ -145,11 +150,11 @@ class SearchService:
             model=self._context.model.id, mode=query.mode, documents=told, results=results, usage=usage
         )
 
-    async def _read_query(self, query: SearchQuery) -> tuple[npt.NDArray[np.float32], int]:
+    async def _read_query(self, query: SearchQuery, kind: EngineKind | None) -> tuple[npt.NDArray[np.float32], int]:
         """The query's vector, read alone, and its number of tokens. Raises: BadRequest for a query without any."""
         text = utf8(query.text, "query", "query")
         # The rows' mean is subtracted from it as from them, so it must keep its length as they do.
-        vectors = await self._embeddings.embed([text], query.name, query.terms, as_rows=True, named=_named)
+        vectors = await self._embeddings.embed([text], query.name, query.terms, as_rows=True, named=_named, only=kind)
         return vectors.rows_ND[0], vectors.tokens
 
     async def _take_job(self, name: str, place: int, found: _Found) -> None:
@@ -184,6 +189,8 @@ class SearchService:
         while sum(each.size for each in self._kept.values()) > KEPT_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
         async with passages.lock:
+            if not passages.rows:
+                passages.sections = await self._context.beside(self._jobs.results.sections, name)
             while passages.rows < record.rows:
                 with _deleted_is_not_found():
                     await self._context.beside(passages.grow, record.rows)
@@ -207,7 +214,7 @@ class SearchService:
                 else:
                     blocks = await self._rows(data, pieces, found)
             block = _joined(blocks)
-            passages = _in_memory(block, data)
+            passages = _in_memory(block, data, source.sections)
             while passages.rows < len(block):
                 await self._context.beside(passages.grow, len(block))
             found.passages[place] = passages
@@ -224,7 +231,7 @@ class SearchService:
         with self._context.workload.document(size=len(data)) as load:
             run = EncodingRun(query.spec, dim, put, load)
             work = OpenWork(query.name, rows=query.spec, terms=query.terms.for_engine())
-            async with aclosing(pieces), self._context.open(work) as stream:
+            async with aclosing(pieces), self._context.open(work, only=found.kind) as stream:
                 await run.work(stream, pieces)
         found.tokens += run.tokens
         return blocks
@@ -320,7 +327,7 @@ async def _without_vectors(spec: RowSpec, pieces: AsyncGenerator[Piece], found: 
     return [RowBlock(0, ranges_N4, np.empty((len(ranges_N4), 0), np.float32))]
 
 
-def _in_memory(block: RowBlock, data: bytes) -> Passages:
+def _in_memory(block: RowBlock, data: bytes, sections: Sequence[Section]) -> Passages:
     """The passages of a document whose rows and text are in memory; none is counted yet."""
 
     def read(first: int, count: int) -> RowBlock:
@@ -329,7 +336,7 @@ def _in_memory(block: RowBlock, data: bytes) -> Passages:
     def read_text(start: int, stop: int) -> bytes:
         return data[start:stop]
 
-    return Passages(read, read_text, len(data))
+    return Passages(read, read_text, len(data), sections=sections)
 
 
 def _joined(blocks: list[RowBlock]) -> RowBlock:
@@ -380,6 +387,7 @@ def _results(
                 stop=stop,
                 byte_start=byte_start,
                 byte_stop=byte_stop,
+                section=sections_at(pool.documents[document].sections, [byte_start])[0],
                 text=text.rstrip("\ufffd") if cut else text,
                 words=places_of(text, words),
                 text_cut=cut,

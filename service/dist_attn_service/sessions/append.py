@@ -136,7 +136,8 @@ class AppendService:
         keep = Keep(self._context.settings.checkpoint_tokens, end=True)
         begin, terms = await append.writer.begin(), append.source.terms.for_engine()
         run = TextRun(self._context, append.writer, append.advance)
-        async with self._context.open(OpenWork(record.request_id, begin, keep=keep, terms=terms)) as stream:
+        work = OpenWork(record.request_id, begin, keep=keep, terms=terms)
+        async with self._context.open(work, await append.writer.maker(self._context)) as stream:
             await append.outlet.start(NDJSON)
             async with task_group() as group:
                 tasks = [group.create_task(self._tell(append, run)), group.create_task(_watch(append))]

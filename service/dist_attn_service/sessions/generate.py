@@ -19,6 +19,7 @@ from dist_attn_service.base.errors import BadRequest, Code, Conflict
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
+from dist_attn_service.engine.metrics import DrawingTimes
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.sessions.writer import SessionWriter, writing
@@ -64,6 +65,7 @@ class _Run:
     text: ChoiceText
     on_text: OnText
     stream: EngineStream
+    times: DrawingTimes
     parts: list[TextPiece] = field(default_factory=list)
     reason: FinishReason | None = None
     finishing: bool = False  # the engine was told to draw no further
@@ -85,6 +87,7 @@ class _Run:
         if self.finishing:
             return
         text = self.text.take(event, asked=self.work.sampling.logprobs is not None)
+        self.times.drawn(len(event.tokens), ended=self.text.stopped or event.finish_reason is not None)
         if self.text.stopped:
             self.finish()
         if text:
@@ -129,8 +132,9 @@ class GenerateService:
             self._context.watch.manifest()
             terms = work.terms.for_engine()
             opened = OpenWork(record.request_id, begin, draw=work.sampling, keep=Keep(end=True), terms=terms)
-            async with self._context.open(opened) as stream:
-                run = _Run(work, writer, ChoiceText(self._context.tokeniser, work.stops), on_text, stream)
+            async with self._context.open(opened, await writer.maker(self._context)) as stream:
+                text, times = ChoiceText(self._context.tokeniser, work.stops), DrawingTimes(self._context.metrics)
+                run = _Run(work, writer, text, on_text, stream, times)
                 return await self._work(run, record, gone)
 
     async def _work(self, run: _Run, record: RequestRecord, gone: asyncio.Event) -> Generation:

@@ -10,7 +10,7 @@ from typing import final
 from dist_attn.errors import DistAttnError, StorageError
 from dist_attn.store import Append, Reached, Session, StateStore
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.manifest import RestoreReport
+from dist_attn.wire.manifest import Manifest, RestoreReport
 from dist_attn.wire.messages import BeginState, Checkpoint
 from dist_attn.wire.snapshot import check_position
 from dist_attn_service.base.errors import ClientGone, ServiceError
@@ -50,6 +50,11 @@ class SessionWriter:
         with store_refusals():
             check_position(point.position)
             return await begin_from(self.store, self.caller, point.position, point.snapshot)
+
+    async def maker(self, context: ServiceContext) -> Manifest | None:
+        """The manifest of the state to go on from, as `ServiceContext.maker`; None at the beginning of a text."""
+        point = self.session.checkpoint()
+        return None if point is None else await context.maker(self.caller, point.snapshot)
 
     async def keep(self, state: Checkpoint) -> str:
         """Record a state that the engine has stored; it is not the session's yet.
@@ -147,6 +152,8 @@ class TextRun:
             self.snapshot = await self._writer.keep(state)
             if not run.ends_at(state.position):
                 await self._advance(state.position, self.snapshot)
+                if self._context.engine.engines() and (begin := await self._writer.begin()) is not None:
+                    stream.recorded_as(begin)  # another engine may have to read it
                 self.moved.set()
 
         run.on_state = on_state

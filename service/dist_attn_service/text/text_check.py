@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import final
 
-from dist_attn.text.plain import HEAD_BYTES, may_be_other, refusal_of
+from dist_attn.text.plain import HEAD_BYTES, extracted_as, may_be_other, only_names_html, refusal_of
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 
-__all__ = ["TextCheck", "Utf8Check", "refuse_other", "utf8_checked"]
+__all__ = ["TextCheck", "Utf8Check", "refuse_other", "unreadable", "utf8_checked"]
 
 AS_BYTES = {"hint": "to have bytes read as they are, send them as a body with Content-Type: application/octet-stream"}
 
@@ -43,13 +43,16 @@ class Utf8Check:
 class TextCheck:
     """A check of a document that arrives: that it is plain text, and for a media type `text/…` that it is UTF-8.
 
+    With `others` those pass too whose text can be taken out.
     Holds at most HEAD_BYTES bytes, and those only while they may begin something else.
 
     Raises: ServiceError (415) for a media type of no plain text.
     """
 
-    def __init__(self, media_type: str) -> None:
-        refuse_other(b"", media_type)
+    def __init__(self, media_type: str, *, others: bool = False) -> None:
+        self._others, self._type = others, media_type
+        if not (others and extracted_as(b"", media_type)):
+            refuse_other(b"", media_type)
         self._utf8 = Utf8Check() if media_type.startswith("text/") else None
         self._head: bytes | None = b""
 
@@ -63,7 +66,11 @@ class TextCheck:
             if not final and len(chunk) < HEAD_BYTES and may_be_other(chunk):
                 self._head = chunk
                 return b""
-            refuse_other(chunk[:HEAD_BYTES])
+            head = chunk[:HEAD_BYTES]
+            if self._others and extracted_as(head) and not only_names_html(head, self._type):
+                self._utf8 = None
+            else:
+                refuse_other(head, self._type)
             self._head = None
         if self._utf8 is not None:
             self._utf8.push(chunk, final=final)
@@ -74,7 +81,12 @@ def refuse_other(head: bytes, media_type: str = "") -> None:
     """Refuse a file that is not plain text by its first bytes or its media type. Raises: ServiceError (415)."""
     words = refusal_of(head, media_type)
     if words is not None:
-        raise ServiceError(words, code=Code.UNSUPPORTED_MEDIA_TYPE, param="input", facts=dict(AS_BYTES))
+        raise unreadable(words)
+
+
+def unreadable(words: str) -> ServiceError:
+    """The error for a document of which no text can be had."""
+    return ServiceError(words, code=Code.UNSUPPORTED_MEDIA_TYPE, param="input", facts=dict(AS_BYTES))
 
 
 async def utf8_checked(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:

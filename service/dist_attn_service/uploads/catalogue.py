@@ -4,6 +4,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, final
 
@@ -28,6 +29,7 @@ from dist_attn_service.uploads.ledger import (
 T = TypeVar("T")
 Notes = dict[str, Any]
 PAGE = 500
+TEXT = "-text"  # behind the id of a document: the file with its text
 COMPLETED_S = 3600.0  # for which a completed upload can still be asked for, so that a lost answer can be had again
 _ID = re.compile("[A-Za-z0-9_-]{1,64}")
 
@@ -174,11 +176,13 @@ class Catalogue:
         return await self.change(lambda ledger: ledger.owned(FileRecord, self.tenant(caller), known(name)))
 
     async def delete_file(self, caller: str, name: str) -> None:
-        """Forget a file and its bytes.
+        """Forget a file and its bytes, and its text where it is a document.
 
         Raises: NotFound.
         """
         await self._delete(FileRecord, caller, name)
+        with suppress(NotFound):
+            await self._delete(FileRecord, caller, name + TEXT)
 
     async def files(
         self, caller: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
@@ -202,14 +206,24 @@ class Catalogue:
             place = keys[-1]
         return files[:limit], len(files) > limit
 
-    async def add_file(self, ledger: FileLedger, name: str, upload: UploadRecord, blob: str) -> FileRecord:
-        """Add the file that an upload has become, which begins to live now.
+    async def add_file(
+        self,
+        ledger: FileLedger,
+        name: str,
+        upload: UploadRecord,
+        blob: str,
+        ends: float | None = None,
+        sections: int = 0,
+    ) -> FileRecord:
+        """Add the file that an upload has become, which begins to live now, perhaps with an end and `sections` given.
 
         Raises: ServiceError (429, 507).
         """
-        lives = upload.details.lives_s or self.limits.file_s
-        ends, segments = ledger.now + lives if lives else 0.0, (Segment(blob, upload.length),)
-        record = FileRecord(upload.tenant, upload.details, upload.length, ledger.now, ends, segments)
+        if ends is None:
+            lives = upload.details.lives_s or self.limits.file_s
+            ends = ledger.now + lives if lives else 0.0
+        segments = (Segment(blob, upload.length),)
+        record = FileRecord(upload.tenant, upload.details, upload.length, ledger.now, ends, segments, sections)
         await ledger.save(name, record)
         return record
 

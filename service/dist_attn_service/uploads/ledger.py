@@ -97,8 +97,11 @@ class UploadRecord(Record, frozen=True, omit_defaults=True):
         return of_tenant(self.tenant, Usage(self.charge, entries=0 if self.is_form else 1))
 
 
-class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
-    """A file: its bytes are those of its segments, one after the other. `expires_at` is 0 for never."""
+class FileRecord(Record, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A file: its bytes are those of its segments, one after the other. `expires_at` is 0 for never.
+
+    Behind the text of a document its blob has so many bytes of JSON with its `sections`.
+    """
 
     KIND: ClassVar[str] = "file"
     tenant: str
@@ -107,6 +110,7 @@ class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
     made_at: float
     expires_at: float
     segments: tuple[Segment, ...]
+    sections: Size = 0
 
     @property
     def blobs(self) -> list[str]:
@@ -124,7 +128,7 @@ class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
 
     def sums(self) -> Mapping[str, Sums]:
         """The usage of the file: one entry, and its bytes."""
-        return of_tenant(self.tenant, Usage(self.size, entries=1))
+        return of_tenant(self.tenant, Usage(self.size + self.sections, entries=1))
 
 
 def remote_moment(time: float) -> str:

@@ -5,7 +5,7 @@ from typing import final
 from dist_attn.store.ledger import changed
 from dist_attn.store.ports import new_name
 from dist_attn_service.base.errors import Code, NotFound, ServiceError, TooLarge
-from dist_attn_service.uploads.catalogue import Catalogue, new_id
+from dist_attn_service.uploads.catalogue import TEXT, Catalogue, new_id
 from dist_attn_service.uploads.ledger import Details, FileLedger, FileRecord, UploadRecord
 
 
@@ -52,17 +52,27 @@ class Reservations:
                 raise
         return await self._catalogue.change(lambda ledger: enter(ledger, size))
 
-    async def into_file(self, blob: str, size: int, details: Details) -> tuple[str, FileRecord]:
+    async def into_file(
+        self, blob: str, size: int, details: Details, document: str = "", sections: int = 0
+    ) -> tuple[str, FileRecord]:
         """Make the blob a file of so many bytes, and return its id and record.
 
-        Raises: NotFound; ServiceError (429, 507).
+        The text of a `document`, with so many bytes of sections behind it, ends with it; one that is there stays.
+
+        Raises: NotFound, also where the document is not there any more; ServiceError (429, 507).
         """
-        name = new_id("file-")
+        name = document + TEXT if document else new_id("file-")
 
         async def enter(ledger: FileLedger) -> FileRecord:
-            held = await _form(ledger, blob)
+            held, ends = await _form(ledger, blob), None
+            if document:
+                ends = (await ledger.owned(FileRecord, held.tenant, document)).expires_at
+            if (made := await ledger.find(FileRecord, name)) is not None:
+                await ledger.drop(blob, held)
+                return made
             await ledger.forget(blob, held)
-            return await self._catalogue.add_file(ledger, name, changed(held, length=size, details=details), blob)
+            upload = changed(held, length=size, details=details)
+            return await self._catalogue.add_file(ledger, name, upload, blob, ends, sections)
 
         return name, await self._catalogue.change(enter)
 

@@ -1,22 +1,25 @@
 """Files and uploads as routes use them: bytes are on disk and recorded before the client has its answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import final
+
+import msgspec
 
 from dist_attn.store import ExpiryGrace, open_records
 from dist_attn.store.ledger import changed
 from dist_attn.store.ports import new_name
-from dist_attn_service.base.errors import Conflict, TooLarge
+from dist_attn.text.documents import Section
+from dist_attn_service.base.errors import Conflict, NotFound, TooLarge
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import stop_tasks
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, this_boot
-from dist_attn_service.uploads.catalogue import COMPLETED_S, Catalogue, Notes
+from dist_attn_service.uploads.catalogue import COMPLETED_S, TEXT, Catalogue, Notes
 from dist_attn_service.uploads.earlier import forget_parts
 from dist_attn_service.uploads.ledger import (
     Details,
@@ -218,19 +221,65 @@ class FileService:
         most = self.catalogue.limits.file_bytes
         held = FIRST_BYTES if announced is None else max(1, min(announced, most) - FORM_BYTES)
         blob = await self._reservations.for_file(caller, held)
+        room = self._room(blob, held, exact=announced is not None)
+        async with self._kept(blob) as writer:
+            form = await read_form(body, boundary, writer, file_field="file", fields=fields, room_for=room)
+            described = details(form)
+            await writer.sync()
+            return await self._reservations.into_file(blob, writer.end, described)
+
+    async def text_file(
+        self,
+        caller: str,
+        name: str,
+        record: FileRecord,
+        text_of: Callable[[AsyncGenerator[bytes], list[Section]], AsyncGenerator[bytes]],
+    ) -> FileRecord:
+        """The file of a document's text, named as it with TEXT behind; made once, and deleted with the document.
+
+        Raises: NotFound, TooLarge; ServiceError (415, 429, 507).
+        """
+        with suppress(NotFound):
+            return await self.catalogue.file(caller, name + TEXT)
+        blob = await self._reservations.for_file(caller, FIRST_BYTES)
+        room = self._room(blob, FIRST_BYTES)
+        details = changed(record.details, filename=f"{record.details.filename}.txt", mime_type="text/plain")
+        sections: list[Section] = []
+        pieces = text_of(self.read(record.segments, 0, record.size), sections)
+        async with self._kept(blob) as writer, aclosing(pieces):
+            async for piece in pieces:
+                await room(writer.end + len(piece))
+                await writer.write(piece)
+            size, told = writer.end, msgspec.json.encode(sections) if sections else b""
+            await room(size + len(told))
+            await writer.write(told)
+            await writer.sync()
+            return (await self._reservations.into_file(blob, size, details, name, len(told)))[1]
+
+    async def sections(self, record: FileRecord) -> list[Section]:
+        """The pages or headings of a document's text.
+
+        Raises: NotFound when it is deleted meanwhile.
+        """
+        if not record.sections:
+            return []
+        start, stop = record.size, record.size + record.sections
+        async with aclosing(self.read((Segment(record.blobs[0], stop),), start, stop)) as pieces:
+            return msgspec.json.decode(b"".join([piece async for piece in pieces]), type=list[Section])
+
+    def _room(self, blob: str, held: int, *, exact: bool = False) -> Callable[[int], Awaitable[None]]:
+        """Make the work that reserves room for a blob which grows; an announced size is reserved exactly.
+
+        So a share can be used up to its last byte.
+        """
 
         async def within(size: int) -> None:
             nonlocal held
             if size > held:
-                # An announced size is reserved exactly, so that a share can be used up to its last byte.
-                ahead = size if announced is not None else max(size, min(2 * held, held + ROOM_BYTES))
+                ahead = size if exact else max(size, min(2 * held, held + ROOM_BYTES))
                 held = await self._reservations.more(blob, size, ahead)
 
-        async with self._kept(blob) as writer:
-            form = await read_form(body, boundary, writer, file_field="file", fields=fields, room_for=within)
-            described = details(form)
-            await writer.sync()
-            return await self._reservations.into_file(blob, writer.end, described)
+        return within
 
     def read(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
         """Read bytes [start, stop) of a file, or of an upload as far as it has come, in pieces.

@@ -6,14 +6,13 @@ import { serverEvents } from "./streams.js";
 const SAMPLE_BYTES = 192 << 10;
 const LONGEST_WORD = 48; // bytes of a word that are looked for beyond an edge
 const HEAD_BYTES = 1024;
-/** What files are that hold no plain text, by how they begin, and what to do about it. @type {[RegExp, string, string][]} */
+/** How documents begin whose text the service takes out: PDF, EPUB and DOCX files, and web pages. */
+const DOCUMENT = /^%PDF-|^PK\x03\x04[^]*(?:application\/epub|word\/|Content_Types)|^(?:\xef\xbb\xbf)?\s*<(?:[^]*<)?(?:!doctype\s+html|html)[\s>]/i;
+/** What files are that hold no text either, by how they begin, and what to do about it. @type {[RegExp, string, string][]} */
 const OTHERS = [
-  [/^%PDF-/, "a PDF", "Save it as text, for example from your reader's File menu"],
-  [/^PK\x03\x04[^]*epub/, "an e-book (EPUB)", "Open it in a reader or in Calibre and convert it to TXT"],
-  [/^PK\x03\x04[^]*(?:word\/|Content_Types|opendocument)|^\xd0\xcf\x11\xe0|^\{\\rtf/, "a word processor's document", "Open it there and save it as plain text (File, Save as, Plain text in UTF-8)"],
+  [/^PK\x03\x04[^]*opendocument|^\xd0\xcf\x11\xe0|^\{\\rtf/, "a word processor's document", "Open it there and save it as plain text (File, Save as, Plain text in UTF-8)"],
   [/^PK\x03\x04|^\x1f\x8b|^\xfd7zXZ|^\x28\xb5\x2f\xfd|^7z\xbc\xaf|^Rar!/, "an archive", "Unpack it first, and choose a text file in it"],
   [/^(?:\xff\xfe|\xfe\xff)/, "text in UTF-16 or UTF-32", "Open it in an editor and save it with the encoding UTF-8"],
-  [/^(?:\xef\xbb\xbf)?\s*<(?:[^]*<)?(?:!doctype\s+html|html)[\s>]/i, "a web page (HTML)", "Open it in the browser and save it as text (File, Save page as, Text file)"],
   [/^(?:\x89PNG|\xff\xd8\xff|GIF8|RIFF)/, "a picture", "Read its text with a program for scanned pages (OCR)"],
 ];
 const SPACES = new Set([...new TextEncoder().encode(" \n\r\t")]);
@@ -25,16 +24,24 @@ const SPACES = new Set([...new TextEncoder().encode(" \n\r\t")]);
 export async function estimate(api, file, window) {
   const headers = { "content-type": "text/plain" };
   const body = file.slice(0, SAMPLE_BYTES);
+  if (await isDocument(file)) return again(() => api.json("/v1/estimate", { method: "POST", json: { bytes: file.size, window } }));
   return again(() => api.json(`/v1/estimate?bytes=${file.size}&window=${window}`, { method: "POST", body, headers }));
 }
+
+/** @param {Blob} file @returns {Promise<string>} its first bytes, a character each */
+const headOf = async (file) => String.fromCharCode(...new Uint8Array(await file.slice(0, HEAD_BYTES).arrayBuffer()));
+
+/** Whether a file is a document whose text the service takes out. @param {Blob} file */
+export const isDocument = async (file) => DOCUMENT.test(await headOf(file));
 
 /**
  * Why a file cannot be read, by its beginning, with what to do about it; null where nothing speaks against it. Looks here,
  * so that nothing of a file that is refused is sent. @param {File} file @returns {Promise<string | null>}
  */
 export async function whyNotText(file) {
+  if (await isDocument(file)) return null;
   const bytes = new Uint8Array(await file.slice(0, SAMPLE_BYTES).arrayBuffer());
-  const head = String.fromCharCode(...bytes.subarray(0, HEAD_BYTES));
+  const head = await headOf(file);
   const other = OTHERS.find(([magic]) => magic.test(head));
   if (other) return `${file.name} is ${other[1]}; this page reads plain text. ${other[2]}, and drop that here.`;
   try {

@@ -10,9 +10,11 @@ export class Rows {
     this.vectors = new Float32Array(0);
     /** Start and stop in tokens, then in bytes. */
     this.ranges = new Float64Array(0);
+    /** Where another page or heading begins. @type {{row: number, name: string | null}[]} */
+    this.sections = [];
   }
 
-  /** @param {{index: number, start: number, stop: number, byte_start: number, byte_stop: number, embedding: number[]}} row */
+  /** @param {{index: number, start: number, stop: number, byte_start: number, byte_stop: number, embedding: number[], section?: string | null}} row */
   push(row) {
     if (row.index !== this.count) throw new Error(`row ${row.index} came where row ${this.count} was due`);
     if (!this.width) this.width = row.embedding.length;
@@ -20,6 +22,8 @@ export class Rows {
     if (this.count * this.width === this.vectors.length) this.grow();
     this.vectors.set(row.embedding, this.count * this.width);
     this.ranges.set([row.start, row.stop, row.byte_start, row.byte_stop], 4 * this.count);
+    const { section: name = null } = row;
+    if (name !== (this.sections.at(-1)?.name ?? null)) this.sections.push({ row: this.count, name });
     this.count += 1;
   }
 
@@ -38,10 +42,11 @@ export class Rows {
     return this.vectors.subarray(row * this.width, (row + 1) * this.width);
   }
 
-  /** @param {number} row @returns {{row: number, start: number, stop: number, begin: number, end: number}} */
+  /** @param {number} row @returns {{row: number, start: number, stop: number, begin: number, end: number, section: string | null}} */
   range(row) {
     const [start, stop, begin, end] = this.ranges.subarray(4 * row, 4 * row + 4);
-    return { row, start, stop, begin, end };
+    const section = this.sections.findLast((one) => one.row <= row)?.name ?? null;
+    return { row, start, stop, begin, end, section };
   }
 
   /** Bytes that the arrays take. */

@@ -4,13 +4,13 @@ import { announce, byId, show } from "./dom.js";
 import { count, percent } from "./figures.js";
 import { paragraphs } from "./set_text.js";
 
-/** @typedef {{row: number, start: number, stop: number, begin: number, end: number}} Range */
+/** @typedef {{row: number, start: number, stop: number, begin: number, end: number, section: string | null}} Range */
 
 /** Opens, turns and closes the passage. */
 export class PassageView {
   /**
    * @param {{range: (row: number) => Promise<Range>, text: (range: Range) => Promise<string>, rows: () => number, size: () => number,
-   *   place: (at: number) => Promise<string>, like: (row: number) => void, goOn: (range: Range) => void, opened: (row: number | null) => void}} asks
+   *   place: (at: number, range: Range) => Promise<string>, like: (row: number) => void, goOn: (range: Range) => void, opened: (row: number | null) => void}} asks
    */
   constructor(asks) {
     this.asks = asks;
@@ -49,7 +49,7 @@ export class PassageView {
     const range = await this.asks.range(row);
     this.range = range;
     const at = await found?.then((read) => read.at, () => undefined);
-    const [place, share] = [await this.asks.place(at ?? (range.begin + range.end) / 2), percent(range.begin / Math.max(1, this.asks.size()))];
+    const [place, share] = [await this.asks.place(at ?? (range.begin + range.end) / 2, range), percent(range.begin / Math.max(1, this.asks.size()))];
     if (this.range !== range) return;
     const title = [`Passage ${count(row + 1)} of ${count(this.asks.rows())}`, place, `at ${share}`].filter(Boolean).join(" · ");
     byId("passage-title").textContent = title;

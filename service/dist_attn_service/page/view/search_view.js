@@ -26,7 +26,7 @@ export class SearchView {
     this.asks = asks;
     this.host = byId("found");
     this.turn = 0;
-    /** What was asked of a part of the document. @type {(() => Promise<Found>) | null} */
+    /** What was asked of a document that was not yet read to its end. @type {(() => Promise<Found>) | null} */
     this.ofPart = null;
     byId("search").addEventListener("submit", (/** @type {Event} */ event) => {
       event.preventDefault();
@@ -44,15 +44,16 @@ export class SearchView {
   /** @param {() => Promise<Found>} find */
   async run(find) {
     const turn = ++this.turn;
-    this.ofPart = null;
+    this.ofPart = find; // unless the answer says that it is of all
     this.say("Looking …");
     try {
       const found = await find();
       if (turn !== this.turn) return;
       this.show(found);
-      if (found.isPart) this.ofPart = find;
+      if (!found.isPart) this.ofPart = null;
     } catch (error) {
       if (turn !== this.turn) return;
+      this.ofPart = null;
       this.say("");
       this.host.replaceChildren(h("p", { class: "notice error" }, wordsOf(error)));
     }
