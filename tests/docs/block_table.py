@@ -61,12 +61,6 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("shell", leave={"dist-attn --install-completion": "it writes into the shell's start files"}),
     ),
     "docs/how-to/converting.md": (
-        Run(
-            "shell",
-            before="pythia",
-            leave={"dist-attn train": "its file is the next block, of which more has to be filled in"},
-        ),
-        Run("section", of="run"),
         Run("shell", before="minilm"),
         Elsewhere("tests/test_hf.py"),
         Not("lm-evaluation-harness is no dependency and its tasks are downloaded; tests/test_hf.py loads as it does"),
@@ -77,10 +71,13 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Not("it needs Docker; tests/deploy/test_dockerfiles.py checks the files"),
     ),
     "docs/explanation/carry.md": (Run("python", says=("the last state is everywhere: True",)),),
+    "docs/how-to/corpora.md": (
+        Not("tests/commands/test_corpus.py encodes and searches other documents"),
+        Not("it needs three databases"),
+    ),
     "docs/how-to/gpus.md": (
         Not("it needs a GPU"),
         Not("it needs four GPUs"),
-        Not(f"it needs GPUs; {SEVERAL_HOSTS}"),
         Not("it needs a GPU; `make gpu` has both, in its pieces ranks and killed"),
         Elsewhere("tests/commands/test_compile_kernels.py"),
         Run("python", instead={"4096, (1, 4096)": "4096, (1, 512)", "even(4096": "even(512"}),
@@ -100,6 +97,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/how-to/operate.md": (
         Not("it goes on until it is stopped; tests/system/test_two_models.py starts it"),
         Not("processes that go on until they are stopped; tests/service/test_process.py starts the API"),
+        Not("it needs engines on other hosts; tests/system/test_several_engines.py starts two"),
         Not("it stops a service of the system"),
         Not("a configuration of logrotate"),
         Not("a part of nginx.conf; tests/deploy/test_nginx.py runs the whole example"),
@@ -199,5 +197,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "papers/docs/models.md": (
         Elsewhere("papers/tests/test_encoder_decoder.py"),
         Not("it needs trained models; papers/tests/test_search_text.py reads such a folder"),
+        Elsewhere("papers/tests/test_convert.py"),
+        Elsewhere("papers/tests/test_convert.py"),
     ),
 }

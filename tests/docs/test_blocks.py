@@ -11,7 +11,6 @@ import pytest
 from tests.docs import block_runs as runs
 from tests.docs.block_table import BLOCKS
 from tests.docs.blocks import ROOT, Block, Elsewhere, Not, Run, blocks_of, commands_of, main, pages
-from tests.support.hugging_face import write_foreign_folder
 from tests.support.sentence_encoders import write_sentence_encoder
 from tests.support.service_server import RunningService, model_folder, running_service
 
@@ -110,10 +109,6 @@ def test_a_block_does_what_its_page_says(
     assert [words for words in run.says if words not in printed] == [], printed
 
 
-def _pythia(folder: Path, _: RunningService) -> None:
-    write_foreign_folder(folder / "downloads/pythia-70m", "gpt_neox")
-
-
 def _minilm(folder: Path, _: RunningService) -> None:
     write_sentence_encoder(folder / "downloads/all-MiniLM-L6-v2")
 
@@ -125,4 +120,4 @@ def _state(folder: Path, service: RunningService) -> None:
         (folder / "book.state").write_bytes(client.get(f"/v1/sessions/{session}/state").raise_for_status().content)
 
 
-STANDS_READY = {"pythia": _pythia, "minilm": _minilm, "state": _state}
+STANDS_READY = {"minilm": _minilm, "state": _state}

@@ -24,9 +24,9 @@ ROWS = {
     "a block whose rows are answered": {
         "generation.sampling.sequence_scores",
         "rank.row_pieces.reduce_to_pieces",
-        "rank.sequence_executor.SequenceExecutor.read_ahead",
+        "rank.sequence_executor.vectors_together",
         "rank.sequence_executor._read_marked",
-        "rank.sequence_executor._row_pieces",
+        "rank.sequence_executor.row_pieces",
     },
     "the last block of a prompt that goes on from its logits": {"rank.executor.ModelExecutor._logits"},
     "a stored state, a saved or moved session": {
@@ -49,7 +49,11 @@ ROWS = {
         "training.evaluation._nats",
         "training.evaluation.evaluate_file",
     },
-    "a transformers call with an attention mask or positions": {"hf.DistAttnModel._read", "hf._check_positions"},
+    "a transformers call with an attention mask or positions, texts of sentence-transformers": {
+        "hf.DistAttnModel._read",
+        "hf._check_positions",
+        "hf.SentenceModule.forward",
+    },
     "a batch that is cut over ranks, `cu_seqlens`": {
         "ops.fla._run",
         "adapters.context_parallel.ContextParallel.shard",
