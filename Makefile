@@ -11,6 +11,8 @@ PIP_ARGS ?=
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
 PYTHON ?= $(or $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done)),python3)
+# Images of containers set it: each of hundreds of processes would compile the modules of this tree anew.
+unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Measured: 96 % of lines and branches of the engine and control packages.
@@ -45,8 +47,13 @@ $(STAMP): $(SERVING) papers/pyproject.toml
 	$(PIP) $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target $(VENV)/.fla fla-core einops
 	@touch $@
 
-serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the models that ship
-	@exec $(BIN)/python -m dist_attn serve $(ARGS)
+# A model by name, of those that `dist-attn models` lists, or a folder; what is not here is fetched once.
+MODEL ?=
+
+serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the models that ship; MODEL=smollm2 for one that chats
+	$(if $(MODEL),@if $(BIN)/python -m dist_attn models show | grep -q "^$(MODEL)  not here"; then \
+	    $(PIP) $(PIP_ARGS) -c constraints.txt -e ".[hf,structured]" && $(BIN)/python -m dist_attn models add $(MODEL); fi)
+	@exec $(BIN)/python -m dist_attn serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: setup  ## run the tests but for the slow ones; what is skipped says why
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -64,8 +64,9 @@ def run(place, monkeypatch, capsys):
     return call
 
 
-def test_encode_says_what_to_do_with_a_pdf(run, place: Path) -> None:
-    """Before a model is loaded, in one line; from a pipe its bytes are read as they are."""
+def test_encode_says_what_to_do_with_a_pdf(run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be read, before a model is loaded, in one line; from a pipe its bytes are read as they are."""
+    monkeypatch.setattr("dist_attn.text.documents.LIBRARY", "no_such_library")
     (place / "book.pdf").write_bytes(b"%PDF-1.7 " + b"x" * 100)
     (place / "page.txt").write_bytes(b"<html><p>It was</html>")
     for name, command in (("book.pdf", "pdftotext book.pdf book.txt"), ("page.txt", "pandoc -f html")):

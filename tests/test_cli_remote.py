@@ -22,6 +22,7 @@ from tests.support.opening import draw_of, is_completion
 from tests.support.programs import free_port
 from tests.support.service_server import RunningService, running_service
 from tests.support.terminal import terminal_as
+from tests.text.test_documents import GOOD
 
 BOOK = b"It was the best of times, it was the worst of times. " * 100
 Run = Callable[..., tuple[int, str, str]]
@@ -77,6 +78,18 @@ def test_rows_of_a_service_say_what_they_stand_for(run: Run, service: RunningSer
         assert line | ranges == line and line["document"] == "book.txt"
         assert line["text"].encode() == BOOK[row.byte_start : row.byte_stop]
         assert np.array_equal(np.array(line["embedding"], np.float32), row.embedding)
+
+
+def test_rows_of_a_document_tell_its_pages(run: Run, service: RunningService) -> None:
+    """As where it is encoded here; its text is not at hand."""
+    pytest.importorskip("kreuzberg", reason="pip install -e '.[documents]'")
+    Path("book.pdf").write_bytes(GOOD["pdf"][0]())
+    words = ("encode", "book.pdf", "--out", "x.jsonl", "--window", "15", "--url", service.url)
+    assert run(*words)[0] == 0
+    lines = [json.loads(line) for line in Path("x.jsonl").read_text().splitlines()]
+    assert [line["section"] for line in lines] == ["page 1", "page 2"]
+    code, _, err = run(*words, "--with-text")
+    assert code == 2 and "takes out the text of book.pdf" in err
 
 
 def test_generate_and_plan_by_a_service(run: Run, service: RunningService) -> None:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from dist_attn.checkpoints import fuses_on_cpus
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.devices import ON_CPU, choose_compute, choose_device
 from dist_attn.errors import ConfigError
+from dist_attn.ops.fused_encoder import takes_encoder
 
 
 @pytest.fixture
@@ -66,8 +68,12 @@ def test_a_gpu_that_is_not_there_is_refused(gpus, count, name, environ, says):
 
 
 def test_precision_follows_the_device(gpus):
-    """`auto` is bfloat16 on a GPU and float32 on a CPU; either may be asked for."""
+    """`auto` is bfloat16 on a GPU and of encoders where a CPU has it, float32 on a CPU; either may be asked for."""
     assert choose_compute() == ON_CPU
+    assert choose_compute(fused=True).dtype == torch.bfloat16
+    assert choose_compute("cpu", "float32", fused=True) == ON_CPU
+    assert fuses_on_cpus("minilm-stream") == takes_encoder()
+    assert not fuses_on_cpus("writer-12m")
     assert choose_compute("cpu", "bfloat16").dtype == torch.bfloat16
     gpus(1)
     assert [choose_compute("cuda", name).dtype for name in ("auto", "float32")] == [torch.bfloat16, torch.float32]

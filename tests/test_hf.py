@@ -340,9 +340,10 @@ def test_a_converted_folder_tells_its_tokens(tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "saved").pad_token_id == 0
 
 
-def test_a_saved_folder_brings_its_classes(tmp_path):
-    """With trust_remote_code the Auto classes load a saved folder in a process that never imported `dist_attn.hf`."""
-    write_small_folder(tmp_path / "m")
+@pytest.mark.parametrize("name", ["", "writer-12m"])
+def test_a_folder_brings_its_classes(tmp_path, name):
+    """With trust_remote_code the Auto classes load a saved folder, or one that ships, in a process without ours."""
+    folder = resolve_model_folder(name) if name else write_small_folder(tmp_path / "m")
     code = (
         "import sys, transformers as t\n"
         "assert not any(name.startswith('dist_attn') for name in sys.modules)\n"
@@ -351,7 +352,7 @@ def test_a_saved_folder_brings_its_classes(tmp_path):
         "    print(type(auto.from_pretrained(sys.argv[1], **options)).__name__)\n"
     )
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    run = [sys.executable, "-c", code, str(tmp_path / "m")]
+    run = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120, env=environment)
     assert done.stdout.split()[1:] == ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel"]
 

@@ -38,7 +38,8 @@ def test_encode_writes_a_row_for_each_window(
     """Without options a window is what the model reads, and its row the vector of these tokens by themselves."""
     text = " ".join(TEXTS).encode()
     (tmp_path / "text").write_bytes(text)
-    assert run(monkeypatch, "encode", tmp_path / "text", "--out", tmp_path / "rows.npy", "--model", folder) == 0
+    given = ("encode", tmp_path / "text", "--out", tmp_path / "rows.npy", "--model", folder, "--dtype", "float32")
+    assert run(monkeypatch, *given) == 0
     assert '"rows"' in capsys.readouterr().out
     model, tokens = load_text_encoder(folder), load_tokeniser(folder).encode(text).astype(np.int64)
     with torch.inference_mode():
