@@ -8,11 +8,16 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from benchmarks.peers import sdpa
+from benchmarks.peers import require, sdpa
 from benchmarks.timing import rate_works
+from dist_attn.checkpoints import fuses_on_cpus, load_stream_encoder
+from dist_attn.devices import compute_on
 from dist_attn.feature_maps import Gaussian
 from dist_attn.mixers import RandomFeatureConfig
+from dist_attn.model_config.figures import GRAIN
+from dist_attn.models import ModelState
 from dist_attn.ops import linear_attention
+from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 
 __all__ = ["CASES", "OURS", "Case", "Statistic", "Works", "attention_flops", "attention_inputs", "delta_inputs"]
 
@@ -101,6 +106,64 @@ def _backward(length: int) -> Works:
     }
 
 
+MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1_536}
+SMOLLM2 = {
+    "vocab_size": 49_152, "hidden_size": 576, "num_hidden_layers": 12, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "intermediate_size": 1_536, "tie_word_embeddings": True,
+}  # fmt: skip
+ENCODER_WEIGHTS, STEP_WEIGHTS = 10_616_832, 70_778_880  # of their products
+WINDOW = 256
+"""Tokens of a text that BERT reads."""
+
+
+def _encoder(length: int) -> Works:
+    """The encoder that ships over one stream; BERT of its size over windows, in the same precision."""
+    require("transformers")
+    from transformers import BertConfig, BertModel
+
+    compute = compute_on(torch.device("cpu"), fused=fuses_on_cpus(DEFAULT_ENCODER))
+    model = load_stream_encoder(resolve_model_folder(DEFAULT_ENCODER))
+    with compute.autocast():
+        model.pack_weights()
+    bert = BertModel(BertConfig(**MINILM)).eval().to(compute.dtype)
+    tokens_L = torch.randint(1_000, 20_000, (length,), generator=torch.Generator().manual_seed(0))
+    windows_NC = tokens_L.reshape(-1, min(WINDOW, length))
+
+    def stream() -> torch.Tensor:
+        state, read = None, []
+        with compute.autocast():
+            for some_1L in tokens_L[None].split(GRAIN, dim=1):
+                h_1LD, state = model.hidden(some_1L, state=state)
+                read.append(h_1LD[0])
+        return torch.cat(read)
+
+    return {
+        OURS: torch.inference_mode()(stream),
+        "transformers": torch.inference_mode()(lambda: bert(windows_NC).last_hidden_state.flatten(0, 1)),
+        **rate_works(compute.dtype),
+    }
+
+
+def _steps(rows: int) -> Works:
+    """A token of each of so many texts, in bfloat16, from the empty state."""
+    require("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dist_attn.adapters.binding import ATTENTION
+    from dist_attn.adapters.model import AdaptedModel
+
+    theirs = LlamaForCausalLM(LlamaConfig(**SMOLLM2)).eval().to(torch.bfloat16)
+    own = LlamaForCausalLM(LlamaConfig(**SMOLLM2)).eval().to(torch.bfloat16)
+    own.set_attn_implementation(ATTENTION)
+    ours, tokens_B = AdaptedModel(own), torch.arange(rows)
+    states = ModelState.stack([ours.initial_state(1)] * rows)
+    return {
+        OURS: torch.inference_mode()(lambda: ours.step(tokens_B, states)[0]),
+        "transformers": torch.inference_mode()(lambda: theirs(tokens_B[:, None], use_cache=True).logits[:, -1]),
+        **rate_works(torch.bfloat16),
+    }
+
+
 SHAPE = f"B1 H{HEADS} d{HEAD_SIZE}, {NUM_RANDOM} random vectors, float32, causal, feature map included"
 TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "tests/ops/test_softmax_attention.py")
 
@@ -126,6 +189,24 @@ CASES = {
             _backward,
             lambda length: 4 * attention_flops(length),
             lambda length: 11 * tensor_bytes(length),
+        ),
+        Case(
+            "encoder",
+            "The encoder that ships, over one stream, against BERT of its size in the same precision.",
+            ("tests/ops/test_fused_encoder.py", "tests/models/test_stream_encoder.py"),
+            (4_096,),
+            _encoder,
+            lambda length: 2 * ENCODER_WEIGHTS * length,
+            lambda length: 2 * ENCODER_WEIGHTS,
+        ),
+        Case(
+            "step",
+            "A token of 1 and of 8 texts by 12 layers of SmolLM2-135M's sizes, bfloat16, against their modules.",
+            ("tests/ops/test_decode_step.py", "tests/adapters/test_fused_step.py"),
+            (1, 8),
+            _steps,
+            lambda rows: 2 * STEP_WEIGHTS * rows,
+            lambda rows: 2 * STEP_WEIGHTS,
         ),
     )
 }

@@ -42,8 +42,14 @@ QUICK = (
     Watched("forward", "ours / limit at 8192", "lower"),
     Watched("backward", "sdpa / ours at 2048", "higher"),
     Watched("backward", "ours / limit at 2048", "lower"),
+    Watched("step", "transformers / ours at 1", "higher"),
+    Watched("step", "transformers / ours at 8", "higher"),
+    Watched("encoder", "transformers / ours at 4096", "higher"),
 )
-TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py")
+TESTS = (
+    "tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "tests/ops/test_decode_step.py",
+    "tests/ops/test_fused_encoder.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-__all__ = ["INSTALL", "absent", "delta_rule", "sdpa"]
+from dist_attn.errors import ConfigError
+
+__all__ = ["INSTALL", "absent", "delta_rule", "require", "sdpa"]
 
 INSTALL = "it is not installed; `pip install -e .[bench]` adds it"
 # What each peer of the extra [bench] is imported by.
@@ -45,6 +47,13 @@ def _load(peer: str) -> Any:
 def absent(*names: str) -> dict[str, str]:
     """Of these peers the ones that cannot run here, each with the reason."""
     return {name: found for name in names if isinstance(found := _load(name), str)}
+
+
+def require(*names: str) -> None:
+    """Raises ConfigError where one of these peers cannot run here, with the reason."""
+    missing = absent(*names)
+    if missing:
+        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
 
 
 def sdpa(q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> torch.Tensor:

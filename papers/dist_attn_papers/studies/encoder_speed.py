@@ -15,10 +15,9 @@ import httpx
 import torch
 
 from benchmarks.measured import Found, Panel, Table
-from benchmarks.peers import absent
+from benchmarks.peers import require
 from benchmarks.timing import interleaved
 from dist_attn.commands.add_model import ADDABLE, fetch
-from dist_attn.errors import ConfigError
 from dist_attn_papers.service.program import own_service
 from dist_attn_papers.studies.encoder_arms import arms_table
 
@@ -53,8 +52,7 @@ def measure(smoke: bool) -> Found:
 
     Raises: ConfigError where sentence-transformers is not installed; StorageError where MiniLM cannot be fetched.
     """
-    if missing := absent(PEER):
-        raise ConfigError(f"{PEER}: {missing[PEER]}")
+    require(PEER)
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of the rank, which otherwise takes all cores
     tokens, windows, rounds = (5_000, 2, 1) if smoke else (TOKENS, WINDOWS, ROUNDS)
     with TemporaryDirectory() as place:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.measured import Found, Panel, Table
-from benchmarks.peers import absent
+from benchmarks.peers import require
 from benchmarks.rank_passes import on_ranks
 from benchmarks.setting import own_cores
 from benchmarks.timing import Times
 from dist_attn.comm import Communicator
-from dist_attn.errors import ConfigError
 from dist_attn.generation.decode import prefill
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.figures import GRAIN
@@ -27,7 +26,7 @@ from dist_attn_papers.studies.llama_cpp import LlamaCpp
 
 __all__ = [
     "NAME", "OURS", "PEERS", "QUESTION", "SHAPES", "TESTS", "THEIRS", "TINY", "adapted", "measure", "prompt",
-    "prompt_works", "random_model", "require_peers", "serve", "size_of",
+    "prompt_works", "random_model", "serve", "size_of",
 ]  # fmt: skip
 
 NAME = "peers-cpu"
@@ -106,7 +105,7 @@ def measure(smoke: bool) -> Found:
 
     Raises: ConfigError where llama.cpp is not installed: there is nothing to compare with.
     """
-    require_peers()
+    require(*PEERS)
     shapes, length, longer, rounds = (TINY, 64, 64, 1) if smoke else (SHAPES, LENGTH, OVER_RANKS, ROUNDS)
     ratios: dict[str, float] = {}
     numbers: dict[str, float] = {}
@@ -151,13 +150,6 @@ def measure(smoke: bool) -> Found:
     panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
     notes = NOTES if len(own_cores()) > 1 else (*NOTES, "This process may use one core only: both ranks shared it.")
     return Found(tuple(tables), ratios, numbers, (panel,), notes)
-
-
-def require_peers() -> None:
-    """Raises ConfigError where llama.cpp is not installed."""
-    missing = absent(*PEERS)
-    if missing:
-        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
 
 
 def size_of(name: str, shape: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 import sys
 
 from benchmarks.measured import Found, Panel, Table
+from benchmarks.peers import require
 from dist_attn_papers.studies.peers_cpu import (
     OURS,
     PEERS,
@@ -14,7 +15,6 @@ from dist_attn_papers.studies.peers_cpu import (
     prompt,
     prompt_works,
     random_model,
-    require_peers,
     serve,
     size_of,
 )
@@ -35,7 +35,7 @@ def measure(smoke: bool) -> Found:
 
     Raises: ConfigError where llama.cpp is not installed.
     """
-    require_peers()
+    require(*PEERS)
     shapes, length = (TINY, 64) if smoke else (SHAPES, LENGTH)
     curves: dict[str, dict[float, float]] = {OURS: {}, THEIRS: {}}
     ratios, numbers, rows = {}, {}, []
