@@ -143,7 +143,7 @@ def test_a_rank_that_raises_hangs_or_is_stopped_is_named_and_replaced():
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_while_it_starts_is_replaced(monkeypatch):
     """SIGSTOP before the group is ready: its silence ends the start, not the deadline of the whole start."""
-    monkeypatch.setenv("FAKE_RANK_STARTS_S", "1")
+    monkeypatch.setenv("FAKE_RANK_STARTS_S", "5")  # long enough to be stopped in it, on a busy machine too
     with running_engine(ranks=2, wait=False, start_deadline_s=48.0) as (_, client, mark):
         eventually(lambda: len(rank_processes(mark)) == 2, "the ranks to be started")
         victim = rank_processes(mark)[1]

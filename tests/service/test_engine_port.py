@@ -172,6 +172,7 @@ def test_silence_has_a_deadline(kind: str, tmp_path: Path) -> None:
         assert (stuck.value.code, stuck.value.status) == (Code.ENGINE_TIMEOUT, 504)
         engine.paused, engine.hold_replies = False, True
         with begin_completion(port, SamplingSpec(max_tokens=3)) as stream:
+            await stream.admitted(SECONDS)  # with credit: to wait for that is bounded by the silence as well
             await stream.send(np.zeros(4, dtype=np.int32), final=True)
             with pytest.raises(ServiceError) as quiet:
                 await stream.next()

@@ -192,7 +192,7 @@ def test_one_that_nobody_waits_for_has_an_end(tmp_path: Path) -> None:
     """Some time after its client has left, the engine is told to draw no further than what came until then."""
     with running_service(tmp_path, FakeEngine(draw_seconds=0.05), detached_seconds=0.1) as service:
         _, session = begun(service)
-        body = b'{"max_tokens": 30, "stream": true}'
+        body = b'{"max_tokens": 300, "stream": true}'  # 15 s: a busy machine too sees meanwhile that the client left
         with service.connect() as connection:
             path = f"/v1/sessions/{session}/generate"
             connection.sendall(head(path, "Content-Type: application/json", f"Content-Length: {len(body)}") + body)
@@ -202,7 +202,7 @@ def test_one_that_nobody_waits_for_has_an_end(tmp_path: Path) -> None:
             return [message for message in service.engine.received if isinstance(message, FinishDrawing)]
 
         eventually(lambda: bool(told()), "the engine to be told")
-        assert 0 < told()[0].drawn < 30
+        assert 0 < told()[0].drawn < 300
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -211,8 +211,11 @@ def test_an_engine_that_fails(tmp_path: Path, stream: bool) -> None:
     with running_service(tmp_path, FakeEngine(draw_seconds=0.05)) as service:
         client, session = begun(service)
 
+        def drawing() -> set[str]:
+            return {m.request_id for m in service.engine.received if is_session(m) and draw_of(m)}
+
         def fail() -> None:
-            (name,) = {m.request_id for m in service.engine.received if is_session(m) and draw_of(m)}
+            (name,) = drawing()
             service.engine_port.inject(Failed(name, "engine_failed", "rank 1 died"))
 
         body = json.dumps({"max_tokens": 100, "stream": stream}).encode()
@@ -220,7 +223,7 @@ def test_an_engine_that_fails(tmp_path: Path, stream: bool) -> None:
             headers = ("Content-Type: application/json", f"Content-Length: {len(body)}")
             connection.sendall(head(f"/v1/sessions/{session}/generate", *headers) + body)
             answer = Answer(connection)
-            eventually(lambda: client.get(f"/v1/sessions/{session}").json()["busy"], "it to begin")
+            eventually(lambda: bool(drawing()), "it to be in the engine")  # a session is busy before that
             if stream:
                 assert answer.read_head() == 200
             fail()

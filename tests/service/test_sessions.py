@@ -153,7 +153,7 @@ def test_sessions_that_nobody_uses_end(tmp_path: Path) -> None:
     store = StoreSettings(address="memory:", upkeep_s=0.05, hold_s=0.01)
     with running_service(tmp_path, store=store, expired_seconds=0.1) as service:
         client = SessionClient(service.url)
-        session = client.make(ttl_seconds=1)
+        session = client.make(ttl_seconds=3)  # long enough to be seen with its state, on a busy machine too
         client.append(session, "soon forgotten")
         stays = client.make()
         assert value(samples(service), "dist_attn_stored_bytes") > 1000

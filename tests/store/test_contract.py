@@ -337,24 +337,32 @@ def test_an_upload_that_fails_leaves_nothing(place):
         yield DATA
         raise ConnectionResetError("gone")
 
-    async def slow():
+    async def slow(taken):
         yield DATA
+        taken.set()
         await asyncio.sleep(3600)
         yield DATA
+
+    async def left(store):
+        return await store.snapshots.usage("ann"), [name async for name in store._place.blobs.names()]
 
     async def work(store):
         with pytest.raises((ConnectionResetError, StorageError)):
             await store.snapshots.put("ann", broken())
-        task = asyncio.create_task(store.snapshots.put("ann", slow()))
-        await asyncio.sleep(0.2)
+        taken = asyncio.Event()
+        task = asyncio.create_task(store.snapshots.put("ann", slow(taken)))
+        await taken.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(StorageError, match="did not come within"):
-            await store.snapshots.put("ann", slow())
-        return await store.snapshots.usage("ann"), [name async for name in store._place.blobs.names()]
+        return await left(store)
 
-    assert place.run(work, orphan_s=0.4) == (Usage(), [])
+    async def late(store):
+        with pytest.raises(StorageError, match="did not come within"):
+            await store.snapshots.put("ann", slow(asyncio.Event()))
+        return await left(store)
+
+    assert place.run(work) == place.run(late, orphan_s=0.4) == (Usage(), [])
 
 
 def test_many_at_once_do_not_disturb_each_other(place):

@@ -92,6 +92,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         ]
         addresses = ",".join(engine.api_address for engine in engines)
         options = {"engine_ready_seconds": "2", "checkpoint_tokens": "4096"}  # appends have states on the way
+        options |= {"status_seconds": "0.02"}  # work that a fast machine does between two looks would never be seen
         _, url = until_done.enter_context(running_process(folder, addresses, model, **options))
         yield Pair(engines, SessionClient(url, seconds=SECONDS))
 
