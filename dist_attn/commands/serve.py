@@ -87,12 +87,14 @@ def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     with start_engines(controllers) as engines:
-        for engine, name in zip(engines, CONTROLLERS, strict=False):
-            say(f"{name} listens on {engine.api_address} for the API")
-            if engine.settings.rank_address:
-                say(f"{name} listens on {engine.settings.rank_address} for agent and ranks")
+        # Ranks take all cores while they start: the API is there before them, and meets controllers when they come.
         api = _Api(_api_command(engines, config, settings, listener), listener)
         try:
+            for engine, name in zip(engines, CONTROLLERS, strict=False):
+                engine.wait_until_listening()
+                say(f"{name} listens on {engine.api_address} for the API")
+                if engine.settings.rank_address:
+                    say(f"{name} listens on {engine.settings.rank_address} for agent and ranks")
             return _watch({"API": api, **dict(zip(CONTROLLERS, engines, strict=False))}, stopped)
         finally:
             api.stop(api_stop_deadline_s(settings))

@@ -20,15 +20,13 @@ STOP_MARGIN_S = 3.0
 
 @final
 class EngineHandle:
-    """A running controller with everything below it."""
+    """A controller that was started, with everything below it; `wait_until_listening` says when it can be reached."""
 
-    def __init__(
-        self, settings: ControlSettings, process: subprocess.Popen[bytes], folder: PrivateFolder | None
-    ) -> None:
+    def __init__(self, settings: ControlSettings, folder: PrivateFolder | None = None) -> None:
         self.settings = settings
         self.api_address = settings.api_address
-        self.process = process
         self._folder = folder
+        self.process = self._start()
 
     def exit_code(self) -> int | None:
         """The exit code of the controller, None while it runs."""
@@ -39,7 +37,26 @@ class EngineHandle:
 
         Raises: EngineError if it does not come up.
         """
-        self.process = _start_controller(self.settings)
+        self.process = self._start()
+        self.wait_until_listening()
+
+    def wait_until_listening(self) -> None:
+        """Return once the controller listens.
+
+        Raises: EngineError if it does not come up.
+        """
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + LISTEN_DEADLINE_S
+        line = b""
+        with contextlib.closing(self.process.stdout) as stdout:
+            while not line.endswith(b"\n"):
+                if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    raise EngineError(f"the controller does not listen after {LISTEN_DEADLINE_S:g} s; see stderr")
+                data = os.read(stdout.fileno(), 4096)
+                if not data:
+                    code = self.process.wait(STOP_MARGIN_S)
+                    raise EngineError(f"the controller ended with exit code {code} before it listened; see stderr")
+                line += data
 
     def stop(self) -> int:
         """End the controller, its agent and its ranks, cleanly if there is time; returns the controller's exit code."""
@@ -54,6 +71,15 @@ class EngineHandle:
         if self._folder is not None:
             self._folder.remove()
         return code
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "dist_attn.control", "controller", *self.settings.replace(store="").to_flags()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env={**child_environment(), STORE_VARIABLE: self.settings.store},
+            start_new_session=True,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -70,29 +96,23 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
 
     Raises: ConfigError for settings that do not fit, EngineError if the controller does not come up.
     """
-    settings, folder = settings or ControlSettings(**fields), None
+    engine = _started(settings or ControlSettings(**fields))
     try:
-        if not settings.api_address:
-            folder = PrivateFolder()
-            addresses = {name: f"ipc://{folder.path}/{name}" for name in ("ranks", "api")}
-            rank_address = settings.rank_address or addresses["ranks"]
-            settings = settings.replace(api_address=addresses["api"], rank_address=rank_address)
-        settings = settings.replace(parent=os.getpid())
-        return EngineHandle(settings, _start_controller(settings), folder)
+        engine.wait_until_listening()
     except BaseException:
-        if folder is not None:
-            folder.remove()
+        engine.stop()
         raise
+    return engine
 
 
 @contextlib.contextmanager
 def start_engines(controllers: Sequence[ControlSettings]) -> Iterator[list[EngineHandle]]:
     """Run an engine for each of these settings while the block runs; then all end at the same time.
 
-    Raises: as `start_engine`.
+    They start side by side, and none listens yet.
     """
     with contextlib.ExitStack() as until_stopped:
-        engines = [until_stopped.enter_context(start_engine(settings)) for settings in controllers]
+        engines = [until_stopped.enter_context(_started(settings)) for settings in controllers]
         try:
             yield engines
         finally:
@@ -100,39 +120,17 @@ def start_engines(controllers: Sequence[ControlSettings]) -> Iterator[list[Engin
                 engine.process.terminate()
 
 
-def _start_controller(settings: ControlSettings) -> subprocess.Popen[bytes]:
-    """Start a controller, and wait until it listens."""
-    flags = settings.replace(store="").to_flags()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dist_attn.control", "controller", *flags],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env={**child_environment(), STORE_VARIABLE: settings.store},
-        start_new_session=True,
-    )
+def _started(settings: ControlSettings) -> EngineHandle:
+    """Start a controller, at private addresses if it has none."""
+    folder = None
     try:
-        _wait_until_listening(process)
+        if not settings.api_address:
+            folder = PrivateFolder()
+            addresses = {name: f"ipc://{folder.path}/{name}" for name in ("ranks", "api")}
+            rank_address = settings.rank_address or addresses["ranks"]
+            settings = settings.replace(api_address=addresses["api"], rank_address=rank_address)
+        return EngineHandle(settings.replace(parent=os.getpid()), folder)
     except BaseException:
-        process.terminate()
-        try:
-            process.wait(settings.stop_deadline_s + STOP_MARGIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_MARGIN_S)
+        if folder is not None:
+            folder.remove()
         raise
-    return process
-
-
-def _wait_until_listening(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdout is not None
-    deadline = time.monotonic() + LISTEN_DEADLINE_S
-    line = b""
-    with contextlib.closing(process.stdout) as stdout:
-        while not line.endswith(b"\n"):
-            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise EngineError(f"the controller does not listen after {LISTEN_DEADLINE_S:g} s; see stderr")
-            data = os.read(stdout.fileno(), 4096)
-            if not data:
-                code = process.wait(STOP_MARGIN_S)
-                raise EngineError(f"the controller ended with exit code {code} before it listened; see stderr")
-            line += data
