@@ -32,10 +32,12 @@ from dist_attn.ops import LocalSequenceOps, current_watch
 from dist_attn.ops.decode_step import (
     ACTIVATIONS,
     ADD,
+    GROUP,
     Attention,
     Before,
     Convolution,
     DecodeStep,
+    Experts,
     HeadRecurrence,
     Operation,
     Product,
@@ -55,6 +57,9 @@ KNOWN: dict[str, tuple[type[nn.Module], ...]] = {
     "delta rule": (qwen3_next.Qwen3NextGatedDeltaNet,),
     "state space": (mamba2.Mamba2Mixer,),
     "mlp": (llama.LlamaMLP,),
+    "sparse mlp": (qwen3_next.Qwen3NextSparseMoeBlock,),
+    "router": (qwen3_next.Qwen3NextTopKRouter,),
+    "experts": (qwen3_next.Qwen3NextExperts,),
     "norm": (llama.LlamaRMSNorm,),
     "norm around one": (qwen3_next.Qwen3NextRMSNorm,),
     "gated norm": (mamba2.MambaRMSNormGated, qwen3_next.Qwen3NextRMSNormGated),
@@ -62,7 +67,8 @@ KNOWN: dict[str, tuple[type[nn.Module], ...]] = {
 }  # fmt: skip
 ROLES = {
     "self_attn": ("attention", "gated attention"), "linear_attn": ("delta rule",), "mixer": ("state space",),
-    "mlp": ("mlp",), "norm": ("gated norm",),
+    "mlp": ("mlp", "sparse mlp"), "gate": ("router",), "experts": ("experts",), "shared_expert": ("mlp",),
+    "norm": ("gated norm",),
 }  # fmt: skip
 """The names of modules in layers, and what they may be; other modules are linear, or norms by the end of their name."""
 _Norm = tuple[torch.Tensor, float]
@@ -210,15 +216,45 @@ def _layer(layer: Any, config: Any, x: int, columns: _Columns, *, blocks: bool =
         mixing = _delta_rule(layer.linear_attn, width, norm, x, columns)
     else:
         mixing = _attention(layer.self_attn, width, norm, x, columns, blocks=blocks)
-    mlp = layer.mlp
-    inner = mlp.intermediate_size
+    mlp, norm, then = layer.mlp, _norm(layer.post_attention_layernorm), ACTIVATIONS[config.hidden_act]
+    if not _known("sparse mlp", mlp):
+        return [*mixing, *_mlp(mlp, norm, then, x, columns, blocks=blocks)]
+    return [*mixing, *_experts(mlp, norm, then, x, columns)]
+
+
+def _mlp(
+    own: Any, norm: _Norm, then: int, x: int, columns: _Columns, *, blocks: bool = True, by: int = 0
+) -> list[Operation]:
+    inner = own.intermediate_size
     gate, up = columns.take(inner, "gate"), columns.take(inner, "up")
-    gates = _matrices((mlp.gate_proj, gate), (mlp.up_proj, up), blocks=blocks)
+    gates = _matrices((own.gate_proj, gate), (own.up_proj, up), blocks=blocks)
     return [
-        *mixing,
-        Product(x, width, gates, *_norm(layer.post_attention_layernorm), then=ACTIVATIONS[config.hidden_act]),
-        Product(gate, inner, _matrices((mlp.down_proj, x), blocks=blocks), then=ADD),
+        Product(x, own.hidden_size, gates, *norm, then=then),
+        Product(gate, inner, _matrices((own.down_proj, x), blocks=blocks), then=ADD, gate=by),
     ]
+
+
+def _experts(own: Any, norm: _Norm, then: int, x: int, columns: _Columns) -> list[Operation]:
+    experts, router = own.experts, own.gate
+    width, inner, chosen, count = experts.hidden_dim, experts.intermediate_dim, router.top_k, router.num_experts
+    by, share = columns.take(count, "router"), columns.take(GROUP, "gate of the shared expert")
+    inside, ordered = columns.take(chosen * inner, "inside experts"), columns.take(width, "inputs of experts")
+    gate_EID, up_EID = _weight(experts, "gate_up_proj").chunk(2, 1)
+    matrices = (
+        WeightMatrix(gate_EID, inside),
+        WeightMatrix(up_EID, inside),
+        WeightMatrix(_weight(experts, "down_proj"), x),
+    )
+    asked = Experts(x, width, matrices, *norm, then, by, count, chosen, router.norm_topk_prob, ordered)
+    gates, down = _mlp(own.shared_expert, norm, then, x, columns, by=share)
+    routes = WeightMatrix(_weight(router, "weight"), by), _matrix(own.shared_expert_gate, share, blocks=False)
+    return [Product(x, width, routes, *norm), gates, asked, down]
+
+
+def _weight(own: nn.Module, name: str) -> torch.Tensor:
+    """A weight itself; where something is computed in its place, one that the kernel does not take."""
+    weight = own._parameters.get(name)
+    return weight.detach() if type(weight) is nn.Parameter else torch.empty((0, 0, 0), dtype=torch.bool, device="cpu")
 
 
 def _attention(own: Any, width: int, norm: _Norm, x: int, columns: _Columns, *, blocks: bool) -> list[Operation]:

@@ -23,8 +23,8 @@ from dist_attn.ops.softmax_attention.cache import KeyValueCache
 from dist_attn.ops.state import writes_in_place
 
 __all__ = [
-    "ACTIVATIONS", "ADD", "BLOCKS", "GROUP", "Attention", "Before", "Convolution", "DecodeStep", "WeightMatrix",
-    "Operation", "Operations", "Product", "HeadRecurrence", "has_decode_step", "takes", "cache_addresses",
+    "ACTIVATIONS", "ADD", "BLOCKS", "GROUP", "Attention", "Before", "Convolution", "DecodeStep", "Experts",
+    "WeightMatrix", "Operation", "Operations", "Product", "HeadRecurrence", "has_decode_step", "takes", "cache_addresses",
 ]  # fmt: skip
 
 GROUP: Final = 32
@@ -37,13 +37,17 @@ FORMATS: Final = ("float32", "bfloat16", "int8", *BLOCKS)
 """How weights may be stored, as in csrc/stored_weights.h."""
 ACTIVATIONS: Final = {"silu": 2, "gelu_pytorch_tanh": 3}
 MOST_SIZE: Final = 512
+MOST_CHOSEN: Final = 64
 STORE, ADD = 0, 1
 _SUMMED: Final = 16  # numbers of a norm, side by side
 
 
 @dataclass(frozen=True)
 class WeightMatrix:
-    """Weights [O, I], or blocks [O, bytes of a row]; with scales [O] bfloat16 of int8; `out`: columns of outputs."""
+    """Weights [O, I], or blocks [O, bytes of a row]; with scales [O] bfloat16 of int8; `out`: columns of outputs.
+
+    Of experts they are [E, O, I].
+    """
 
     weight: torch.Tensor
     out: int
@@ -62,7 +66,7 @@ class Product:
     """Columns from `begin` on, perhaps normed, times up to three matrices; `then` says what becomes of outputs.
 
     They are stored, added (1), or the first matrix's pass an activation and are multiplied by the second's. A norm is
-    of all inputs, or of so many neighbours.
+    of all inputs, or of so many neighbours. `gate` is a column whose sigmoid multiplies inputs, or 0.
     """
 
     begin: int
@@ -72,6 +76,28 @@ class Product:
     eps: float = 0.0
     then: int = STORE
     normed_together: int = 0
+    gate: int = 0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Gated layers of which each row adds `chosen`, by the softmax of its columns `router` [E], perhaps summing to 1.
+
+    Normed columns from `begin` on are multiplied by the first two matrices; what the activation `then` makes of these
+    goes through the third. Working memory: `ordered` [I], and columns of the first matrix for each choice.
+    """
+
+    begin: int
+    inputs: int
+    matrices: tuple[WeightMatrix, WeightMatrix, WeightMatrix]
+    norm: torch.Tensor
+    eps: float
+    then: int
+    router: int
+    experts: int
+    chosen: int
+    renormed: bool
+    ordered: int
 
 
 @dataclass(frozen=True)
@@ -130,14 +156,14 @@ class HeadRecurrence:
     out_eps: float = 0.0
 
 
-Operation = Product | Attention | Convolution | HeadRecurrence
+Operation = Product | Attention | Convolution | HeadRecurrence | Experts
 Before = torch.Tensor | Sequence[KeyValueCache | None]
 """The states of rows before a step: inputs [N, T - 1, C], sums [N, H, K, V], or caches, each of one row or of all."""
-_KINDS: Final = (Product, Attention, Convolution, HeadRecurrence)
+_KINDS: Final = (Product, Attention, Convolution, HeadRecurrence, Experts)
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [*pointers("at scale bias"), *ints("outputs format out")]
+    _fields_ = [*pointers("at scale bias"), *ints("outputs format out each")]
 
 
 class _Operation(ctypes.Structure):
@@ -148,6 +174,7 @@ class _Operation(ctypes.Structure):
         *ints("normed_together"),
         ("of", _Matrix * 3),
         *ints("query key value out heads groups size values rotated state query_step gate"),
+        *ints("experts chosen renormed router ordered"),
         ("scale", ctypes.c_double),
         *pointers("columns places weights bias rates step_bias skip out_norm"),
         *((name, ctypes.c_double) for name in ("out_eps", "least", "most")),
@@ -182,7 +209,7 @@ class Operations:
 
     def _fill(self, place: _Operation, operation: Operation) -> None:
         """Fill in what follows from sizes, and note what states are like."""
-        if isinstance(operation, Product):
+        if isinstance(operation, Product | Experts):
             self._fill_matrices(place, operation)
         elif isinstance(operation, Attention):
             place.query_step = operation.query_step or operation.size
@@ -195,12 +222,14 @@ class Operations:
             place.heads = len(operation.places)
             self._likes.append((_like(1, place.heads, operation.size, operation.values),))
 
-    def _fill_matrices(self, place: _Operation, product: Product) -> None:
-        place.matrices, place.normed_together = len(product.matrices), product.normed_together or product.inputs
-        self._widest = max(self._widest, product.inputs)
-        for own, matrix in zip(place.of, product.matrices, strict=False):
+    def _fill_matrices(self, place: _Operation, one: "Product | Experts") -> None:
+        place.matrices, place.normed_together = len(one.matrices), place.normed_together or one.inputs
+        inner = one.matrices[0].weight.shape[-2] if isinstance(one, Experts) else 0
+        self._widest = max(self._widest, one.inputs, inner)
+        for own, matrix in zip(place.of, one.matrices, strict=False):
             own.at, own.scale, own.bias = self._at(matrix.weight), self._at(matrix.scale), self._at(matrix.bias)
-            own.outputs, own.out = len(matrix.weight), matrix.out
+            own.outputs, own.out = matrix.weight.shape[-2], matrix.out
+            own.each = matrix.weight.stride(0) * matrix.weight.element_size()
             own.format = FORMATS.index(matrix.stored_as)
 
     def _at(self, tensor: torch.Tensor | None) -> int | None:
@@ -259,7 +288,9 @@ class DecodeStep(Operations):
 
 def takes(operations: Sequence[Operation]) -> bool:
     """Return whether the kernel takes operations of these sizes and these weights."""
-    takes_one: tuple[Any, ...] = (_takes_product, _takes_attention, lambda one: True, _takes_recurrence)
+    takes_one: tuple[Any, ...] = (
+        _takes_product, _takes_attention, lambda one: True, _takes_recurrence, _takes_experts,
+    )  # fmt: skip
     return has_decode_step() and all(takes_one[_KINDS.index(type(one))](one) for one in operations)
 
 
@@ -269,14 +300,32 @@ def has_decode_step() -> bool:
 
 
 def _takes_product(one: Product) -> bool:
+    return (
+        _takes_matrices(one)
+        and one.normed_together % _SUMMED == 0
+        and all(m.weight.is_contiguous() for m in one.matrices)
+        and (one.then in (STORE, ADD) or one.matrices[0].weight.shape[0] % 16 == 0)
+    )
+
+
+def _takes_matrices(one: Product | Experts) -> bool:
     formats = {matrix.stored_as for matrix in one.matrices}
     return (
         formats <= {*FORMATS}
         and (formats == {"bfloat16"} or "bfloat16" not in formats)  # which take inputs in another order
-        and one.inputs % GROUP == one.normed_together % _SUMMED == 0
+        and one.inputs % GROUP == 0
         and all((m.scale is not None) == (m.stored_as == "int8") for m in one.matrices)
-        and all(m.weight.is_contiguous() and m.weight.device.type == "cpu" for m in one.matrices)
-        and (one.then in (STORE, ADD) or one.matrices[0].weight.shape[0] % 16 == 0)
+        and all(m.weight.device.type == "cpu" for m in one.matrices)
+    )
+
+
+def _takes_experts(one: Experts) -> bool:
+    return (
+        one.chosen <= MOST_CHOSEN
+        and _takes_matrices(one)
+        and all(m.bias is m.scale is None and m.weight.dim() == 3 for m in one.matrices)
+        and all(m.weight[0].is_contiguous() for m in one.matrices)
+        and one.matrices[0].weight.shape[-2] % GROUP == 0
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.glm.modeling_glm import GlmAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -50,6 +51,13 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
          "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 32},
     ),
 }  # fmt: skip
+SPARSE = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+RECURRENT["experts, and a layer without"] = (
+    "qwen3_next",
+    RECURRENT["delta rule and gated attention"][1] | SPARSE | {"mlp_only_layers": [1]},
+)
 
 
 def made(kind: str, more: dict[str, Any], dtype: torch.dtype = torch.float32) -> AdaptedModel:
@@ -60,6 +68,15 @@ def made(kind: str, more: dict[str, Any], dtype: torch.dtype = torch.float32) ->
             0.1 * torch.randn_like(weight)
         )
     return AdaptedModel(model.to(dtype))
+
+
+def widened(model: AdaptedModel, kind: str, more: dict[str, Any]) -> AdaptedModel:
+    """The modules of this model with its weights in float32."""
+    exact = made(kind, more)
+    for weight, given in zip(exact.parameters(), model.parameters(), strict=True):
+        weight.data.copy_(given)
+    exact._fused = None
+    return exact
 
 
 def side_by_side(model: AdaptedModel) -> ModelState:
@@ -113,6 +130,26 @@ def test_rounded_weights_take_one_call(theirs: Any, weights: Any, tmp_path: Any)
     assert (got_BV - want_BV).norm() < 0.02 * want_BV.float().norm()
 
 
+@pytest.mark.skipif(not has_decode_step(), reason="no C compiler, or a processor without vectors")
+@pytest.mark.parametrize("rows", [1, 8])
+@torch.inference_mode()
+def test_a_step_of_experts_in_bfloat16_chooses_as_float32_does(rows: int) -> None:
+    """Nearer to it than modules, whose choices flip where they round the router's logits."""
+    case = RECURRENT["experts, and a layer without"]
+    model = made(*case, torch.bfloat16)
+    fused, exact, far = model._fused, widened(model, *case), torch.zeros(2)
+    assert fused is not None
+    states = [each.initial_state(rows) for each in (model, model, exact)]
+    for t in range(8):
+        token_B, found = 7 * torch.arange(rows) + 3 * t, list[torch.Tensor]()
+        for i, (each, how) in enumerate(((model, fused), (model, None), (exact, None))):
+            each._fused = how
+            logits_BV, states[i] = each.step(token_B, states[i])
+            found.append(logits_BV.float())
+        far += torch.stack([(each - found[2]).norm() / found[2].norm() / 8 for each in found[:2]])
+    assert far[0] < far[1] and far[0] < 0.05
+
+
 def read(model: AdaptedModel, tokens_L: torch.Tensor, *lengths: int) -> tuple[torch.Tensor, ModelState]:
     """Hidden states [L, D] of tokens that are read in such pieces, and the state behind them."""
     hidden, state = list[torch.Tensor](), model.initial_state(1)
@@ -139,10 +176,7 @@ def test_prompts_in_one_call_a_layer_are_those_of_the_modules(case: str) -> None
     assert all(torch.equal(a, b) for a, b in zip(after.tensors(), same.tensors(), strict=True))
     model._fused._prompts = None
     modules_LD, rounded = read(model, tokens_L, length)
-    exact = made(*CASES[case])
-    for weight, given in zip(exact.parameters(), model.parameters(), strict=True):
-        weight.data.copy_(given)
-    exact._fused = None
+    exact = widened(model, *CASES[case])
     exact_LD, wanted = read(exact, tokens_L, length)
     assert (whole_LD - exact_LD).norm() < (modules_LD - exact_LD).norm() < 0.05 * exact_LD.norm()
     for own, theirs, want in zip(after.tensors(), rounded.tensors(), wanted.tensors(), strict=True):
@@ -167,8 +201,9 @@ def test_a_forward_is_known_by_what_it_calls_too() -> None:
 def test_other_models_keep_their_modules_and_trained_norms_count() -> None:
     """A width that is no whole vectors; a model that computes something else; weights that change."""
     assert made("llama", {"hidden_size": 40})._fused is None
-    experts = RECURRENT["delta rule and gated attention"][1] | {"num_experts": 4, "num_experts_per_tok": 2}
-    assert made("qwen3_next", experts)._fused is None
+    sparse = made(*RECURRENT["experts, and a layer without"])
+    register_parametrization(sparse.inner.model.layers[0].mlp.experts, "down_proj", torch.nn.Identity())
+    assert sparse._fused_step() is None
     assert made("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0})._fused is None
     if not has_decode_step():
         return

@@ -1,6 +1,7 @@
 """Operations of a decode step in C are those of their definitions, and no row of them knows of the others."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dist_attn.ops.decode_step import (
     Attention,
     Convolution,
     DecodeStep,
+    Experts,
     HeadRecurrence,
     Operation,
     Product,
@@ -43,9 +45,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def stored(form: str, out: int) -> tuple[WeightMatrix, torch.Tensor]:
+def stored(form: str, out: int, shape: tuple[int, ...] = (OUTPUTS, INPUTS)) -> tuple[WeightMatrix, torch.Tensor]:
     """Weights in this form, with a bias, and what they stand for, [O, I]."""
-    w_OI, bias_O = random(OUTPUTS, INPUTS), random(OUTPUTS)
+    w_OI, bias_O = random(*shape), random(OUTPUTS)
     if form == "int8":
         q_OI, scale_O = w_OI.mul(30).to(torch.int8), (random(OUTPUTS) / 100).bfloat16()
         return WeightMatrix(q_OI, out, bias_O, scale_O), q_OI * scale_O[:, None].float()
@@ -94,6 +96,47 @@ def test_products_are_those_of_weights_as_they_are_stored(form: str, threads: in
         assert_close(got_NW[:, INPUTS : INPUTS + OUTPUTS], want)
         for rows in (1, 2, 3, 5, 8, 12):
             assert torch.equal(run(operations, x_NW[:rows], width), got_NW[:rows])
+
+
+def test_a_column_may_gate_what_a_product_takes() -> None:
+    matrix, w_OI = stored("float32", INPUTS + 1)
+    x_NW = torch.cat([random(3, INPUTS + 1), torch.zeros(3, OUTPUTS)], 1)
+    got_NW = run([Product(0, INPUTS, (replace(matrix, bias=None),), gate=INPUTS)], x_NW, x_NW.shape[1])
+    assert_close(got_NW[:, INPUTS + 1 :], x_NW[:, INPUTS : INPUTS + 1].sigmoid() * (x_NW[:, :INPUTS] @ w_OI.T))
+
+
+@pytest.mark.parametrize("renormed", [True, False])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "Q8_0"])
+def test_experts_are_the_likeliest_ones(form: str, renormed: bool, threads: int) -> None:
+    """By logits that are close too; of any number of rows and threads with the bits that each has alone."""
+    rows, experts, chosen, inner, norm_I = 40, 5, 3, 96, random(INPUTS)
+    router = INPUTS
+    inside = router + experts
+    ordered = inside + chosen * inner
+    shapes = (experts, inner, INPUTS), (experts, inner, INPUTS), (experts, INPUTS, inner)
+    found = [stored(form, out, shape) for out, shape in zip((inside, inside, 0), shapes, strict=True)]
+    matrices, (gate_EOI, up_EOI, down_EIO) = (replace(m, bias=None) for m, _ in found), (w / 16 for _, w in found)
+    x_NW = random(rows, ordered + INPUTS)
+    x_NW[1, router:inside] = 1e-6 * torch.arange(experts)
+    x_NW[2, router] = torch.nan
+    first, second, third = matrices
+    one = Experts(0, INPUTS, (first, second, third), norm_I / 16, 1e-5, 2, router, experts, chosen, renormed, ordered)
+    got_NW = run([one], x_NW, x_NW.shape[1])
+    x_NI = x_NW[:, :INPUTS]
+    normed_NI = x_NI * (x_NI.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm_I
+    weight_NC, expert_NC = x_NW[:, router:inside].softmax(1).topk(chosen)
+    if renormed:
+        weight_NC = weight_NC / weight_NC.sum(1, keepdim=True)
+    inner_NCO = torch.nn.functional.silu(torch.einsum("ni,ncoi->nco", normed_NI, gate_EOI[expert_NC]))
+    inner_NCO = inner_NCO * torch.einsum("ni,ncoi->nco", normed_NI, up_EOI[expert_NC])
+    want_NI = x_NI + 16 * torch.einsum("nc,nco,ncio->ni", weight_NC, inner_NCO, down_EIO[expert_NC])
+    finite = torch.arange(rows) != 2
+    assert_close(got_NW[finite, :INPUTS], want_NI[finite])
+    assert got_NW[2, :INPUTS].isnan().all() and want_NI[2].isnan().all()
+    for count in (1, 2, 5, 17):
+        assert torch.equal(run([one], x_NW[3 : 3 + count], x_NW.shape[1]), got_NW[3 : 3 + count])
+    torch.set_num_threads(5 - threads)
+    assert torch.equal(run([one], x_NW[3:], x_NW.shape[1])[:, :INPUTS], got_NW[3:, :INPUTS])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,10 +246,14 @@ def test_recurrence_is_that_of_its_definition(size: int, values: int, delta: boo
 
 
 def test_sizes_that_the_kernel_does_not_take_are_told() -> None:
-    """Inputs that are no whole groups, matrices in two orders of inputs, heads that are no whole vectors."""
+    """Inputs that are no whole groups, matrices in two orders of inputs, heads that are no whole vectors; experts."""
     whole, odd = WeightMatrix(random(8, 64), 64), WeightMatrix(random(8, 40), 64)
     assert takes([Product(0, 64, (whole,))]) and not takes([Product(0, 40, (odd,))])
     assert not takes([Product(0, 64, (whole, WeightMatrix(whole.weight.bfloat16(), 72)))])
     assert not takes([Product(0, 64, (WeightMatrix(whole.weight.half(), 64),))])
     assert not takes([Product(0, 64, (WeightMatrix(whole.weight.to(torch.int8), 64),))])  # without scales
     assert not takes([Attention(0, 8, 16, 24, 1, 1, 8, 8, 1.0)])
+    of = tuple(WeightMatrix(random(2, 64, 64), 64) for _ in range(3))
+    experts = Experts(0, 64, (of[0], of[1], of[2]), random(64), 0.0, 2, 200, 2, 1, True, 264)
+    assert takes([experts]) and not takes([replace(experts, chosen=65)])
+    assert not takes([replace(experts, matrices=(of[0], of[1], replace(of[2], bias=random(2, 64))))])

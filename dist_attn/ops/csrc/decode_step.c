@@ -10,6 +10,7 @@
 
 #define KEYS 64      /* that are scored together */
 #define TOGETHER 4   /* heads that may attend together */
+#define MOST_OUTPUTS (8 * SHARE) /* of a share of a product */
 #define SPINS 2000   /* looks at the other threads before the processor is left to others */
 
 typedef struct {
@@ -41,11 +42,19 @@ static void wait_for_all(crew *c, int threads) {
 
 static int64_t next_share(crew *c) { return __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED); }
 
+/* Outputs of a share where there are so many in all: some shares for each thread, none too small. */
+static int64_t outputs_of_share(const step *s, int64_t total) {
+    int64_t outputs = total / (8 * s->threads) / SHARE * SHARE;
+    return outputs < SHARE ? SHARE : outputs > MOST_OUTPUTS ? MOST_OUTPUTS : outputs;
+}
+
 INLINE vec gate(vec x, int64_t kind) {
     vec steep = x;
     if (kind == GELU_TANH) steep = (x + x * x * x * 0.044715f) * 1.5957691216f; /* 2 sqrt(2 / pi) */
     return x / (exponential(-steep) + 1.0f);
 }
+
+#include "experts.h"
 
 static void product_share(const step *s, const operation *o, const float *x, int64_t share, int64_t outputs) {
     int pair = o->then > ADD;
@@ -73,8 +82,7 @@ static void product_share(const step *s, const operation *o, const float *x, int
 static void product(const step *s, const operation *o, crew *c, float *x) {
     int64_t format = o->of[0].format, total = 0, shares = 0;
     for (int64_t k = 0; k < o->matrices; k++) total += o->of[k].outputs;
-    int64_t outputs = total / (8 * s->threads) / SHARE * SHARE; /* some shares for each thread, none too small */
-    outputs = outputs < SHARE ? SHARE : outputs > 8 * SHARE ? 8 * SHARE : outputs;
+    int64_t outputs = outputs_of_share(s, total);
     for (int64_t k = 0; k < (o->then > ADD ? 1 : o->matrices); k++) shares += (o->of[k].outputs + outputs - 1) / outputs;
     float *line = x + s->rows * s->widest;
     for (int64_t row = 0; row < s->rows; row++) {
@@ -82,6 +90,11 @@ static void product(const step *s, const operation *o, crew *c, float *x) {
         if (o->norm) {
             for (int64_t i = 0; i < o->inputs; i += o->normed_together)
                 normed(line + i, in + i, o->norm + i, o->eps, o->normed_together);
+            in = line;
+        }
+        if (o->gate) {
+            float by = 1.0f / (1.0f + expf(-s->memory[row * s->width + o->gate]));
+            for (int64_t i = 0; i < o->inputs; i++) line[i] = in[i] * by;
             in = line;
         }
         in_order(x + row * o->inputs, in, o->inputs, format);
@@ -273,7 +286,8 @@ void dist_attn_decode_step(const step *s) {
             if (o->kind == MULTIPLIES) product(s, o, &c, inputs);
             else if (o->kind == ATTENDS) attention(s, o, &c);
             else if (o->kind == CONVOLVES) convolution(s, o, &c);
-            else recurrence(s, o, &c);
+            else if (o->kind == RECURS) recurrence(s, o, &c);
+            else experts(s, o, &c, threads, inputs);
             wait_for_all(&c, threads);
         }
     }

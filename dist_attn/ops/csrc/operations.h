@@ -13,11 +13,12 @@ typedef struct {
     const uint16_t *scale; /* of rows of INT8, bfloat16 */
     const float *bias;     /* or NULL */
     int64_t outputs, format, out; /* where outputs go: a column of the working memory */
+    int64_t each; /* bytes from one expert's matrix to the next one's */
 } matrix;
 
 enum { STORE, ADD, SILU, GELU_TANH }; /* what becomes of outputs: the last two are gates of the second matrix's */
 
-enum { MULTIPLIES, ATTENDS, CONVOLVES, RECURS }; /* fields of the other kinds are 0 */
+enum { MULTIPLIES, ATTENDS, CONVOLVES, RECURS, CHOOSES }; /* fields of the other kinds are 0 */
 
 /* Columns of a head's numbers; `write`: of beta in the delta rule, -1 without one. */
 typedef struct {
@@ -32,7 +33,9 @@ typedef struct {
     int64_t normed_together; /* inputs of a product */
     matrix of[3];
     int64_t query, key, value, out, heads, groups, size, values, rotated, state;
-    int64_t query_step, gate; /* attention: from head to head, and from a query to what gates the output; or 0 */
+    int64_t query_step; /* attention: from head to head */
+    int64_t gate;       /* from a query to what gates the output; of a product: column whose sigmoid inputs take; or 0 */
+    int64_t experts, chosen, renormed, router, ordered; /* the last two are columns, as in `Experts` of Python */
     double scale;
     const int64_t *columns;     /* of the channels of a convolution */
     const head_columns *places; /* of a recurrence */
