@@ -21,6 +21,8 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from dist_attn.adapters.passes import OperationState, Pass
@@ -50,20 +52,23 @@ KNOWN: dict[str, tuple[type[nn.Module], ...]] = {
     "whole": (llama.LlamaForCausalLM, mamba2.Mamba2ForCausalLM, qwen3_next.Qwen3NextForCausalLM),
     "base": (
         llama.LlamaModel, mistral.MistralModel, qwen3.Qwen3Model, mamba2.Mamba2Model, qwen3_next.Qwen3NextModel,
+        qwen3_5.Qwen3_5TextModel, qwen3_5_moe.Qwen3_5MoeTextModel,
     ),
-    "layer": (llama.LlamaDecoderLayer, mamba2.Mamba2Block, qwen3_next.Qwen3NextDecoderLayer),
+    "layer": (
+        llama.LlamaDecoderLayer, mamba2.Mamba2Block, qwen3_next.Qwen3NextDecoderLayer, qwen3_5.Qwen3_5DecoderLayer,
+    ),
     "attention": (llama.LlamaAttention, mistral.MistralAttention, qwen3.Qwen3Attention),
     "gated attention": (qwen3_next.Qwen3NextAttention,),
-    "delta rule": (qwen3_next.Qwen3NextGatedDeltaNet,),
+    "delta rule": (qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.Qwen3_5GatedDeltaNet),
     "state space": (mamba2.Mamba2Mixer,),
     "mlp": (llama.LlamaMLP,),
     "sparse mlp": (qwen3_next.Qwen3NextSparseMoeBlock,),
-    "router": (qwen3_next.Qwen3NextTopKRouter,),
+    "router": (qwen3_next.Qwen3NextTopKRouter, qwen3_5_moe.Qwen3_5MoeTopKRouter),
     "experts": (qwen3_next.Qwen3NextExperts,),
     "norm": (llama.LlamaRMSNorm,),
     "norm around one": (qwen3_next.Qwen3NextRMSNorm,),
     "gated norm": (mamba2.MambaRMSNormGated, qwen3_next.Qwen3NextRMSNormGated),
-    "rotary": (llama.LlamaRotaryEmbedding,),
+    "rotary": (llama.LlamaRotaryEmbedding, qwen3_5.Qwen3_5TextRotaryEmbedding),
 }  # fmt: skip
 ROLES = {
     "self_attn": ("attention", "gated attention"), "linear_attn": ("delta rule",), "mixer": ("state space",),
@@ -245,7 +250,8 @@ def _experts(own: Any, norm: _Norm, then: int, x: int, columns: _Columns) -> lis
         WeightMatrix(up_EID, inside),
         WeightMatrix(_weight(experts, "down_proj"), x),
     )
-    asked = Experts(x, width, matrices, *norm, then, by, count, chosen, router.norm_topk_prob, ordered)
+    renormed = getattr(router, "norm_topk_prob", True)
+    asked = Experts(x, width, matrices, *norm, then, by, count, chosen, renormed, ordered)
     gates, down = _mlp(own.shared_expert, norm, then, x, columns, by=share)
     routes = WeightMatrix(_weight(router, "weight"), by), _matrix(own.shared_expert_gate, share, blocks=False)
     return [Product(x, width, routes, *norm), gates, asked, down]
@@ -295,29 +301,52 @@ def _state_space(own: Any, width: int, norm: _Norm, x: int, columns: _Columns) -
 
 
 def _delta_rule(own: Any, width: int, norm: _Norm, x: int, columns: _Columns) -> list[Operation]:
-    heads, groups, size, values = own.num_v_heads, own.num_k_heads, own.head_k_dim, own.head_v_dim
-    readers = heads // groups
-    keys, each = own.key_dim, 2 * (size + readers * values)  # of a group: its query, key, and its heads' values, gates
-    qkvz, ba = columns.take(groups * each, "queries, keys, values, gates"), columns.take(2 * heads, "writes, steps")
+    heads, size, values, keys = own.num_v_heads, own.head_k_dim, own.head_v_dim, own.key_dim
+    head_H = _count(heads)
+    entering = _heads_in_groups if hasattr(own, "in_proj_qkvz") else _parts_in_turn
+    parts, columns_C, gate_H, step_H, write_H = entering(own, head_H, columns)
     mixed, seen = columns.take(own.conv_dim, "convolved"), columns.take(own.value_dim, "seen")
-    begin_G1, head_H = (qkvz + _count(groups) * each)[:, None], _count(heads)
-    group_H, place_H = head_H // readers, head_H % readers
-    channels = (_count(size), size + _count(size), 2 * size + _count(readers * values))
-    query_H, write_H = mixed + group_H * size, ba + group_H * 2 * readers + place_H
-    gate_H = qkvz + group_H * each + 2 * size + (readers + place_H) * values
-    places = torch.stack(
-        [query_H, query_H + keys, mixed + 2 * keys + head_H * values, gate_H, write_H + readers, write_H], 1
-    )
+    query_H = mixed + head_H // (heads // own.num_k_heads) * size
+    places = torch.stack([query_H, query_H + keys, mixed + 2 * keys + head_H * values, gate_H, step_H, write_H], 1)
     root_K = torch.full((size,), size**-0.5, device="cpu")  # unit queries and keys, and queries by it once more
     by_head, eps = _norm(own.norm)
     return [
-        Product(x, width, _matrices((own.in_proj_qkvz, qkvz)), *norm),
-        Product(x, width, _matrices((own.in_proj_ba, ba)), *norm),
-        _convolution(own.conv1d, torch.cat([(begin_G1 + part).flatten() for part in channels]), mixed),
+        *(Product(x, width, matrices, *norm) for matrices in parts),
+        _convolution(own.conv1d, columns_C, mixed),
         HeadRecurrence(places, seen, size, values, *_rates(own), norms=(root_K.square(), root_K), eps=1e-6 / size,
-                   out_norm=by_head, out_eps=eps),
+                       out_norm=by_head, out_eps=eps),
         Product(seen, own.value_dim, _matrices((own.out_proj, x)), then=ADD),
     ]  # fmt: skip
+
+
+_Entering = tuple[list[tuple[WeightMatrix, ...]], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""What enters a delta rule: matrices, and columns of channels, and of each head's gates, steps and writes."""
+
+
+def _parts_in_turn(own: Any, head_H: torch.Tensor, columns: _Columns) -> _Entering:
+    sizes = (own.conv_dim, own.value_dim, len(head_H), len(head_H))
+    qkv, gate, write, step = (columns.take(n, name) for n, name in zip(sizes, ("qkv", "z", "b", "a"), strict=True))
+    wide = _matrices((own.in_proj_qkv, qkv), (own.in_proj_z, gate))
+    few = _matrices((own.in_proj_b, write), (own.in_proj_a, step))
+    return [wide, few], qkv + _count(own.conv_dim), gate + head_H * own.head_v_dim, step + head_H, write + head_H
+
+
+def _heads_in_groups(own: Any, head_H: torch.Tensor, columns: _Columns) -> _Entering:
+    groups, size, values = own.num_k_heads, own.head_k_dim, own.head_v_dim
+    readers = len(head_H) // groups
+    each = 2 * (size + readers * values)  # of a group: its query, key, and its heads' values, gates
+    qkvz, ba = (
+        columns.take(groups * each, "queries, keys, values, gates"),
+        columns.take(2 * len(head_H), "writes, steps"),
+    )
+    begin_G1, group_H, place_H = (qkvz + _count(groups) * each)[:, None], head_H // readers, head_H % readers
+    channels = (_count(size), size + _count(size), 2 * size + _count(readers * values))
+    write_H, gate_H = (
+        ba + group_H * 2 * readers + place_H,
+        qkvz + group_H * each + 2 * size + (readers + place_H) * values,
+    )
+    parts = [_matrices((own.in_proj_qkvz, qkvz)), _matrices((own.in_proj_ba, ba))]
+    return parts, torch.cat([(begin_G1 + part).flatten() for part in channels]), gate_H, write_H + readers, write_H
 
 
 def _convolution(own: nn.Conv1d, columns_C: torch.Tensor, out: int) -> Convolution:

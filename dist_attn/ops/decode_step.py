@@ -24,7 +24,8 @@ from dist_attn.ops.state import writes_in_place
 
 __all__ = [
     "ACTIVATIONS", "ADD", "BLOCKS", "GROUP", "Attention", "Before", "Convolution", "DecodeStep", "Experts",
-    "WeightMatrix", "Operation", "Operations", "Product", "HeadRecurrence", "has_decode_step", "takes", "cache_addresses",
+    "HeadRecurrence", "Operation", "Operations", "Product", "WeightMatrix", "cache_addresses", "has_decode_step",
+    "takes",
 ]  # fmt: skip
 
 GROUP: Final = 32

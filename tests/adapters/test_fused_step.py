@@ -58,6 +58,11 @@ RECURRENT["experts, and a layer without"] = (
     "qwen3_next",
     RECURRENT["delta rule and gated attention"][1] | SPARSE | {"mlp_only_layers": [1]},
 )
+RECURRENT["parts of a delta rule in turn"] = "qwen3_5_text", RECURRENT["delta rule and gated attention"][1]
+RECURRENT["the same with experts in all layers"] = (
+    "qwen3_5_moe_text",
+    RECURRENT["parts of a delta rule in turn"][1] | SPARSE,
+)
 
 
 def made(kind: str, more: dict[str, Any], dtype: torch.dtype = torch.float32) -> AdaptedModel:
