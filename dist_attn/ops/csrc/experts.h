@@ -61,7 +61,7 @@ static void multiply(const matrix *of, int64_t expert, span at, int64_t inputs, 
     PRODUCTS[own.format](&own, at.first, at.last, inputs, x, rows, y - at.first, MOST_OUTPUTS, 0);
 }
 
-/* Some numbers inside an expert, times its weight, of all rows that ask it. */
+/* Whole groups of numbers inside an expert, times its weight, of all rows that ask it: in the order of weights. */
 static void inside_share(const step *s, const operation *o, int64_t expert, span at, float *x) {
     float *of[TOGETHER_ROWS], gates[TOGETHER_ROWS * MOST_OUTPUTS], ups[TOGETHER_ROWS * MOST_OUTPUTS];
     for (int64_t row = 0, count; (count = next_rows(s, o, expert, &row, of));) {
@@ -69,9 +69,10 @@ static void inside_share(const step *s, const operation *o, int64_t expert, span
         multiply(&o->of[0], expert, at, o->inputs, x, count, gates);
         multiply(&o->of[1], expert, at, o->inputs, x, count, ups);
         for (int64_t k = 0; k < count; k++) {
-            float *to = inside(o, of[k], expert) + at.first, *a = gates + k * MOST_OUTPUTS, *b = ups + k * MOST_OUTPUTS;
+            float *a = gates + k * MOST_OUTPUTS, *b = ups + k * MOST_OUTPUTS;
             for (int64_t i = 0; i < at.last - at.first; i += LANES)
-                store_loose(to + i, gate(load_loose(a + i), o->then) * load_loose(b + i) * of[k][o->router + expert]);
+                store_loose(a + i, gate(load_loose(a + i), o->then) * load_loose(b + i) * of[k][o->router + expert]);
+            in_order(inside(o, of[k], expert) + at.first, a, at.last - at.first, o->of[2].format);
         }
     }
 }
@@ -82,8 +83,7 @@ static void outputs_share(const step *s, const operation *o, span at, float *x) 
     float *of[TOGETHER_ROWS], sums[TOGETHER_ROWS * MOST_OUTPUTS];
     for (int64_t expert = 0; expert < o->experts; expert++)
         for (int64_t row = 0, count; (count = next_rows(s, o, expert, &row, of));) {
-            for (int64_t k = 0; k < count; k++)
-                in_order(x + k * inputs, inside(o, of[k], expert), inputs, o->of[2].format);
+            for (int64_t k = 0; k < count; k++) memcpy(x + k * inputs, inside(o, of[k], expert), 4 * inputs);
             multiply(&o->of[2], expert, at, inputs, x, count, sums);
             for (int64_t k = 0; k < count; k++) {
                 float *to = of[k] + o->of[2].out, *sum = sums + k * MOST_OUTPUTS - at.first;
@@ -96,7 +96,7 @@ static void experts(const step *s, const operation *o, crew *c, int threads, flo
     const int64_t inner = o->of[0].outputs, outer = o->of[2].outputs, asked = s->rows * o->chosen;
     for (int64_t row; (row = next_share(c)) < s->rows;) choose_experts(o, s->memory + row * s->width, x);
     wait_for_all(c, threads);
-    int64_t outputs = outputs_of_share(s, (asked < o->experts ? asked : o->experts) * inner);
+    int64_t outputs = round_up(outputs_of_share(s, (asked < o->experts ? asked : o->experts) * inner), GROUP);
     const int64_t parts = (inner + outputs - 1) / outputs;
     for (int64_t share; (share = next_share(c)) < o->experts * parts;)
         inside_share(s, o, share / parts, span_of(share % parts, outputs, inner), x);
