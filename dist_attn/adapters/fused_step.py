@@ -1,4 +1,4 @@
-"""Decode steps of downloaded models as one call, of layers that compute what Llama's, Mamba-2's or Qwen3-Next's do.
+"""Decode steps of downloaded models as one call, of layers of Llama's, Mamba-2's, Qwen3-Next's and Qwen3.5's kinds.
 
 Layers of Llama's kind read prompts so too.
 
@@ -228,39 +228,35 @@ def _layer(layer: Any, config: Any, x: int, columns: _Columns, *, blocks: bool =
 
 
 def _mlp(
-    own: Any, norm: _Norm, then: int, x: int, columns: _Columns, *, blocks: bool = True, by: int = 0
+    own: Any, norm: _Norm, then: int, x: int, columns: _Columns, *, blocks: bool = True, gated_by: int = 0
 ) -> list[Operation]:
     inner = own.intermediate_size
     gate, up = columns.take(inner, "gate"), columns.take(inner, "up")
     gates = _matrices((own.gate_proj, gate), (own.up_proj, up), blocks=blocks)
     return [
         Product(x, own.hidden_size, gates, *norm, then=then),
-        Product(gate, inner, _matrices((own.down_proj, x), blocks=blocks), then=ADD, gate=by),
+        Product(gate, inner, _matrices((own.down_proj, x), blocks=blocks), then=ADD, gate=gated_by),
     ]
 
 
 def _experts(own: Any, norm: _Norm, then: int, x: int, columns: _Columns) -> list[Operation]:
     experts, router = own.experts, own.gate
     width, inner, chosen, count = experts.hidden_dim, experts.intermediate_dim, router.top_k, router.num_experts
-    by, share = columns.take(count, "router"), columns.take(GROUP, "gate of the shared expert")
+    routed, share = columns.take(count, "router"), columns.take(GROUP, "gate of the shared expert")
     inside, ordered = columns.take(chosen * inner, "inside experts"), columns.take(width, "inputs of experts")
-    gate_EID, up_EID = _weight(experts, "gate_up_proj").chunk(2, 1)
-    matrices = (
-        WeightMatrix(gate_EID, inside),
-        WeightMatrix(up_EID, inside),
-        WeightMatrix(_weight(experts, "down_proj"), x),
-    )
+    weights = *_weight(experts, "gate_up_proj").chunk(2, 1), _weight(experts, "down_proj")
+    matrices = tuple(WeightMatrix(weight, out) for weight, out in zip(weights, (inside, inside, x), strict=True))
     renormed = getattr(router, "norm_topk_prob", True)
-    asked = Experts(x, width, matrices, *norm, then, by, count, chosen, renormed, ordered)
-    gates, down = _mlp(own.shared_expert, norm, then, x, columns, by=share)
-    routes = WeightMatrix(_weight(router, "weight"), by), _matrix(own.shared_expert_gate, share, blocks=False)
+    asked = Experts(x, width, matrices, *norm, then, routed, count, chosen, renormed, ordered)
+    gates, down = _mlp(own.shared_expert, norm, then, x, columns, gated_by=share)
+    routes = WeightMatrix(_weight(router, "weight"), routed), _matrix(own.shared_expert_gate, share, blocks=False)
     return [Product(x, width, routes, *norm), gates, asked, down]
 
 
 def _weight(own: nn.Module, name: str) -> torch.Tensor:
     """A weight itself; where something is computed in its place, one that the kernel does not take."""
     weight = own._parameters.get(name)
-    return weight.detach() if type(weight) is nn.Parameter else torch.empty((0, 0, 0), dtype=torch.bool, device="cpu")
+    return weight.detach() if type(weight) is nn.Parameter else torch.empty((0, 2, 0), dtype=torch.bool, device="cpu")
 
 
 def _attention(own: Any, width: int, norm: _Norm, x: int, columns: _Columns, *, blocks: bool) -> list[Operation]:
@@ -335,16 +331,11 @@ def _heads_in_groups(own: Any, head_H: torch.Tensor, columns: _Columns) -> _Ente
     groups, size, values = own.num_k_heads, own.head_k_dim, own.head_v_dim
     readers = len(head_H) // groups
     each = 2 * (size + readers * values)  # of a group: its query, key, and its heads' values, gates
-    qkvz, ba = (
-        columns.take(groups * each, "queries, keys, values, gates"),
-        columns.take(2 * len(head_H), "writes, steps"),
-    )
+    qkvz, ba = columns.take(groups * each, "qkvz"), columns.take(2 * len(head_H), "ba")
     begin_G1, group_H, place_H = (qkvz + _count(groups) * each)[:, None], head_H // readers, head_H % readers
     channels = (_count(size), size + _count(size), 2 * size + _count(readers * values))
-    write_H, gate_H = (
-        ba + group_H * 2 * readers + place_H,
-        qkvz + group_H * each + 2 * size + (readers + place_H) * values,
-    )
+    write_H = ba + group_H * 2 * readers + place_H
+    gate_H = qkvz + group_H * each + 2 * size + (readers + place_H) * values
     parts = [_matrices((own.in_proj_qkvz, qkvz)), _matrices((own.in_proj_ba, ba))]
     return parts, torch.cat([(begin_G1 + part).flatten() for part in channels]), gate_H, write_H + readers, write_H
 

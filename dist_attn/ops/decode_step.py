@@ -5,7 +5,7 @@ takes 23 so, of which 22 are the memory's. Weights are read as they are stored, 
 row's bits depend neither on other rows nor on the number of threads.
 
 Shape letters: N rows, W columns of working memory, R rotated numbers of a head, C channels, T taps, H heads, K size of
-keys, V of values.
+keys, V of values, E experts, O outputs, I inputs.
 """
 
 import ctypes
@@ -90,7 +90,7 @@ class Experts:
 
     begin: int
     inputs: int
-    matrices: tuple[WeightMatrix, WeightMatrix, WeightMatrix]
+    matrices: tuple[WeightMatrix, ...]
     norm: torch.Tensor
     eps: float
     then: int
@@ -324,8 +324,7 @@ def _takes_experts(one: Experts) -> bool:
     return (
         one.chosen <= MOST_CHOSEN
         and _takes_matrices(one)
-        and all(m.bias is m.scale is None and m.weight.dim() == 3 for m in one.matrices)
-        and all(m.weight[0].is_contiguous() for m in one.matrices)
+        and all(m.bias is m.scale is None and m.weight.dim() == 3 and m.weight[0].is_contiguous() for m in one.matrices)
         and one.matrices[0].weight.shape[-2] % GROUP == 0
     )
 

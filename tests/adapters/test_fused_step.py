@@ -207,7 +207,7 @@ def test_other_models_keep_their_modules_and_trained_norms_count() -> None:
     """A width that is no whole vectors; a model that computes something else; weights that change."""
     assert made("llama", {"hidden_size": 40})._fused is None
     sparse = made(*RECURRENT["experts, and a layer without"])
-    register_parametrization(sparse.inner.model.layers[0].mlp.experts, "down_proj", torch.nn.Identity())
+    register_parametrization(sparse.inner.model.layers[0].mlp.experts, "gate_up_proj", torch.nn.Identity())
     assert sparse._fused_step() is None
     assert made("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0})._fused is None
     if not has_decode_step():

@@ -115,12 +115,12 @@ def test_experts_are_the_likeliest_ones(form: str, renormed: bool, threads: int)
     ordered = inside + chosen * inner
     shapes = (experts, inner, INPUTS), (experts, inner, INPUTS), (experts, INPUTS, inner)
     found = [stored(form, out, shape) for out, shape in zip((inside, inside, 0), shapes, strict=True)]
-    matrices, (gate_EOI, up_EOI, down_EIO) = (replace(m, bias=None) for m, _ in found), (w / 16 for _, w in found)
+    matrices = tuple(replace(matrix, bias=None) for matrix, _ in found)
+    gate_EOI, up_EOI, down_EIO = (w_EOI / 16 for _, w_EOI in found)
     x_NW = random(rows, ordered + INPUTS)
     x_NW[1, router:inside] = 1e-6 * torch.arange(experts)
     x_NW[2, router] = torch.nan
-    first, second, third = matrices
-    one = Experts(0, INPUTS, (first, second, third), norm_I / 16, 1e-5, 2, router, experts, chosen, renormed, ordered)
+    one = Experts(0, INPUTS, matrices, norm_I / 16, 1e-5, 2, router, experts, chosen, renormed, ordered)
     got_NW = run([one], x_NW, x_NW.shape[1])
     x_NI = x_NW[:, :INPUTS]
     normed_NI = x_NI * (x_NI.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm_I
@@ -254,6 +254,6 @@ def test_sizes_that_the_kernel_does_not_take_are_told() -> None:
     assert not takes([Product(0, 64, (WeightMatrix(whole.weight.to(torch.int8), 64),))])  # without scales
     assert not takes([Attention(0, 8, 16, 24, 1, 1, 8, 8, 1.0)])
     of = tuple(WeightMatrix(random(2, 64, 64), 64) for _ in range(3))
-    experts = Experts(0, 64, (of[0], of[1], of[2]), random(64), 0.0, 2, 200, 2, 1, True, 264)
+    experts = Experts(0, 64, of, random(64), 0.0, 2, 200, 2, 1, True, 264)
     assert takes([experts]) and not takes([replace(experts, chosen=65)])
     assert not takes([replace(experts, matrices=(of[0], of[1], replace(of[2], bias=random(2, 64))))])

@@ -101,7 +101,7 @@ static void experts(const step *s, const operation *o, crew *c, int threads, flo
     for (int64_t share; (share = next_share(c)) < o->experts * parts;)
         inside_share(s, o, share / parts, span_of(share % parts, outputs, inner), x);
     wait_for_all(c, threads);
-    outputs = outputs_of_share(s, outer);
+    outputs = outputs_of_share(s, 4 * outer); /* few shares, as each goes through all experts */
     for (int64_t share; (share = next_share(c)) * outputs < outer;)
         outputs_share(s, o, span_of(share, outputs, outer), x);
 }
