@@ -11,19 +11,13 @@ Shape letters: B sequences, L tokens, D model width.
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mamba2 import modeling_mamba2 as mamba2
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
-from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from dist_attn.adapters.passes import OperationState, Pass
 from dist_attn.adapters.weights import NarrowLinear, current_blocks
@@ -48,28 +42,25 @@ from dist_attn.ops.decode_step import (
 )
 from dist_attn.ops.prompt import ALIGNED, Memory, PromptLayers, takes_prompts
 
-KNOWN: dict[str, tuple[type[nn.Module], ...]] = {
-    "whole": (llama.LlamaForCausalLM, mamba2.Mamba2ForCausalLM, qwen3_next.Qwen3NextForCausalLM),
-    "base": (
-        llama.LlamaModel, mistral.MistralModel, qwen3.Qwen3Model, mamba2.Mamba2Model, qwen3_next.Qwen3NextModel,
-        qwen3_5.Qwen3_5TextModel, qwen3_5_moe.Qwen3_5MoeTextModel,
-    ),
-    "layer": (
-        llama.LlamaDecoderLayer, mamba2.Mamba2Block, qwen3_next.Qwen3NextDecoderLayer, qwen3_5.Qwen3_5DecoderLayer,
-    ),
-    "attention": (llama.LlamaAttention, mistral.MistralAttention, qwen3.Qwen3Attention),
-    "gated attention": (qwen3_next.Qwen3NextAttention,),
-    "delta rule": (qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.Qwen3_5GatedDeltaNet),
-    "state space": (mamba2.Mamba2Mixer,),
-    "mlp": (llama.LlamaMLP,),
-    "sparse mlp": (qwen3_next.Qwen3NextSparseMoeBlock,),
-    "router": (qwen3_next.Qwen3NextTopKRouter, qwen3_5_moe.Qwen3_5MoeTopKRouter),
-    "experts": (qwen3_next.Qwen3NextExperts,),
-    "norm": (llama.LlamaRMSNorm,),
-    "norm around one": (qwen3_next.Qwen3NextRMSNorm,),
-    "gated norm": (mamba2.MambaRMSNormGated, qwen3_next.Qwen3NextRMSNormGated),
-    "rotary": (llama.LlamaRotaryEmbedding, qwen3_5.Qwen3_5TextRotaryEmbedding),
+KNOWN = {
+    "whole": "llama.LlamaForCausalLM mamba2.Mamba2ForCausalLM qwen3_next.Qwen3NextForCausalLM",
+    "base": "llama.LlamaModel mistral.MistralModel qwen3.Qwen3Model mamba2.Mamba2Model qwen3_next.Qwen3NextModel "
+            "qwen3_5.Qwen3_5TextModel qwen3_5_moe.Qwen3_5MoeTextModel",
+    "layer": "llama.LlamaDecoderLayer mamba2.Mamba2Block qwen3_next.Qwen3NextDecoderLayer qwen3_5.Qwen3_5DecoderLayer",
+    "attention": "llama.LlamaAttention mistral.MistralAttention qwen3.Qwen3Attention",
+    "gated attention": "qwen3_next.Qwen3NextAttention",
+    "delta rule": "qwen3_next.Qwen3NextGatedDeltaNet qwen3_5.Qwen3_5GatedDeltaNet",
+    "state space": "mamba2.Mamba2Mixer",
+    "mlp": "llama.LlamaMLP",
+    "sparse mlp": "qwen3_next.Qwen3NextSparseMoeBlock",
+    "router": "qwen3_next.Qwen3NextTopKRouter qwen3_5_moe.Qwen3_5MoeTopKRouter",
+    "experts": "qwen3_next.Qwen3NextExperts",
+    "norm": "llama.LlamaRMSNorm",
+    "norm around one": "qwen3_next.Qwen3NextRMSNorm",
+    "gated norm": "mamba2.MambaRMSNormGated qwen3_next.Qwen3NextRMSNormGated",
+    "rotary": "llama.LlamaRotaryEmbedding qwen3_5.Qwen3_5TextRotaryEmbedding",
 }  # fmt: skip
+"""The parts that are known, as classes of transformers' models; what its version has not is left out."""
 ROLES = {
     "self_attn": ("attention", "gated attention"), "linear_attn": ("delta rule",), "mixer": ("state space",),
     "mlp": ("mlp", "sparse mlp"), "gate": ("router",), "experts": ("experts",), "shared_expert": ("mlp",),
@@ -385,8 +376,18 @@ def _hooks(base: Any) -> list[dict[int, Any]]:
 
 
 def _known(part: str, module: nn.Module) -> bool:
-    known: tuple[Any, ...] = KNOWN[part]  # classes, which mypy does not know to be hashable
-    return _instructions(cast(Any, type(module))) in map(_instructions, known)
+    own = _instructions(cast(Any, type(module)))
+    return any(own == _instructions(known) for known in map(_class, KNOWN[part].split()) if known is not None)
+
+
+@lru_cache(maxsize=256)
+def _class(name: str) -> Any:
+    """A class of transformers, which is imported where it is asked for, or None."""
+    model, _, own = name.partition(".")
+    try:
+        return getattr(import_module(f"transformers.models.{model}.modeling_{model}"), own, None)
+    except ModuleNotFoundError:
+        return None
 
 
 @lru_cache(maxsize=256)
