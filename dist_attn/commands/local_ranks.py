@@ -24,12 +24,11 @@ from urllib.request import url2pathname
 import msgspec
 
 from dist_attn.control.memory import why_killed
-from dist_attn.control.processes import GroupMark, PrivateFolder, kill_processes
-from dist_attn.control.ranks import LOOPBACK, TAIL_BYTES, rank_environment
+from dist_attn.control.processes import PrivateFolder, kill_processes
+from dist_attn.control.ranks import TAIL_BYTES, rank_environment
 from dist_attn.errors import InputError
 from dist_attn.host_limits import oom_kills
 from dist_attn.launchers import MEETING_VARIABLE, SIGNALS, read_launch
-from dist_attn.wire.agent_messages import HostShare, StartGroup
 
 SRUN_VARIABLE = "SLURM_STEP_NUM_TASKS"  # how many srun has started; a batch script by itself does not have it
 PATIENCE_S = 2.0  # of a failed exchange with whoever may have caused it, and says so a moment later
@@ -153,21 +152,13 @@ class _Ranks:
     """The ranks of one command."""
 
     def __init__(self, count: int, arguments: Sequence[str], folder: Path) -> None:
-        start = StartGroup(
-            epoch=0,
-            engine=secrets.token_hex(8),
-            hosts=[HostShare(LOOPBACK, count)],
-            node=0,
-            launcher="direct",
-            terms={},
-        )
-        self._mark = GroupMark(start.engine, 0, "")
+        self._mark = secrets.token_hex(8)
         self._signal: int | None = None
         self._ended: queue.Queue[_Rank] = queue.Queue()
         self._ranks: list[_Rank] = []
         program = [sys.executable, "-P", "-m", "dist_attn", *arguments]  # -P: nothing of the working folder is imported
         command = [sys.executable, "-P", "-m", "dist_attn.rank_link.tether", str(os.getpid()), *program]
-        environment = rank_environment(start, self._mark) | {
+        environment = rank_environment(self._mark, count) | {
             MEETING_VARIABLE: (folder / "store").as_uri(),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
@@ -247,7 +238,9 @@ class _Ranks:
             one.send(number)
 
     def _kill(self) -> None:
-        kill_processes(self._mark.__eq__, [one.process.pid for one in self._ranks], GRACE_S)
+        for one in self._ranks:
+            one.process.kill()
+        kill_processes(self._mark, GRACE_S)
         for one in self._ranks:
             one.process.wait()
 

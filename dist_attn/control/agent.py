@@ -11,7 +11,7 @@ from types import FrameType
 import structlog
 import zmq
 
-from dist_attn.control.processes import kill_processes
+from dist_attn.control.processes import group_mark, kill_processes
 from dist_attn.control.ranks import KILL_TIMEOUT_S, RankProcesses, address_towards
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError, WireError
@@ -104,12 +104,10 @@ class _Agent:
             _reap()
         return self._again and not self._signalled
 
-    def _clear(self, but: int | None = None) -> None:
-        """Kill all processes of the last controller on this host, also those of an earlier agent; keep epoch `but`."""
-        if (engine := self._engine) is not None:
-            left = kill_processes(lambda m: m.is_of(engine, self._name) and m.epoch != but, (), KILL_TIMEOUT_S)
-            if left:
-                log.error("processes of an older epoch cannot be killed", pids=sorted(left))
+    def _clear(self) -> None:
+        """Kill all ranks of the last controller on this host, also those that an earlier agent has started."""
+        if self._engine is not None and (left := kill_processes(group_mark(self._engine, self._name), KILL_TIMEOUT_S)):
+            log.error("processes of an older epoch cannot be killed", pids=sorted(left))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = f"signal {signal.Signals(number).name}"
@@ -157,29 +155,24 @@ class _Agent:
                 if self._group is not None and self._group.epoch == message.epoch:
                     self._end_group()
                 else:
-                    self._kill(message)
+                    self._clear()
                     self._dealer.send(GroupExited(message.epoch, 0, ""), SEND_S)
             case StopAgent():
                 self._stop = "the controller said so"
-
-    def _kill(self, order: KillGroup) -> None:
-        """Kill what is left of an epoch that another agent started: an earlier one here, or one of another host."""
-        kill_processes(
-            lambda mark: mark.is_of(order.engine, self._name) and mark.epoch == order.epoch, order.pids, KILL_TIMEOUT_S
-        )
 
     def _start(self, start: StartGroup) -> None:
         if self._group is not None:
             self._group.kill()
         self._engine = start.engine
-        self._clear(but=start.epoch)
+        self._clear()
         try:
-            self._group = RankProcesses(self._settings, start)
+            self._group = RankProcesses(self._settings, start, self._address)
         except (OSError, ConfigError) as error:
             self._group = None
             self._dealer.send(GroupExited(start.epoch, 127, f"the ranks could not be started: {error}"), SEND_S)
             return
-        self._dealer.send(GroupStarted(start.epoch, self._group.launcher_pid, self._group.rendezvous), SEND_S)
+        if self._group.rendezvous:
+            self._dealer.send(GroupStarted(start.epoch, self._group.rendezvous), SEND_S)
 
     def _look_after_group(self) -> None:
         if self._group is None:

@@ -36,6 +36,8 @@ from dist_attn_api.errors import Code
 STOPPING = "the engine is stopping; send the request again later"
 TEXTS_AT_ONCE = 64  # requests in a step of an encoder, which reads short texts together
 LONG_ROUND_S = 0.1  # of decoding; to hand a step over takes some thousandths
+AGENT_START_S = 60.0  # until its first hello: a process that was just started has its libraries to load
+AGENT_STUCK_S = 10.0  # it says hello every second, but starting and killing ranks on a busy machine take a while
 HELD_UP_S = 1.0  # a turn of the loop that took longer than this was not the ranks' fault
 
 log = structlog.get_logger("dist_attn.control")
@@ -104,7 +106,7 @@ class Controller:
                     self._agents.add(identity)
                     self._to_engine(identity, Ping())
             case GroupStarted():
-                group.group_started(identity, message)
+                group.group_started(message)
             case GroupExited():
                 group.group_exited(identity, message, now)
             case RankExited():
@@ -321,13 +323,11 @@ class Controller:
         """Return whether no ranks are left, or none that could be asked to finish."""
         return self._group.phase is Phase.IDLE or all(rank.exited for rank in self._group.ranks.values())
 
-    def agent_silence_s(self, identity: bytes, now: float, since: float) -> float:
-        """Return the seconds since an agent was heard, at most those since `since`; 0 while the ranks just run."""
-        return 0.0 if self._group.phase is Phase.RUNNING else now - max(since, self._group.agents.heard_at(identity))
-
-    def knows_agent(self, identity: bytes) -> bool:
-        """Return whether an agent has ever said hello."""
-        return self._group.agents.heard_at(identity) > 0
+    def agent_is_stuck(self, identity: bytes, now: float, started_at: float) -> bool:
+        """Return whether an agent is silent for too long; while the ranks just run, none is."""
+        agent = self._group.hosts.known(identity)
+        heard_at, patience_s = (agent.heard_at, AGENT_STUCK_S) if agent else (started_at, AGENT_START_S)
+        return self._group.phase is not Phase.RUNNING and now - heard_at > patience_s
 
     def dismiss_agents(self) -> None:
         """Tell the agents to kill what may be left, and to exit."""

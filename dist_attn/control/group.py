@@ -16,7 +16,7 @@ from typing import Protocol
 
 import structlog
 
-from dist_attn.control.placement import Placement, Roster, unreachable
+from dist_attn.control.placement import Placement, unreachable
 from dist_attn.control.settings import ControlSettings
 from dist_attn.wire.agent_messages import AgentHello, GroupExited, GroupStarted, RankExited
 from dist_attn.wire.messages import PROTOCOL_VERSION, AnyMessage, RankStatus
@@ -103,8 +103,7 @@ class RankGroup:
     def __init__(self, settings: ControlSettings, outlet: Outlet, engine: str = "") -> None:
         self._settings = settings
         self._outlet = outlet
-        self._placement = Placement(settings, engine, roster := Roster(outlet.to_agent))
-        self.agents = roster
+        self.hosts = Placement(settings, engine, outlet.to_agent)
         self._probed_at = 0.0
         self._gone = ""
         self._start_at = 0.0
@@ -139,9 +138,9 @@ class RankGroup:
             return f"the ranks crash again and again; the next try is in {wait:.0f} s{failure}"
         if self.phase is Phase.STARTING:
             return f"epoch {self.epoch} starts: {len(self.ranks)} of {self._settings.ranks} ranks are loaded{failure}"
-        if len(self.agents.here(now)) < self._settings.agents:
+        if len(self.hosts.here(now)) < self._settings.agents:
             return self._too_few(now) + failure
-        if cut_off := unreachable(self.agents.choose(self._settings.agents, self._placement.names, now)):
+        if cut_off := unreachable(self.hosts.choose(now)):
             return f"other hosts cannot reach {', '.join(cut_off)}: set engine.host_address there{failure}"
         return f"the ranks are being started again{failure}"
 
@@ -156,24 +155,24 @@ class RankGroup:
         if hello.protocol_version != PROTOCOL_VERSION:
             log.error("agent refused", given=hello.protocol_version, needed=PROTOCOL_VERSION)
             return False
-        before = self.agents.hello(identity, hello, now)
-        if before is not None and self.phase in (Phase.STARTING, Phase.RUNNING) and hello.name in self._placement.names:
+        before = self.hosts.hello(identity, hello, now)
+        if before is not None and self.phase in (Phase.STARTING, Phase.RUNNING) and hello.name in self.hosts.shares:
             self._lose(f"{before} died and its ranks with it", now)
-        elif before is not None and self.phase is Phase.CLEARING and hello.name in self._placement.uncleared:
-            self._placement.kill_again(hello.name)
+        elif before is not None and self.phase is Phase.CLEARING and hello.name in self.hosts.uncleared:
+            self.hosts.kill_at(hello.name)
         return True
 
     def _too_few(self, now: float) -> str:
-        here, needed = self.agents.here(now), self._settings.agents
+        here, needed = self.hosts.here(now), self._settings.agents
         if not here:
             return "no agent has connected, and agents start the ranks"
         names = ", ".join(agent.hello.name for agent in here)
         return f"{len(here)} of {needed} agents are here ({names}); the ranks start when all are"
 
-    def group_started(self, identity: bytes, started: GroupStarted) -> None:
-        """Note that the launcher of a host runs."""
+    def group_started(self, started: GroupStarted) -> None:
+        """Note that the first host's ranks run."""
         if started.epoch == self.epoch and self.phase is Phase.STARTING:
-            self._placement.started(self.agents.name_of(identity), started)
+            self.hosts.started(started)
 
     def rank_hello(self, hello: RankHello, now: float) -> None:
         """Note that a rank of the current epoch has loaded its model."""
@@ -202,8 +201,8 @@ class RankGroup:
             self._ready_at = now
             for vitals in self.ranks.values():
                 vitals.heard_at = vitals.progress_at = now
-            pids = self._pids()
-            self._placement.watch(pids)
+            pids = {rank: self.ranks[rank].hello.pid for rank in sorted(self.ranks)}
+            self.hosts.watch(pids)
             log.info("epoch ready", epoch=self.epoch, ranks=len(pids), pids=list(pids.values()), model=hello.model.name)
             self._outlet.group_ready(hello)
 
@@ -240,10 +239,11 @@ class RankGroup:
 
     def group_exited(self, identity: bytes, exited: GroupExited, now: float) -> None:
         """Note that a host has nothing of an epoch left."""
-        name = self.agents.name_of(identity)
-        if exited.epoch != self.epoch or self.phase is Phase.IDLE or name not in self._placement.names:
+        hosts, agent = self.hosts, self.hosts.known(identity)
+        name = agent.hello.name if agent is not None else ""
+        if exited.epoch != self.epoch or self.phase is Phase.IDLE or name not in hosts.shares:
             return
-        if self.phase is Phase.RUNNING and len(self._placement.names) > 1:
+        if self.phase is Phase.RUNNING and len(hosts.shares) > 1:
             # Its ranks may have ended because another host was lost, which shows a moment later.
             self._suspect(now)
             return
@@ -251,8 +251,8 @@ class RankGroup:
             named = name_culprit(self.ranks.values()) or "the ranks ended"
             why = f", {exited.why}" if exited.why and exited.why not in named else ""
             self._lose(f"{named} ({name_ending(exited)}){why}", now)
-        self._placement.uncleared.discard(name)
-        if not self._placement.uncleared:
+        hosts.uncleared.discard(name)
+        if not hosts.uncleared:
             self._cleared(now)
 
     def stop(self) -> None:
@@ -275,12 +275,12 @@ class RankGroup:
                 self._look_after_agents(now)
                 self._check_ranks(now, step_sent_at, step)
             case Phase.CLEARING:
-                if now >= self._deadline or not self._placement.uncleared:
+                if now >= self._deadline or not self.hosts.uncleared:
                     self._cleared(now)
 
     def forgive_silence(self, now: float) -> None:
         """Count everybody as heard now: after the controller was held up, silence says nothing about the others."""
-        self.agents.forgive_silence(now)
+        self.hosts.forgive_silence(now)
         self._heard_at = dict.fromkeys(self._heard_at, now)
         for vitals in self.ranks.values():
             vitals.heard_at = vitals.progress_at = now
@@ -289,7 +289,7 @@ class RankGroup:
 
     def _start(self, now: float) -> None:
         settings = self._settings
-        agents = self.agents.choose(settings.agents, self._placement.names, now)
+        agents = self.hosts.choose(now)
         if not agents or unreachable(agents):
             return
         self.epoch += 1
@@ -301,14 +301,14 @@ class RankGroup:
         self._heard_at = dict.fromkeys(range(settings.ranks), now)
         hosts = [agent.hello.name for agent in agents]
         log.info("epoch starts", epoch=self.epoch, ranks=settings.ranks, agents=hosts)
-        self._placement.begin(self.epoch, agents)
+        self.hosts.begin(self.epoch, agents)
 
     def _look_after_agents(self, now: float) -> None:
         """Give the group up when an agent has died: its host's ranks have died with it."""
         if now - self._probed_at < PROBE_S or self._stopping:
             return
         self._probed_at = now
-        before, self._gone = self._gone, self._placement.name_gone()
+        before, self._gone = self._gone, self.hosts.name_gone()
         if before and self._gone:
             self._lose(self._gone, now)
 
@@ -321,7 +321,7 @@ class RankGroup:
             return
         rank, heard_at = min(self._heard_at.items(), key=lambda item: item[1])
         if now - heard_at > limit * START_SILENCE:
-            also = self._placement.name_silent(rank, heard_at)
+            also = self.hosts.name_silent(rank, heard_at)
             self._lose(f"rank {rank} has been silent for {now - heard_at:.1f} s while the ranks started{also}", now)
 
     def _check_ranks(self, now: float, step_sent_at: float | None, step: int) -> None:
@@ -333,14 +333,14 @@ class RankGroup:
             if culprit is not None and any(v.exited and not v.failure for v in self.ranks.values()):
                 self._lose(culprit, now)
             elif now - self._suspected_at >= EVIDENCE_S:
-                self._lose(self._placement.name_gone() or culprit or "the connection to a rank broke", now)
+                self._lose(self.hosts.name_gone() or culprit or "the connection to a rank broke", now)
             return
         if now - self._ready_at >= settings.stable_s:
             self._forgive()
         for rank, vitals in self.ranks.items():
             silent = now - vitals.heard_at
             if silent > settings.heartbeat_deadline_s:
-                also = self._placement.name_silent(rank, now - settings.heartbeat_deadline_s)
+                also = self.hosts.name_silent(rank, now - settings.heartbeat_deadline_s)
                 self._lose(f"rank {rank} has been silent for {silent:.1f} s in phase {vitals.phase!r}{also}", now)
                 return
         if step_sent_at is None or now - step_sent_at <= settings.stall_limit_s:
@@ -384,7 +384,7 @@ class RankGroup:
         self._start_at = now + (settings.cool_down_s if many else self._backoff_s)
         self._backoff_s = min(settings.backoff_max_s, max(settings.backoff_s, 2 * self._backoff_s))
         log.error("epoch lost", epoch=self.epoch, reason=reason, circuit_open=many)
-        self._placement.kill(self._pids())
+        self.hosts.kill()
         self._outlet.group_lost(reason)
 
     def _cleared(self, now: float) -> None:
@@ -392,10 +392,6 @@ class RankGroup:
         self.ranks = {}
         self._suspected_at = None
         self._start_at = max(self._start_at, now)
-
-    def _pids(self) -> dict[int, int]:
-        """The processes of the ranks that have said hello."""
-        return {rank: self.ranks[rank].hello.pid for rank in sorted(self.ranks)}
 
 
 def _told(model: LoadedModel) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """The processes of this machine: finding and killing those of a rank group, and their marks, locks and folders.
 
-A rank may be the child of this host's agent, of one that died, or of mpiexec, which may run on another host. Every
-process of a group therefore carries a mark in its environment, which children inherit.
+A rank may be the child of this host's agent, of one that died, or of mpiexec. Every process of a group therefore
+carries a mark in its environment, which children inherit.
 """
 
 import contextlib
@@ -11,10 +11,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self, final
+from typing import final
 
 from dist_attn.errors import ConfigError
 
@@ -24,54 +23,26 @@ HOLDER_BYTES = 500
 PREFIX = "dattn-run-"  # short: sockets lie in it, and their paths may have 107 bytes
 
 
-@dataclass(frozen=True)
-class GroupMark:
-    """The mark of a process: its engine, its epoch, and its agent; `*` where one launcher serves all agents."""
-
-    engine: str
-    epoch: int
-    agent: str
-
-    def __str__(self) -> str:
-        return f"{self.engine}:{self.epoch}:{self.agent}"
-
-    @classmethod
-    def read(cls, environment: bytes) -> Self | None:
-        """Read the mark in the environment of a process, as /proc shows it; None where there is none."""
-        _, found, rest = (b"\0" + environment).partition(f"\0{GROUP_MARK}=".encode())
-        parts = rest.partition(b"\0")[0].decode(errors="replace").split(":", 2)
-        return cls(parts[0], int(parts[1]), parts[2]) if found and len(parts) == 3 and parts[1].isdecimal() else None
-
-    def is_of(self, engine: str, agent: str) -> bool:
-        """Return whether an agent of an engine answers for the process."""
-        return self.engine == engine and self.agent in (agent, "*")
+def group_mark(engine: str, agent: str) -> str:
+    """The mark of the ranks that an agent has started for a controller."""
+    return f"{engine}:{agent}"
 
 
-Choice = Callable[[GroupMark], bool]
-
-
-def group_processes(chosen: Choice, reported: Iterable[int] = ()) -> set[int]:
-    """The living processes whose mark is chosen; it is read from the environment that they started with.
-
-    Where processes cannot be looked into (no /proc), the `reported` ids are believed.
-    """
-    if not Path("/proc/self/environ").exists():
-        return {pid for pid in reported if is_alive(pid)}
-    marked = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            with contextlib.suppress(OSError):
-                mark = GroupMark.read(Path(f"/proc/{entry}/environ").read_bytes())
-                if mark is not None and chosen(mark) and is_alive(int(entry)):
-                    marked.add(int(entry))
+def group_processes(mark: str) -> set[int]:
+    """The living processes that started with this mark; none where processes cannot be looked into (no /proc)."""
+    marked, wanted = set(), f"\0{GROUP_MARK}={mark}\0".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        # A process that has ended and waits for its parent to notice has no environment any more.
+        with contextlib.suppress(OSError):
+            if wanted in b"\0" + (folder / "environ").read_bytes() and folder.name != str(os.getpid()):
+                marked.add(int(folder.name))
     return marked
 
 
-def kill_processes(chosen: Choice, reported: Iterable[int], timeout_s: float) -> set[int]:
-    """Kill the chosen processes, and those that they start meanwhile; returns what is left after `timeout_s`."""
-    believed = list(reported)
+def kill_processes(mark: str, timeout_s: float) -> set[int]:
+    """Kill the processes with this mark, and those that they start meanwhile; returns those left after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while left := group_processes(chosen, believed):
+    while left := group_processes(mark):
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -79,23 +50,6 @@ def kill_processes(chosen: Choice, reported: Iterable[int], timeout_s: float) ->
             break
         time.sleep(POLL_S)
     return left
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether the process runs; one that has ended and waits for its parent to notice does not."""
-    try:
-        # The state is the first field after the name, which stands in parentheses and may hold anything.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextlib.contextmanager

@@ -9,13 +9,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections import deque
 from functools import partial
 from pathlib import Path
 
 import dist_attn
 from dist_attn.control.memory import rank_bytes, why_killed
-from dist_attn.control.processes import GROUP_MARK, GroupMark, PrivateFolder, kill_processes
+from dist_attn.control.processes import GROUP_MARK, PrivateFolder, group_mark, kill_processes
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.host_limits import compute_environment, oom_kills
@@ -40,7 +39,7 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *others])}
 
 
-def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark, rendezvous: str = "") -> list[str]:
+def launch_command(settings: ControlSettings, start: StartGroup, rendezvous: str = "") -> list[str]:
     """The command of one rank, or of mpiexec for all; `settings` are this host's, `rendezvous` is a URL."""
     own = {name: getattr(settings, name) for name in RankTerms.model_fields}
     rank = RankSettings(
@@ -52,69 +51,60 @@ def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark
         rendezvous=rendezvous,
     )
     program = [*settings.rank_program, *rank.to_flags()]
-    if start.launcher == "mpiexec":
-        program = [*_mpiexec(start, mark), *program]
+    if start.by_mpiexec:
+        # Where it is missing, the tether says so in the group's output.
+        program = [find_mpiexec(one_host=True) or "mpiexec", "-n", str(start.ranks), *program]
     return [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid()), *program]
 
 
-def _mpiexec(start: StartGroup, mark: GroupMark) -> list[str]:
-    """mpiexec for all ranks, from the first host; where it is missing, the tether says so in the group's output."""
-    command = [find_mpiexec(one_host=len(start.hosts) == 1) or "mpiexec", "-n", str(start.ranks)]
-    if len(start.hosts) > 1:
-        command += ["-host", ",".join(f"{host.address}:{host.ranks}" for host in start.hosts)]
-        # Not every MPI hands the environment on to other hosts.
-        waiting = compute_environment(start.local_ranks)["OMP_WAIT_POLICY"]
-        kept = {GROUP_MARK: str(mark), "PYTHONPATH": child_environment()["PYTHONPATH"], "OMP_WAIT_POLICY": waiting}
-        command += ["env", *(f"{name}={value}" for name, value in kept.items())]
-    return command
+def rank_environment(mark: str, local_ranks: int, address: str | None = None) -> dict[str, str]:
+    """The environment of mpiexec and the ranks; values that are already set stay.
 
-
-def rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
-    """The environment of mpiexec and the ranks; values that are already set stay."""
-    own = {GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
-    environment = {**child_environment(), **compute_environment(start.local_ranks), **own}
+    `address` is that of this host where others have ranks too.
+    """
+    own = {GROUP_MARK: mark, "PYTHONUNBUFFERED": "1"}
+    environment = {**child_environment(), **compute_environment(local_ranks), **own}
     # Ranks do not check who connects, so on one host they listen on loopback alone. On several they would by default
-    # listen at the address of the host's name, which may be a loopback address. There MPI chooses by itself: interfaces
-    # of other hosts may have other names.
-    several = len(start.hosts) > 1
-    interface = interface_of(start.hosts[start.node].address) if several else LOOPBACK_INTERFACE
-    for variable in INTERFACE_VARIABLES[: 2 if several else None] if interface else ():
+    # listen at the address of the host's name, which may be a loopback address.
+    interface = LOOPBACK_INTERFACE if address is None else interface_of(address)
+    for variable in INTERFACE_VARIABLES[: None if address is None else 2] if interface else ():
         environment.setdefault(variable, interface)
     return environment
 
 
 class RankProcesses:
-    """The ranks of one epoch on this machine."""
+    """The ranks of one epoch on this machine, which other hosts reach at `address`."""
 
-    def __init__(self, settings: ControlSettings, start: StartGroup) -> None:
+    def __init__(self, settings: ControlSettings, start: StartGroup, address: str) -> None:
         self.epoch = start.epoch
-        agent = "*" if start.launcher == "mpiexec" and len(start.hosts) > 1 else settings.host_name
-        self._mark = GroupMark(start.engine, start.epoch, agent)
-        self._tail: deque[bytes] = deque()
+        self._mark = group_mark(start.engine, settings.host_name)
+        self._tail = b""
         self._stderr = PassOn(STDERR)
         self._watched: dict[int, tuple[int, int]] = {}  # pidfd -> rank, pid
         self._unwatchable: dict[int, int] = {}  # rank -> pid
-        self._reported: list[int] = []
         self._ended_at: float | None = None
         self._folder: PrivateFolder | None = None
         self._kills_before = oom_kills()
         self._need_bytes = partial(rank_bytes, Path(settings.model), start.ranks, settings.weights)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.rendezvous = start.rendezvous
+        self.rendezvous = ""
+        """The place of this host where the ranks of all hosts meet, if that is here."""
         listener: socket.socket | None = None
         url = ""
-        if start.launcher == "direct" and len(start.hosts) > 1:
-            if start.node == 0:
-                listener = listen_on(start.hosts[0].address)
-                self.rendezvous = "{}:{}".format(*listener.getsockname())
-            url = f"tcp://{self.rendezvous}"
-        elif start.launcher == "direct" and start.ranks > 1:
+        several = start.local_ranks < start.ranks
+        if several and start.node == 0:
+            listener = listen_on(address)
+            self.rendezvous = "{}:{}".format(*listener.getsockname())
+        if several:
+            url = f"tcp://{self.rendezvous or start.rendezvous}"
+        elif start.ranks > 1 and not start.by_mpiexec:
             self._folder = PrivateFolder()  # of this epoch: what an older one left there must not reach it
             url = (self._folder.path / "store").as_uri()
+        environment = rank_environment(self._mark, start.local_ranks, address if several else None)
         self.output, write_end = os.pipe()
         os.set_blocking(self.output, False)
         try:
-            self._start(start, launch_command(settings, start, self._mark, url), write_end, listener)
+            self._start(start, launch_command(settings, start, url), environment, write_end, listener)
         except (OSError, ConfigError):
             self.kill()
             raise
@@ -123,33 +113,29 @@ class RankProcesses:
             if listener is not None:
                 listener.close()
 
-    def _start(self, start: StartGroup, command: list[str], output: int, listener: socket.socket | None) -> None:
+    def _start(
+        self,
+        start: StartGroup,
+        command: list[str],
+        environment: dict[str, str],
+        output: int,
+        listener: socket.socket | None,
+    ) -> None:
         """Start mpiexec, or each rank of this host; rank 0 is handed the socket at which all of them meet."""
-        environment = rank_environment(start, self._mark)
-        direct = start.launcher == "direct"
-        for local in range(start.local_ranks if direct else 1):
-            words, descriptors = command, []
-            if direct:
-                rank = {"RANK": start.first_rank + local, "LOCAL_RANK": local, "WORLD_SIZE": start.ranks}
-                environment |= {name: str(value) for name, value in {**rank, "GROUP_RANK": start.node}.items()}
-                if listener is not None and local == 0:
-                    descriptors = [listener.fileno()]
-                    words = [*command, f"--listener={listener.fileno()}"]
+        for local in range(1 if start.by_mpiexec else start.local_ranks):
+            places = {"RANK": start.first_rank + local, "LOCAL_RANK": local, "WORLD_SIZE": start.ranks}
+            own = {name: str(value) for name, value in {**places, "GROUP_RANK": start.node}.items()}
+            descriptors = [listener.fileno()] if listener is not None and local == 0 else []
             self._processes.append(
                 subprocess.Popen(
-                    words,
+                    [*command, *(f"--listener={descriptor}" for descriptor in descriptors)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=environment,
+                    env=environment if start.by_mpiexec else environment | own,
                     pass_fds=descriptors,
                 )
             )
-
-    @property
-    def launcher_pid(self) -> int:
-        """The process that was started first."""
-        return self._processes[0].pid
 
     @property
     def process_ids(self) -> set[int]:
@@ -163,7 +149,6 @@ class RankProcesses:
 
     def watch(self, first_rank: int, pids: list[int]) -> None:
         """Let `ended_ranks` tell of these processes from now on; they stand in order of rank."""
-        self._reported = list(pids)
         for rank, pid in enumerate(pids, first_rank):
             try:
                 self._watched[os.pidfd_open(pid)] = (rank, pid)
@@ -206,9 +191,7 @@ class RankProcesses:
                 os.close(self.output)
                 self.output = -1
                 return
-            self._tail.append(data)
-            while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= TAIL_BYTES:
-                self._tail.popleft()
+            self._tail = (self._tail + data)[-TAIL_BYTES:]
             self._stderr.write(data)
 
     def exit_code(self, patience_s: float) -> int | None:
@@ -231,7 +214,9 @@ class RankProcesses:
     def kill(self) -> tuple[int, str]:
         """Kill whatever is left of the group; returns the launcher's exit code and the end of its output."""
         code = self.exit_code(0.0)
-        left = kill_processes(self._mark.__eq__, [*self._reported, *(p.pid for p in self._processes)], KILL_TIMEOUT_S)
+        for process in self._processes:
+            process.kill()
+        left = kill_processes(self._mark, KILL_TIMEOUT_S)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_TIMEOUT_S if process.pid not in left else 0.01)
@@ -242,7 +227,7 @@ class RankProcesses:
         self.output = -1
         if self._folder is not None:
             self._folder.remove()
-        tail = b"".join(self._tail)[-TAIL_BYTES:].decode(errors="replace")
+        tail = self._tail.decode(errors="replace")
         return (code if code is not None else self._processes[0].returncode or 0), tail
 
 

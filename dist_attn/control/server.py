@@ -29,8 +29,6 @@ from dist_attn.wire.sockets import Router, agent_identity
 
 TURN_S = 0.02  # while requests are open
 IDLE_TURN_S = 0.2
-AGENT_START_S = 60.0  # until its first hello
-AGENT_STUCK_S = 10.0  # it says hello every second, but starting and killing ranks on a busy machine take a while
 MESSAGES_PER_TURN = 256  # so that a flood on one socket cannot keep the other one waiting
 AGENT_RESTART_S = 1.0
 MARGIN_S = 1.0  # for a controller whose parent was killed to see that
@@ -176,7 +174,7 @@ class _Server:
         now = time.monotonic()
         if self._agent is not None and self._agent.poll() is None:
             identity = agent_identity(self._settings.host_name, self._agent.pid)
-            if self._controller.agent_silence_s(identity, now, self._agent_started) > self._agent_patience_s(identity):
+            if self._controller.agent_is_stuck(identity, now, self._agent_started):
                 # Stopped, or stuck: the kernel ends its ranks with it. The next turn finds it ended.
                 log.error("agent is silent and will be killed", pid=self._agent.pid)
                 self._agent.kill()
@@ -191,10 +189,6 @@ class _Server:
             command = [sys.executable, "-m", "dist_attn.control", "agent", *settings.to_flags()]
             self._agent_started = now
             self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
-
-    def _agent_patience_s(self, identity: bytes) -> float:
-        """The seconds to wait for an agent's hello; a process that was just started has its libraries to load first."""
-        return AGENT_STUCK_S if self._controller.knows_agent(identity) else AGENT_START_S
 
     def _turn(self, timeout_s: float) -> None:
         """Wait for messages, take them in, and act."""

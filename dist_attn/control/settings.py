@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -65,6 +65,8 @@ class ControlSettings(FlagSettings, EngineSettings):
             raise ConfigError(
                 f"agents is {self.agents}, but rank_address is not set, so no other host can connect: give tcp://HOST:PORT"
             )
+        if self.agents > 1 and self.backend == "mpi":
+            raise ConfigError(f"agents is {self.agents}, and ranks over mpi are of one host: choose auto, gloo or nccl")
         if not AGENT_NAME.fullmatch(self.host_name):
             raise ConfigError(
                 f"agent_name {self.host_name!r} cannot be used: give letters, digits, dots, dashes and underscores, "
@@ -87,11 +89,6 @@ class ControlSettings(FlagSettings, EngineSettings):
     def store_address(self) -> str:
         """The address of the blobs of stored states."""
         return self.store or str(Path(self.data_dir) / DataFolder.STATES)
-
-    @property
-    def starts_by(self) -> Literal["direct", "mpiexec"]:
-        """The starter of the ranks: each host's agent one by one, or MPI's launcher."""
-        return "mpiexec" if self.backend == "mpi" and self.ranks > 1 else "direct"
 
     @property
     def host_name(self) -> str:

@@ -1,48 +1,43 @@
 """The messages between the controller and the agents, which start and kill ranks."""
 
-import msgspec
-
 from dist_attn.wire.specs import Count, Message, Name
-
-
-class HostShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The number of a group's ranks on one host, and the address by which other hosts reach it."""
-
-    address: str
-    ranks: Count
 
 
 class StartGroup(Message, frozen=True):
     """Start the ranks of `epoch` that are this host's share, after killing what is left of older epochs.
 
-    `hosts` are in order of rank, this one is `hosts[node]`. `engine` is the controller's own name: what two controllers
-    have started is never taken for one group. Where ranks of several hosts have to find each other, node 0 is asked
-    without a `rendezvous`, answers with one, and the other nodes are given it. `terms` are the settings that every rank
-    has from the controller, whatever those of its own host say.
+    `shares` are the numbers of ranks on each host, in order of rank; this host's is `shares[node]`. `engine` is the
+    controller's own name: what two controllers have started is never taken for one group. Of several hosts node 0 is
+    asked without a `rendezvous`, answers with one, and the other nodes are given it. `terms` are the settings that
+    every rank has from the controller, whatever those of its own host say.
     """
 
     epoch: Count
     engine: str
-    hosts: list[HostShare]
+    shares: list[Count]
     node: Count
-    launcher: str
     terms: dict[str, bool | int | float | str]
     rendezvous: str = ""
 
     @property
     def ranks(self) -> int:
         """The number of ranks of the whole group."""
-        return sum(host.ranks for host in self.hosts)
+        return sum(self.shares)
 
     @property
     def first_rank(self) -> int:
         """The first of this host's ranks."""
-        return sum(host.ranks for host in self.hosts[: self.node])
+        return sum(self.shares[: self.node])
 
     @property
     def local_ranks(self) -> int:
         """The number of ranks on this host."""
-        return self.hosts[self.node].ranks
+        return self.shares[self.node]
+
+    @property
+    def by_mpiexec(self) -> bool:
+        """Return whether mpiexec starts the ranks; else the agent does, one by one."""
+        return self.terms["backend"] == "mpi" and self.ranks > 1
 
 
 class WatchRanks(Message, frozen=True):
@@ -57,14 +52,10 @@ class WatchRanks(Message, frozen=True):
 
 
 class KillGroup(Message, frozen=True):
-    """Kill every process of `epoch` on this host, mpiexec included.
-
-    They are found by their mark; `pids`, which the ranks reported, count only where processes cannot be looked into.
-    """
+    """Kill every process of `epoch` on this host, mpiexec included, and of the controller's epochs before it."""
 
     epoch: Count
     engine: str
-    pids: list[Count]
 
 
 class StopAgent(Message, frozen=True):
@@ -85,14 +76,10 @@ class AgentHello(Message, frozen=True):
 
 
 class GroupStarted(Message, frozen=True):
-    """The processes of `epoch` run on this host, `launcher_pid` the first of them.
-
-    Node 0 says where the ranks of all hosts find each other, as HOST:PORT.
-    """
+    """The ranks of `epoch` on the first of several hosts run; those of the others find them at HOST:PORT."""
 
     epoch: Count
-    launcher_pid: Count
-    rendezvous: str = ""
+    rendezvous: str
 
 
 class RankExited(Message, frozen=True):

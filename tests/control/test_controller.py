@@ -375,7 +375,7 @@ def test_a_step_that_is_not_due_ends_the_epoch(table, rank, k):
     table.done(rank, k)
     assert not table.controller.status(table.now).ready
     assert f"rank {rank}: finished step {k}, due was step 1" in table.controller.status(table.now).reason
-    assert table.others[-1] == (b"agent", KillGroup(1, "", [70, 71]))
+    assert table.others[-1] == (b"agent", KillGroup(1, ""))
     status = table.controller.status(table.now)
     assert (status.lost_groups, status.replayed_tokens, status.queued) == (1, 600, 1)
 

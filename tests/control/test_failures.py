@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dist_attn.control.controller import AGENT_STUCK_S
 from dist_attn.control.launch import start_engine
-from dist_attn.control.server import AGENT_STUCK_S
 from dist_attn.errors import ConfigError, EngineError
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from tests.support import fake_rank

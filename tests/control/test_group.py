@@ -10,7 +10,6 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
-    HostShare,
     KillGroup,
     RankExited,
     StartGroup,
@@ -107,7 +106,7 @@ def test_a_group_starts_when_there_is_an_agent_and_runs_when_every_rank_said_hel
     scene.agent()
     scene.group.tick(scene.now, None, 0)
     start = scene.outlet.last(StartGroup)
-    assert start == StartGroup(1, "", [HostShare("127.0.0.1", 2)], 0, "direct", start.terms)
+    assert start == StartGroup(1, "", [2], 0, start.terms)
     assert (start.terms["ranks"], start.terms["backend"]) == (2, "auto") and "keys_dir" not in start.terms
     scene.hello(1)
     assert "1 of 2" in scene.group.reason(scene.now)
@@ -126,7 +125,7 @@ def test_the_rank_that_died_is_named_not_the_one_that_complained():
     scene.group.rank_exited(RankExited(1, 1, 71), scene.now)
     scene.group.tick(scene.now, None, 0)
     assert scene.outlet.lost == ["rank 1 (pid 71) died"]
-    assert scene.outlet.last(KillGroup) == KillGroup(1, "", [70, 71])
+    assert scene.outlet.last(KillGroup) == KillGroup(1, "")
 
 
 def test_a_rank_that_reports_an_error_is_named_with_it():

@@ -30,9 +30,9 @@ def test_the_second_host_is_told_where_the_first_one_listens():
     scene.group.tick(scene.now, None, 0)
     first = scene.outlet.last(StartGroup)
     assert (first.node, first.rendezvous, first.first_rank, first.local_ranks) == (0, "", 0, 1)
-    scene.group.group_started(b"a", GroupStarted(1, 5, "10.0.0.1:77"))
+    scene.group.group_started(GroupStarted(1, "10.0.0.1:77"))
     second = scene.outlet.last(StartGroup)
-    assert (second.node, second.rendezvous, second.first_rank, second.hosts) == (1, "10.0.0.1:77", 1, first.hosts)
+    assert (second.node, second.rendezvous, second.first_rank, second.shares) == (1, "10.0.0.1:77", 1, [1, 1])
     scene.hello(0)
     scene.hello(1)
     assert [m for m in scene.outlet.sent if isinstance(m, WatchRanks)] == [
@@ -47,7 +47,7 @@ def test_a_group_is_cleared_when_every_host_has_nothing_left():
     scene.outlet.agents = {b"a", b"b"}
     several(scene)
     scene.group.tick(scene.now, None, 0)
-    scene.group.group_started(b"a", GroupStarted(1, 5, "10.0.0.1:77"))
+    scene.group.group_started(GroupStarted(1, "10.0.0.1:77"))
     scene.hello(0)
     scene.hello(1)
     scene.group.rank_exited(RankExited(1, 1, 71), scene.now)
@@ -64,7 +64,7 @@ def test_a_lost_host_is_named_though_the_ranks_of_another_end_first():
     scene.outlet.agents = {b"a", b"b"}
     several(scene)
     scene.group.tick(scene.now, None, 0)
-    scene.group.group_started(b"a", GroupStarted(1, 5, "10.0.0.1:77"))
+    scene.group.group_started(GroupStarted(1, "10.0.0.1:77"))
     scene.hello(0)
     scene.hello(1)
     scene.group.rank_failed(RankFailed(1, 1, 1, "connection reset"), scene.now)

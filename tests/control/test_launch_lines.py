@@ -1,4 +1,4 @@
-"""What an agent starts its ranks with: one by one, by mpiexec, over several hosts, and on which interface."""
+"""What an agent starts its ranks with: one by one or by mpiexec, over several hosts, and on which interface."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dist_attn import host_limits
-from dist_attn.control.processes import GROUP_MARK, GroupMark, group_processes, kill_processes
+from dist_attn.control.processes import GROUP_MARK, group_mark, group_processes, kill_processes
 from dist_attn.control.ranks import (
     LOOPBACK_INTERFACE,
     RankProcesses,
@@ -19,27 +19,24 @@ from dist_attn.control.ranks import (
 )
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
-from dist_attn.launchers import find_mpiexec
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.shipped import resolve_model_folder
-from dist_attn.wire.agent_messages import HostShare, StartGroup
+from dist_attn.wire.agent_messages import StartGroup
 from tests.support.waiting import eventually
 
 SETTINGS = ControlSettings(model="/models/here", rank_address="tcp://127.0.0.1:9", keys_dir="/keys", agent_name="b")
-HOSTS = [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)]
-MARK = GroupMark("e", 7, "b")
 
 
-def line(launcher, node=0, backend="gloo", hosts=HOSTS, rendezvous=""):
+def line(shares, node=0, backend="gloo", rendezvous=""):
     """The command without its tether."""
-    start = StartGroup(7, "e", hosts, node, launcher, {"backend": backend, "ranks": sum(host.ranks for host in hosts)})
-    command = launch_command(SETTINGS, start, MARK, rendezvous)
+    start = StartGroup(7, "e", shares, node, {"backend": backend, "ranks": sum(shares)})
+    command = launch_command(SETTINGS, start, rendezvous)
     return command[command.index(str(os.getpid())) + 1 :]
 
 
 def test_ranks_are_told_this_hosts_places():
     """Model, keys and the way to the controller are the agent's; the rest is what the controller said."""
-    command = line("direct", 1, rendezvous="tcp://10.0.0.1:4567")
+    command = line([2, 1], 1, rendezvous="tcp://10.0.0.1:4567")
     own = command[command.index("dist_attn.rank") + 1 :]
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "2", "3"
     try:
@@ -51,21 +48,14 @@ def test_ranks_are_told_this_hosts_places():
     assert (rank.rendezvous, rank.listener) == ("tcp://10.0.0.1:4567", None)
 
 
-def test_mpiexec_starts_all_hosts_and_hands_the_mark_on():
-    """One line for all ranks, with every host's share; whose they are travels in their environment."""
-    command = line("mpiexec", backend="mpi")
-    assert command[1:5] == ["-n", "3", "-host", "10.0.0.1:2,10.0.0.2:1"]
-    assert f"{GROUP_MARK}=e:7:b" in command[command.index("env") :]
-    assert "-host" not in line("mpiexec", backend="mpi", hosts=HOSTS[:1])
-
-
-@pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
-def test_mpiexec_takes_the_line():
-    """The real launcher starts so many processes for a host that is named by its address."""
-    command = line("mpiexec", backend="mpi", hosts=[HostShare("127.0.0.1", 1), HostShare("127.0.0.1", 1)])
-    words = [*command[: command.index(sys.executable)], "printenv", GROUP_MARK]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["e:7:b"] * 2, done.stderr
+@pytest.mark.parametrize(
+    ("ranks", "backend", "starts_by"), [(1, "mpi", None), (2, "gloo", None), (2, "nccl", None), (2, "mpi", "2")]
+)
+def test_who_starts_the_ranks(ranks, backend, starts_by):
+    """The agent does, but where there are several over MPI: then mpiexec starts so many."""
+    command = line([ranks], backend=backend)
+    launcher = command[: command.index(sys.executable)]
+    assert launcher[1:] == ([] if starts_by is None else ["-n", starts_by])
 
 
 @pytest.mark.parametrize(
@@ -79,8 +69,8 @@ def test_ranks_share_the_cores_and_sleep_while_they_wait(given, threads, waits, 
     for name, word in given.items():
         monkeypatch.setenv(name, word)
     settings = SETTINGS.replace(rank_command=("sh", "-c", 'echo "rank $RANK: $OMP_NUM_THREADS $OMP_WAIT_POLICY"'))
-    start = StartGroup(7, "e", [HostShare("127.0.0.1", 2)], 0, "direct", {"backend": "gloo", "ranks": 2})
-    group = RankProcesses(settings, start)
+    start = StartGroup(7, "e", [2], 0, {"backend": "gloo", "ranks": 2})
+    group = RankProcesses(settings, start, "127.0.0.1")
     try:
         eventually(lambda: group.exit_code(60.0) is not None, "the ranks end")
     finally:
@@ -93,11 +83,11 @@ def test_a_killed_rank_is_told_with_what_it_needs():
     model = str(resolve_model_folder("books-6m"))
     for script, words in (("kill -9 $$", "out of memory; a rank needs about 37"), ("exit 1", "")):
         settings = SETTINGS.replace(model=model, rank_command=("sh", "-c", script))
-        start = StartGroup(7, "e", [HostShare("127.0.0.1", 1)], 0, "direct", {"backend": "local", "ranks": 1})
-        group = RankProcesses(settings, start)
+        start = StartGroup(7, "e", [1], 0, {"backend": "local", "ranks": 1})
+        group = RankProcesses(settings, start, "127.0.0.1")
         try:
             eventually(lambda group=group: group.exit_code(60.0) is not None, "the rank ends")
-            for why in (group.why_ended(), group.why_ended(group.launcher_pid)):
+            for why in (group.why_ended(), group.why_ended(*group.process_ids)):
                 assert words in why
                 assert bool(why) == bool(words)
         finally:
@@ -123,13 +113,13 @@ def test_ranks_never_meet_on_all_addresses(address):
 
 
 def test_only_the_processes_of_a_mark_are_killed():
-    """Another epoch, engine or agent on the same machine is left alone."""
+    """Those of another engine or agent on the same machine are left alone."""
     engine = f"test-{os.getpid()}"
-    marks = [GroupMark(engine, 1, "a"), GroupMark(engine, 2, "a"), GroupMark(engine, 1, "b"), GroupMark(engine, 1, "*")]
-    sleepers = [subprocess.Popen(["sleep", "60"], env={GROUP_MARK: str(mark)}) for mark in marks]
+    marks = [group_mark(engine, "a"), group_mark(engine, "ab"), group_mark(f"{engine}b", "a")]
+    sleepers = [subprocess.Popen(["sleep", "60"], env={GROUP_MARK: mark}) for mark in marks]
     try:
-        kill_processes(lambda mark: mark.is_of(engine, "a") and mark.epoch == 1, (), 5.0)
-        assert group_processes(lambda mark: mark.engine == engine) == {sleepers[1].pid, sleepers[2].pid}
+        assert kill_processes(marks[0], 5.0) == set()
+        assert [group_processes(mark) for mark in marks] == [set(), {sleepers[1].pid}, {sleepers[2].pid}]
     finally:
         for sleeper in sleepers:
             sleeper.kill()
@@ -141,6 +131,7 @@ def test_only_the_processes_of_a_mark_are_killed():
     [
         ({"agents": 2}, "every agent needs a rank"),
         ({"agents": 2, "ranks": 2}, "rank_address is not set"),
+        ({"agents": 2, "ranks": 2, "rank_address": "tcp://127.0.0.1:1", "backend": "mpi"}, "over mpi are of one host"),
         ({"agent_name": "a:b"}, "agent_name"),
     ],
 )

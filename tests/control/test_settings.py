@@ -6,14 +6,12 @@ import pytest
 
 from dist_attn.control import launch
 from dist_attn.control.launch import start_engine
-from dist_attn.control.processes import GroupMark
 from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import STORE_VARIABLE, ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.agent_messages import (
-    HostShare,
     StartGroup,
 )
 
@@ -86,21 +84,6 @@ def test_settings_that_do_not_fit_exit_with_code_2(environment, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("fields", "starts_by"),
-    [
-        ({"ranks": 1}, "direct"),
-        ({"ranks": 1, "backend": "mpi"}, "direct"),
-        ({"ranks": 2}, "direct"),
-        ({"ranks": 2, "backend": "nccl"}, "direct"),
-        ({"ranks": 2, "backend": "mpi"}, "mpiexec"),
-    ],
-)
-def test_who_starts_the_ranks(fields, starts_by):
-    """The agents, but for ranks over MPI; one rank needs no mpiexec."""
-    assert ControlSettings(**GIVEN, **fields).starts_by == starts_by
-
-
 def test_ranks_that_could_not_talk_are_refused(tmp_path, monkeypatch):
     """The local back end knows one rank only, which is said before anything is started or made."""
     assert ControlSettings(**GIVEN, backend="local").ranks == 1
@@ -130,10 +113,8 @@ def test_the_search_for_nan_reaches_the_ranks(check):
     flags = ["--api-address=ipc:///tmp/a", "--model=m"]
     settings = ControlSettings.from_flags(flags, "x", environment)
     assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").check_finite is check
-    start = StartGroup(
-        1, "", [HostShare("", 1)], 0, "direct", {"backend": "local", "check_finite": settings.check_finite}
-    )
-    command = launch_command(settings, start, GroupMark("", 1, "a"))
+    start = StartGroup(1, "", [1], 0, {"backend": "local", "check_finite": settings.check_finite})
+    command = launch_command(settings, start)
     own = command[command.index("dist_attn.rank") + 1 :]
     assert RankSettings.from_flags(own).check_finite is check
 
@@ -144,8 +125,8 @@ def test_the_precision_of_weights_reaches_the_ranks(weights):
     flags = ["--api-address=ipc:///tmp/a", "--model=m"]
     settings = ControlSettings.from_flags(flags, "x", {"DIST_ATTN_ENGINE__WEIGHTS": weights})
     assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").weights == weights
-    start = StartGroup(1, "", [HostShare("", 1)], 0, "direct", {"backend": "local", "weights": settings.weights})
-    command = launch_command(settings, start, GroupMark("", 1, "a"))
+    start = StartGroup(1, "", [1], 0, {"backend": "local", "weights": settings.weights})
+    command = launch_command(settings, start)
     assert RankSettings.from_flags(command[command.index("dist_attn.rank") + 1 :]).weights == weights
 
 

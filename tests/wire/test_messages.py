@@ -11,7 +11,6 @@ from dist_attn.errors import WireError
 from dist_attn.wire import agent_messages as agents
 from dist_attn.wire import messages as wire
 from dist_attn.wire import rank_messages as ranks
-from dist_attn.wire.agent_messages import HostShare
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import (
     AnyMessage,
@@ -92,14 +91,12 @@ EXAMPLES = [
     ),
     ranks.Heartbeat(1, 0, 2, "idle", 3, 4),
     ranks.RankFailed(1, 0, 2, "why"),
-    agents.StartGroup(
-        1, "e", [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)], 1, "direct", {"backend": "gloo"}, "a:1"
-    ),
+    agents.StartGroup(1, "e", [2, 1], 1, {"backend": "gloo"}, "a:1"),
     agents.WatchRanks(1, 2, [77, 78]),
-    agents.KillGroup(1, "e", [77]),
+    agents.KillGroup(1, "e"),
     agents.StopAgent(),
     agents.AgentHello(1, "host", 5, "name", "10.0.0.1"),
-    agents.GroupStarted(1, 6, "10.0.0.1:5"),
+    agents.GroupStarted(1, "10.0.0.1:5"),
     agents.RankExited(1, 0, 77),
     agents.GroupExited(1, -9, "tail"),
 ]
@@ -162,7 +159,7 @@ def test_damaged_messages_are_refused_as_wire_errors(message, data):
     [
         b"\x91" * 100_000,
         b"\x81\xa1a" * 50_000,
-        b"\x82\xa4type\xa9KillGroup\xa4pids\xdd\xff\xff\xff\xff\x01",
+        b"\x82\xa4type\xaaWatchRanks\xa4pids\xdd\xff\xff\xff\xff\x01",
         b"\x82\xa4type\xa6Cancel\xaarequest_id\xa2\xff\xfe",
     ],
     ids=["deep lists", "deep maps", "a list that claims 4 G entries", "invalid UTF-8"],
