@@ -162,7 +162,6 @@ class _Ranks:
             MEETING_VARIABLE: (folder / "store").as_uri(),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
-            "GROUP_RANK": "0",
         }
         try:
             for rank in range(count):

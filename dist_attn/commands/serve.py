@@ -15,7 +15,7 @@ from typing import Any, Protocol, final
 from dist_attn.control.launch import EngineHandle, start_engines
 from dist_attn.control.memory import too_little
 from dist_attn.control.preflight import check_api, check_before_start, check_engine
-from dist_attn.control.processes import held
+from dist_attn.control.processes import end_process, held
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError, MissingExtraError
@@ -180,12 +180,7 @@ class _Api:
     def stop(self, deadline_s: float) -> None:
         """End the API in order, or after the deadline at once; this process accepts no connection meanwhile."""
         self._listener.close()
-        self._process.terminate()
-        try:
-            self._process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, deadline_s)
 
 
 def _watch(parts: Mapping[str, Part], stopped: threading.Event) -> tuple[int, str]:

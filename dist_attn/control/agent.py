@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import time
 from types import FrameType
 
@@ -125,7 +124,7 @@ class _Agent:
         self._unanswered += 1
         with contextlib.suppress(WireError):
             self._address = self._address or address_towards(self._settings.rank_address)
-            hello = AgentHello(PROTOCOL_VERSION, socket.gethostname(), os.getpid(), self._name, self._address)
+            hello = AgentHello(PROTOCOL_VERSION, os.getpid(), self._name, self._address)
             self._dealer.send(hello)
 
     def _wait(self) -> None:
@@ -149,7 +148,7 @@ class _Agent:
             case StartGroup():
                 self._start(message)
             case WatchRanks() if self._group is not None and self._group.epoch == message.epoch:
-                self._group.watch(message.first_rank, message.pids)
+                self._group.watch(message.pids)
             case KillGroup():
                 self._engine = message.engine
                 if self._group is not None and self._group.epoch == message.epoch:
@@ -179,9 +178,9 @@ class _Agent:
             return
         self._group.forward_output()
         # Asked first, so that the rank which ended the group is always told of before the group's end is.
-        ended = self._group.exit_code(self._settings.stop_deadline_s / 2) is not None
+        ended = self._group.exit_code() is not None
         for rank, pid in self._group.ended_ranks():
-            self._dealer.send(RankExited(self._group.epoch, rank, pid, self._group.why_ended(pid)), SEND_S)
+            self._dealer.send(RankExited(self._group.epoch, rank, self._group.why_ended(pid)), SEND_S)
         if ended:
             self._end_group()
         _reap(keep=self._group)

@@ -5,11 +5,10 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, final
 
-from dist_attn.control.processes import PrivateFolder
+from dist_attn.control.processes import PrivateFolder, end_process
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import STORE_VARIABLE, ControlSettings
 from dist_attn.errors import EngineError
@@ -46,28 +45,17 @@ class EngineHandle:
         Raises: EngineError if it does not come up.
         """
         assert self.process.stdout is not None
-        deadline = time.monotonic() + LISTEN_DEADLINE_S
-        line = b""
         with contextlib.closing(self.process.stdout) as stdout:
-            while not line.endswith(b"\n"):
-                if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                    raise EngineError(f"the controller does not listen after {LISTEN_DEADLINE_S:g} s; see stderr")
-                data = os.read(stdout.fileno(), 4096)
-                if not data:
-                    code = self.process.wait(STOP_MARGIN_S)
-                    raise EngineError(f"the controller ended with exit code {code} before it listened; see stderr")
-                line += data
+            if not select.select([stdout], [], [], LISTEN_DEADLINE_S)[0]:
+                raise EngineError(f"the controller does not listen after {LISTEN_DEADLINE_S:g} s; see stderr")
+            if not stdout.readline():
+                code = self.process.wait(STOP_MARGIN_S)
+                raise EngineError(f"the controller ended with exit code {code} before it listened; see stderr")
 
     def stop(self) -> int:
         """End the controller, its agent and its ranks, cleanly if there is time; returns the controller's exit code."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            code = self.process.wait(self.settings.drain_s + self.settings.stop_deadline_s + STOP_MARGIN_S)
-        except subprocess.TimeoutExpired:
-            # Its agent and ranks are tied to it and die with it.
-            self.process.kill()
-            code = self.process.wait(STOP_MARGIN_S)
+        # Its agent and ranks are tied to it and die with it.
+        code = end_process(self.process, self.settings.drain_s + self.settings.stop_deadline_s + STOP_MARGIN_S)
         if self._folder is not None:
             self._folder.remove()
         return code

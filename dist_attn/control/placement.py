@@ -125,7 +125,7 @@ class Placement:
     def watch(self, pids: dict[int, int]) -> None:
         """Let every host tell when one of its ranks ends; `pids` by rank, all of them."""
         for name, own in self.shares.items():
-            self._tell(name, WatchRanks(self._epoch, own.start, [pids[rank] for rank in own]))
+            self._tell(name, WatchRanks(self._epoch, [pids[rank] for rank in own]))
 
     def kill(self) -> None:
         """Let every host kill what it has of the epoch; a host that is gone has nothing left to be waited for."""

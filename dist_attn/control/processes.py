@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -50,6 +51,16 @@ def kill_processes(mark: str, timeout_s: float) -> set[int]:
             break
         time.sleep(POLL_S)
     return left
+
+
+def end_process(process: subprocess.Popen[bytes], deadline_s: float) -> int:
+    """Let a child end in order, or after the deadline at once; returns its exit code."""
+    process.terminate()
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -76,13 +75,12 @@ class RankProcesses:
     """The ranks of one epoch on this machine, which other hosts reach at `address`."""
 
     def __init__(self, settings: ControlSettings, start: StartGroup, address: str) -> None:
-        self.epoch = start.epoch
+        self.epoch, self._first_rank = start.epoch, start.first_rank
         self._mark = group_mark(start.engine, settings.host_name)
         self._tail = b""
         self._stderr = PassOn(STDERR)
         self._watched: dict[int, tuple[int, int]] = {}  # pidfd -> rank, pid
         self._unwatchable: dict[int, int] = {}  # rank -> pid
-        self._ended_at: float | None = None
         self._folder: PrivateFolder | None = None
         self._kills_before = oom_kills()
         self._need_bytes = partial(rank_bytes, Path(settings.model), start.ranks, settings.weights)
@@ -147,9 +145,9 @@ class RankProcesses:
         """File descriptors that become readable when something happens."""
         return [*([self.output] if self.output >= 0 else []), *self._watched]
 
-    def watch(self, first_rank: int, pids: list[int]) -> None:
+    def watch(self, pids: list[int]) -> None:
         """Let `ended_ranks` tell of these processes from now on; they stand in order of rank."""
-        for rank, pid in enumerate(pids, first_rank):
+        for rank, pid in enumerate(pids, self._first_rank):
             try:
                 self._watched[os.pidfd_open(pid)] = (rank, pid)
             except (OSError, AttributeError):
@@ -194,26 +192,15 @@ class RankProcesses:
             self._tail = (self._tail + data)[-TAIL_BYTES:]
             self._stderr.write(data)
 
-    def exit_code(self, patience_s: float) -> int | None:
-        """The exit code of the group, None while it runs.
-
-        When one process ended well, the others have `patience_s` to do the same; one that failed ends the group.
-        """
+    def exit_code(self) -> int | None:
+        """The exit code of the group, None while it runs: all processes until they end well, or one fails."""
         codes = [process.poll() for process in self._processes]
         failed = [code for code in codes if code]
-        if failed:
-            return failed[0]
-        if None not in codes:
-            return 0
-        if 0 in codes:
-            self._ended_at = self._ended_at or time.monotonic()
-            if time.monotonic() - self._ended_at > patience_s:
-                return 0
-        return None
+        return failed[0] if failed else None if None in codes else 0
 
     def kill(self) -> tuple[int, str]:
         """Kill whatever is left of the group; returns the launcher's exit code and the end of its output."""
-        code = self.exit_code(0.0)
+        code = self.exit_code()
         for process in self._processes:
             process.kill()
         left = kill_processes(self._mark, KILL_TIMEOUT_S)

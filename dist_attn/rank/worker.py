@@ -1,7 +1,6 @@
 """The rank loop: takes numbered steps from its socket, performs and answers them; idle, it is in no collective."""
 
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -238,7 +237,7 @@ def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Puls
 
 def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, pulse: Pulse) -> None:
     model, place = executor.loaded, (settings.epoch, settings.rank, settings.ranks)
-    dealer.send(RankHello(PROTOCOL_VERSION, *place, getpid(), socket.gethostname(), model), SEND_S)
+    dealer.send(RankHello(PROTOCOL_VERSION, *place, getpid(), model), SEND_S)
     pulse.phase = "idle"
     # How far the text has come that a state is of is known only once it is there.
     largest = settings.state_bytes if model.token_bytes else model.state_bytes or 0

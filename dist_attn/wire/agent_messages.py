@@ -43,11 +43,10 @@ class StartGroup(Message, frozen=True):
 class WatchRanks(Message, frozen=True):
     """All ranks of `epoch` have said hello: report at once when one of these processes ends.
 
-    `pids` are those of this host, in order of rank from `first_rank` on.
+    `pids` are those of this host, in order of rank.
     """
 
     epoch: Count
-    first_rank: Count
     pids: list[Count]
 
 
@@ -69,7 +68,6 @@ class AgentHello(Message, frozen=True):
     """
 
     protocol_version: int
-    host: str
     pid: Count
     name: Name
     address: str
@@ -90,7 +88,6 @@ class RankExited(Message, frozen=True):
 
     epoch: Count
     rank: Count
-    pid: Count
     why: str = ""
 
 

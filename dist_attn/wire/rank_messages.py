@@ -213,7 +213,6 @@ class RankHello(Message, frozen=True):
     rank: Count
     size: Count
     pid: Count
-    host: str
     model: LoadedModel
 
 

@@ -61,7 +61,7 @@ class Table:
         self.gone = set()
         self.controller = Controller(settings, self.to_api, self.to_engine, MemoryStates())
         self.now = 1.0
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, 5, "h", "127.0.0.1"))
         self.controller.tick(self.now)
         model = LoadedModel(
             "m", 2, 9000, (9,), None, state_bytes, described, token_bytes, pauses=12, chunk_tokens=chunk_tokens
@@ -69,7 +69,7 @@ class Table:
         for rank in (0, 1):
             self.engine(
                 rank_identity(1, rank),
-                RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", model),
+                RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, model),
             )
 
     def to_api(self, peer, message):

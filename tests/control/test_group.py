@@ -62,7 +62,7 @@ class Scene:
         self.now = 100.0
 
     def agent(self, identity=b"agent"):
-        self.group.agent_hello(identity, AgentHello(PROTOCOL_VERSION, "host", 9, "host", "127.0.0.1"), self.now)
+        self.group.agent_hello(identity, AgentHello(PROTOCOL_VERSION, 9, "host", "127.0.0.1"), self.now)
 
     def wait(self, seconds, beats=(0, 1), step_sent_at=None, step=0):
         """Let time pass in turns; the agent and the ranks in `beats` are heard meanwhile."""
@@ -75,7 +75,7 @@ class Scene:
             self.group.tick(self.now, step_sent_at, step)
 
     def hello(self, rank, **fields):
-        hello = RankHello(PROTOCOL_VERSION, self.group.epoch, rank, 2, 70 + rank, "host", LoadedModel("m", 4, 9))
+        hello = RankHello(PROTOCOL_VERSION, self.group.epoch, rank, 2, 70 + rank, LoadedModel("m", 4, 9))
         self.group.rank_hello(msgspec.structs.replace(hello, **fields), self.now)
 
     def run(self):
@@ -91,7 +91,7 @@ class Scene:
 
     def crash(self):
         """Lose rank 1 and clear what is left."""
-        self.group.rank_exited(RankExited(self.group.epoch, 1, 71), self.now)
+        self.group.rank_exited(RankExited(self.group.epoch, 1), self.now)
         self.group.tick(self.now, None, 0)
         assert self.group.phase is Phase.CLEARING
         self.group.group_exited(b"agent", GroupExited(self.group.epoch, -9, ""), self.now)
@@ -112,7 +112,7 @@ def test_a_group_starts_when_there_is_an_agent_and_runs_when_every_rank_said_hel
     assert "1 of 2" in scene.group.reason(scene.now)
     scene.hello(0)
     assert scene.group.running
-    assert scene.outlet.last(WatchRanks) == WatchRanks(1, 0, [70, 71])
+    assert scene.outlet.last(WatchRanks) == WatchRanks(1, [70, 71])
     assert len(scene.outlet.ready) == 1
 
 
@@ -122,7 +122,7 @@ def test_the_rank_that_died_is_named_not_the_one_that_complained():
     scene.group.rank_failed(RankFailed(1, 0, 5, "connection closed by peer"), scene.now)
     scene.group.tick(scene.now, None, 0)
     assert not scene.outlet.lost
-    scene.group.rank_exited(RankExited(1, 1, 71), scene.now)
+    scene.group.rank_exited(RankExited(1, 1), scene.now)
     scene.group.tick(scene.now, None, 0)
     assert scene.outlet.lost == ["rank 1 (pid 71) died"]
     assert scene.outlet.last(KillGroup) == KillGroup(1, "")
@@ -359,7 +359,7 @@ def test_messages_of_an_old_epoch_change_nothing():
     scene = Scene().run()
     scene.crash()
     scene.run()
-    scene.group.rank_exited(RankExited(1, 0, 70), scene.now)
+    scene.group.rank_exited(RankExited(1, 0), scene.now)
     scene.group.group_exited(b"agent", GroupExited(1, 1, ""), scene.now)
     scene.wait(1)
     assert scene.group.running
@@ -390,7 +390,7 @@ WHY = "out of memory: the kernel killed a process here"
 def test_what_a_host_knows_of_the_cause_is_told_once():
     """What an agent says of a rank's or a launcher's end is in the reason, once where both say it."""
     running = Scene().run()
-    running.group.rank_exited(RankExited(1, 1, 71, WHY), running.now)
+    running.group.rank_exited(RankExited(1, 1, WHY), running.now)
     running.group.group_exited(b"agent", GroupExited(1, -9, "", WHY), running.now)
     starting = Scene()
     starting.wait(1, beats=())
@@ -416,7 +416,7 @@ def test_a_stopping_group_starts_nothing_and_counts_no_crash():
     """When the engine ends, the end of its ranks is no failure."""
     scene = Scene().run()
     scene.group.stop()
-    scene.group.rank_exited(RankExited(1, 0, 70), scene.now)
+    scene.group.rank_exited(RankExited(1, 0), scene.now)
     scene.group.group_exited(b"agent", GroupExited(1, 0, ""), scene.now)
     scene.wait(5, beats=())
     assert not scene.outlet.lost

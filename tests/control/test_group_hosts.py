@@ -18,7 +18,7 @@ from tests.control.test_group import SETTINGS, Scene
 def several(scene, now=None):
     """Two agents on hosts of their own say hello: "a" first."""
     for name, address in (("a", "10.0.0.1"), ("b", "10.0.0.2")):
-        hello = AgentHello(PROTOCOL_VERSION, "h", 9, name, address)
+        hello = AgentHello(PROTOCOL_VERSION, 9, name, address)
         scene.group.agent_hello(name.encode(), hello, scene.now if now is None else now)
 
 
@@ -36,8 +36,8 @@ def test_the_second_host_is_told_where_the_first_one_listens():
     scene.hello(0)
     scene.hello(1)
     assert [m for m in scene.outlet.sent if isinstance(m, WatchRanks)] == [
-        WatchRanks(1, 0, [70]),
-        WatchRanks(1, 1, [71]),
+        WatchRanks(1, [70]),
+        WatchRanks(1, [71]),
     ]
 
 
@@ -50,7 +50,7 @@ def test_a_group_is_cleared_when_every_host_has_nothing_left():
     scene.group.group_started(GroupStarted(1, "10.0.0.1:77"))
     scene.hello(0)
     scene.hello(1)
-    scene.group.rank_exited(RankExited(1, 1, 71), scene.now)
+    scene.group.rank_exited(RankExited(1, 1), scene.now)
     scene.group.tick(scene.now, None, 0)
     scene.group.group_exited(b"a", GroupExited(1, -9, ""), scene.now)
     assert scene.group.phase is Phase.CLEARING
@@ -81,7 +81,7 @@ def test_a_host_that_others_cannot_reach_is_named():
     scene = Scene(SETTINGS.replace(agents=2, rank_address="tcp://127.0.0.1:1"))
     scene.outlet.agents = {b"a", b"b"}
     several(scene)
-    scene.group.agent_hello(b"a", AgentHello(PROTOCOL_VERSION, "h", 9, "a", "127.0.0.1"), scene.now)
+    scene.group.agent_hello(b"a", AgentHello(PROTOCOL_VERSION, 9, "a", "127.0.0.1"), scene.now)
     scene.group.tick(scene.now, None, 0)
     assert scene.group.phase is Phase.IDLE
     assert "cannot reach a: set engine.host_address" in scene.group.reason(scene.now)

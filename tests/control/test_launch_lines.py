@@ -72,7 +72,7 @@ def test_ranks_share_the_cores_and_sleep_while_they_wait(given, threads, waits, 
     start = StartGroup(7, "e", [2], 0, {"backend": "gloo", "ranks": 2})
     group = RankProcesses(settings, start, "127.0.0.1")
     try:
-        eventually(lambda: group.exit_code(60.0) is not None, "the ranks end")
+        eventually(lambda: group.exit_code() is not None, "the ranks end")
     finally:
         _, printed = group.kill()
     assert sorted(printed.splitlines()) == [f"rank {rank}: {threads} {waits}" for rank in (0, 1)]
@@ -86,7 +86,7 @@ def test_a_killed_rank_is_told_with_what_it_needs():
         start = StartGroup(7, "e", [1], 0, {"backend": "local", "ranks": 1})
         group = RankProcesses(settings, start, "127.0.0.1")
         try:
-            eventually(lambda group=group: group.exit_code(60.0) is not None, "the rank ends")
+            eventually(lambda group=group: group.exit_code() is not None, "the rank ends")
             for why in (group.why_ended(), group.why_ended(*group.process_ids)):
                 assert words in why
                 assert bool(why) == bool(words)

@@ -78,7 +78,7 @@ class Engine:
         self.sent = []  # steps
         self.rounds = Counter()  # by step: rounds of decoding that were heard of before its end
         self.controller = Controller(settings, self.to_api, self.to_engine, self.states)
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, 5, "h", "127.0.0.1"))
 
     # ---- what the controller sends
 
@@ -128,7 +128,7 @@ class Engine:
     def turn(self):
         """A moment passes: fresh ranks say hello, killed groups are reported, new steps go out."""
         self.now += 1.0
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, 5, "h", "127.0.0.1"))
         for epoch in self.epochs:
             self.engine(b"agent", GroupExited(epoch, -9, ""))
         self.epochs.clear()
@@ -143,7 +143,7 @@ class Engine:
     def hello_of(self, rank):
         """What the rank says first."""
         model = msgspec.structs.replace(self.ranks[rank].loaded, name="m", pauses=self.pauses)
-        return RankHello(PROTOCOL_VERSION, self.epoch, rank, len(self.ranks), 70 + rank, "h", model)
+        return RankHello(PROTOCOL_VERSION, self.epoch, rank, len(self.ranks), 70 + rank, model)
 
     def work(self, rank, heard=1000):
         """The rank takes what it was sent first, and so many of its messages are heard; false when there is nothing."""
