@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import dist_attn
+from dist_attn.control.processes import end_process
 from dist_attn.control.ranks import child_environment
 from dist_attn.errors import EngineError, InputError, MissingExtraError
 
@@ -60,12 +61,7 @@ def bench(
     try:
         return process.wait(deadline_s)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(STOPPING_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, STOPPING_S)
         raise EngineError(
             f"benchmark {name} did not end within {deadline_s:g} s; run it on a quieter machine, or give it longer by "
             "--minutes: an experiment goes on where it was stopped"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from dist_attn.control.processes import end_process
 from dist_attn.control.ranks import child_environment
 from dist_attn.errors import EngineError
 from dist_attn.launchers import find_mpiexec
@@ -65,9 +66,7 @@ def run_trial(
     """
     with tempfile.TemporaryDirectory(prefix="dist-attn-trial-") as private:
         settings, words = msgspec.structs.replace(settings, folder=private), Path(private) / "stderr"
-        # mpiexec ends its ranks when it is asked to, and cannot when it is killed.
-        politely = settings.backend == "mpi"
-        with started(_commands(module, settings), words, environment, politely=politely) as processes:
+        with started(_commands(module, settings), words, environment) as processes:
             until, codes = time.monotonic() + deadline_s, [process.poll() for process in processes]
             while codes[0] is None and not any(codes):
                 if time.monotonic() > until:
@@ -82,9 +81,9 @@ def run_trial(
 
 @contextlib.contextmanager
 def started(
-    commands: Sequence[Sequence[str]], words: Path, environment: dict[str, str] | None = None, *, politely: bool = False
+    commands: Sequence[Sequence[str]], words: Path, environment: dict[str, str] | None = None
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run processes that end with the block, `politely` by SIGTERM; their output on stderr goes into a file."""
+    """Run processes that end with the block; their output on stderr goes into a file."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with words.open("wb") as stderr:
@@ -93,13 +92,11 @@ def started(
                 processes.append(subprocess.Popen(command, stdin=silent, stdout=silent, stderr=stderr, env=own))
         yield processes
     finally:
+        # By SIGTERM first: mpiexec ends its ranks when it is asked to, and cannot when it is killed.
         for process in processes:
-            process.terminate() if politely else process.kill()
+            process.terminate()
         for process in processes:
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            end_process(process, END_S)
 
 
 def last_line(words: Path) -> str:

@@ -30,7 +30,7 @@ from dist_attn.wire.sockets import Router, agent_identity
 TURN_S = 0.02  # while requests are open
 IDLE_TURN_S = 0.2
 MESSAGES_PER_TURN = 256  # so that a flood on one socket cannot keep the other one waiting
-AGENT_RESTART_S = 1.0
+AGENT_RESTART_S = 1.0  # after its last start
 MARGIN_S = 1.0  # for a controller whose parent was killed to see that
 
 log = structlog.get_logger("dist_attn.control")
@@ -61,7 +61,9 @@ def _listen(settings: ControlSettings, rank_address: str) -> int:
 
 
 def _hold(until_closed: contextlib.ExitStack, address: str, patience_s: float) -> None:
-    """Let no other controller bind the socket's file, as ZeroMQ would let it; one that is about to end is waited for.
+    """Let no other controller bind the socket's file, as ZeroMQ would let it, and remove the file at the end.
+
+    A controller that is about to end is waited for.
 
     Raises: ConfigError where another one listens there.
     """
@@ -71,6 +73,7 @@ def _hold(until_closed: contextlib.ExitStack, address: str, patience_s: float) -
         lock = held(Path(f"{place}.lock"), f"the controller with process id {os.getpid()}", refusal, patience_s)
         with contextlib.suppress(OSError):  # of which the socket will tell
             until_closed.enter_context(lock)
+        until_closed.callback(Path(place).unlink, missing_ok=True)
 
 
 def _serve(settings: ControlSettings, rank_address: str) -> int:
@@ -92,16 +95,7 @@ def _serve(settings: ControlSettings, rank_address: str) -> int:
                 return server.run()
     finally:
         context.term()
-        for address in (settings.api_address, rank_address):
-            _remove(address)
         remove_left_over()  # that of a parent which was killed, and of an agent that did not stop in time
-
-
-def _remove(address: str) -> None:
-    """Remove the file of a socket."""
-    scheme, _, place = address.partition("://")
-    if scheme == "ipc":
-        Path(place).unlink(missing_ok=True)
 
 
 def local_address(address: str) -> str:
@@ -126,7 +120,6 @@ class _Server:
         self._store = store
         self._controller = Controller(settings, api.send, engine.send, states, secrets.token_hex(8))
         self._agent: subprocess.Popen[bytes] | None = None
-        self._agent_due = 0.0
         self._agent_started = 0.0
         self._stop = ""
         self._hurried = False
@@ -179,16 +172,14 @@ class _Server:
                 log.error("agent is silent and will be killed", pid=self._agent.pid)
                 self._agent.kill()
             return
+        if self._agent is not None and now - self._agent_started < AGENT_RESTART_S:
+            return
         if self._agent is not None:
             log.error("agent ended", pid=self._agent.pid, exit_code=self._agent.returncode)
-            self._agent = None
-            self._agent_due = now + AGENT_RESTART_S
-        if now >= self._agent_due:
-            address = local_address(self._rank_address)
-            settings = self._settings.replace(rank_address=address, parent=os.getpid(), store="")
-            command = [sys.executable, "-m", "dist_attn.control", "agent", *settings.to_flags()]
-            self._agent_started = now
-            self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
+        settings = self._settings.replace(rank_address=local_address(self._rank_address), parent=os.getpid(), store="")
+        command = [sys.executable, "-m", "dist_attn.control", "agent", *settings.to_flags()]
+        self._agent_started = now
+        self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
 
     def _turn(self, timeout_s: float) -> None:
         """Wait for messages, take them in, and act."""

@@ -39,9 +39,6 @@ def _prctl(option: int, value: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Tie this process to its parent and become the program."""
-    if len(arguments) < 2 or not arguments[0].isdigit():
-        print("usage: python -m dist_attn.rank_link.tether PARENT PROGRAM [ARGUMENT …]", file=sys.stderr)
-        sys.exit(2)
     die_with_parent()
     if parent_is_gone(int(arguments[0])):
         # The parent died before the kernel knew of the tie.
