@@ -202,16 +202,16 @@ class _Ranks:
                 break
             elif until is None:
                 until = time.monotonic() + PATIENCE_S
-        failed = [one for one in ended if one.process.returncode]
+        failed = sorted((one for one in ended if one.process.returncode), key=lambda one: one.rank)
         late = [one for one in self._ranks if one not in ended]
         if late:
             self._end(late)
         if self._signal is not None and (failed or late):
             code = 128 + self._signal
-            own = (one.own_words for one in sorted(failed, key=_number))
+            own = (one.own_words for one in failed)
             return next((words for words in own if words is not None and words.code == code), LastWords("", code))
         if failed:
-            return _reason([one.words(len(self._ranks)) for one in sorted(failed, key=_number)])
+            return _reason([one.words(len(self._ranks)) for one in failed])
         if late:
             return LastWords(f"rank {late[0].rank} did not end within {LAST_S:g} s after rank 0, and was ended", 1)
         return LastWords("", 0)
@@ -242,10 +242,6 @@ class _Ranks:
         kill_processes(self._mark, GRACE_S)
         for one in self._ranks:
             one.process.wait()
-
-
-def _number(one: _Rank) -> int:
-    return one.rank
 
 
 def _reason(words: Sequence[LastWords]) -> LastWords:

@@ -9,10 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any
 
-from dist_attn.control.launch import EngineHandle, start_engines
+from dist_attn.control.launch import EngineHandle, Part, start_engines
 from dist_attn.control.memory import too_little
 from dist_attn.control.preflight import check_api, check_before_start, check_engine
 from dist_attn.control.processes import end_process, held
@@ -88,7 +89,7 @@ def _run(
         signal.signal(number, lambda *_: stopped.set())
     with start_engines(controllers) as engines:
         # Ranks take all cores while they start: the API is there before them, and meets controllers when they come.
-        api = _Api(_api_command(engines, config, settings, listener), listener)
+        api = Part(partial(_start_api, _api_command(engines, config, settings, listener), listener))
         try:
             for engine, name in zip(engines, CONTROLLERS, strict=False):
                 engine.wait_until_listening()
@@ -97,7 +98,8 @@ def _run(
                     say(f"{name} listens on {engine.settings.rank_address} for agent and ranks")
             return _watch({"API": api, **dict(zip(CONTROLLERS, engines, strict=False))}, stopped)
         finally:
-            api.stop(api_stop_deadline_s(settings))
+            listener.close()  # no connection is accepted meanwhile
+            end_process(api.process, api_stop_deadline_s(settings))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -146,41 +148,16 @@ def _api_command(
     return [*tied, sys.executable, "-m", "dist_attn_service", *flags]
 
 
-class Part(Protocol):
-    """A process that is started again when it ends."""
-
-    def exit_code(self) -> int | None: ...
-
-    def restart(self) -> None: ...
-
-
-@final
-class _Api:
-    """The running API process."""
-
-    def __init__(self, command: list[str], listener: socket.socket) -> None:
-        self._command, self._listener = command, listener
-        self.restart()
-
-    def exit_code(self) -> int | None:
-        """The exit code of the API, None while it runs."""
-        return self._process.poll()
-
-    def restart(self) -> None:
-        """Start the API at the socket, which stays open between starts."""
-        # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends all parts in order.
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            env=child_environment(),
-            pass_fds=[self._listener.fileno()],
-            start_new_session=True,
-        )
-
-    def stop(self, deadline_s: float) -> None:
-        """End the API in order, or after the deadline at once; this process accepts no connection meanwhile."""
-        self._listener.close()
-        end_process(self._process, deadline_s)
+def _start_api(command: Sequence[str], listener: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the API at the socket, which stays open between starts."""
+    # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends all parts in order.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        env=child_environment(),
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
 
 
 def _watch(parts: Mapping[str, Part], stopped: threading.Event) -> tuple[int, str]:

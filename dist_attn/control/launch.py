@@ -5,7 +5,8 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self, final
 
 from dist_attn.control.processes import PrivateFolder, end_process
@@ -17,26 +18,41 @@ LISTEN_DEADLINE_S = 60.0
 STOP_MARGIN_S = 3.0
 
 
-@final
-class EngineHandle:
-    """A controller that was started, with everything below it; `wait_until_listening` says when it can be reached."""
+class Part:
+    """A process of a service, which can be started again when it has ended by itself."""
 
-    def __init__(self, settings: ControlSettings, folder: PrivateFolder | None = None) -> None:
-        self.settings = settings
-        self.api_address = settings.api_address
-        self._folder = folder
-        self.process = self._start()
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._start = start
+        self.process = start()
 
     def exit_code(self) -> int | None:
-        """The exit code of the controller, None while it runs."""
+        """The exit code of the process, None while it runs."""
         return self.process.poll()
 
     def restart(self) -> None:
-        """Start a controller that has ended by itself again, at the same addresses; its agent and ranks died with it.
+        """Start the process again. Raises: as the first start."""
+        self.process = self._start()
+
+
+@final
+class EngineHandle(Part):
+    """A controller that was started, with everything below it; `wait_until_listening` says when it can be reached.
+
+    Agent and ranks die with the controller; one that is started again has the same addresses.
+    """
+
+    def __init__(self, settings: ControlSettings, folder: PrivateFolder | None = None) -> None:
+        super().__init__(partial(_start_controller, settings))
+        self.settings = settings
+        self.api_address = settings.api_address
+        self._folder = folder
+
+    def restart(self) -> None:
+        """Start the controller again, and wait until it listens.
 
         Raises: EngineError if it does not come up.
         """
-        self.process = self._start()
+        super().restart()
         self.wait_until_listening()
 
     def wait_until_listening(self) -> None:
@@ -54,20 +70,10 @@ class EngineHandle:
 
     def stop(self) -> int:
         """End the controller, its agent and its ranks, cleanly if there is time; returns the controller's exit code."""
-        # Its agent and ranks are tied to it and die with it.
         code = end_process(self.process, self.settings.drain_s + self.settings.stop_deadline_s + STOP_MARGIN_S)
         if self._folder is not None:
             self._folder.remove()
         return code
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "dist_attn.control", "controller", *self.settings.replace(store="").to_flags()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env={**child_environment(), STORE_VARIABLE: self.settings.store},
-            start_new_session=True,
-        )
 
     def __enter__(self) -> Self:
         return self
@@ -122,3 +128,13 @@ def _started(settings: ControlSettings) -> EngineHandle:
         if folder is not None:
             folder.remove()
         raise
+
+
+def _start_controller(settings: ControlSettings) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dist_attn.control", "controller", *settings.replace(store="").to_flags()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={**child_environment(), STORE_VARIABLE: settings.store},
+        start_new_session=True,
+    )
