@@ -207,6 +207,7 @@ class _Server:
             self._turn(TURN_S)
         self._controller.dismiss_agents()
         if self._agent is not None:
+            self._agent.terminate()  # one that has not connected yet hears nothing of its dismissal
             try:
                 self._agent.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
