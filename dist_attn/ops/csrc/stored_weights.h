@@ -167,26 +167,35 @@ INLINE void totals(const int count, wide *sums, float *out) {
 #endif
 }
 
+typedef struct {
+    int64_t first, last; /* groups of inputs */
+    wide *sums;          /* so far, where they are not all */
+} stretch;
+
 /* `height` outputs from `first` on of `width` rows of inputs; the product of both is 8 or 16. Behind the last output
    that one is computed again. */
 INLINE void tile(const int format, const int height, const int width, const matrix *m, int64_t first, int64_t inputs,
-                 const float *x, float *y, int64_t stride, int add) {
+                 stretch of, const float *x, float *y, int64_t stride, int add) {
     const int64_t groups = inputs / GROUP, row = groups / BLOCK_GROUPS[format] * BLOCK_BYTES[format];
     const uint8_t *w[8];
     wide sums[16];
     for (int i = 0; i < height; i++) w[i] = m->at + (first + i < m->outputs ? first + i : m->outputs - 1) * row;
-    for (int k = 0; k < height * width; k++) sums[k] = (wide){0};
-    for (int64_t g = 0; g < groups; g++)
+    for (int k = 0; k < height * width; k++) sums[k] = of.first ? of.sums[k] : (wide){0};
+    for (int64_t g = of.first; g < of.last; g++)
         for (int i = 0; i < height; i++) {
             wide some[2];
             __builtin_prefetch(w[i] + height * row + g * BLOCK_BYTES[format] / BLOCK_GROUPS[format]);
             widen(format, w[i], g, some);
             for (int j = 0; j < width; j++) {
-                const float *of = x + j * inputs + g * GROUP;
-                sums[i * width + j] = fused(some[0], load_wide(of), sums[i * width + j]);
-                sums[i * width + j] = fused(some[1], load_wide(of + 16), sums[i * width + j]);
+                const float *in = x + j * inputs + g * GROUP;
+                sums[i * width + j] = fused(some[0], load_wide(in), sums[i * width + j]);
+                sums[i * width + j] = fused(some[1], load_wide(in + 16), sums[i * width + j]);
             }
         }
+    if (of.last < groups) {
+        memcpy(of.sums, sums, sizeof(wide) * height * width);
+        return;
+    }
     float found[16];
     totals(height * width, sums, found);
     for (int i = 0; i < height && first + i < m->outputs; i++)
@@ -200,22 +209,28 @@ INLINE void tile(const int format, const int height, const int width, const matr
 }
 
 #define SHARE 16 /* outputs that all rows of inputs take before the next ones: whole tiles of each kind */
-#define TILES(height, width)                                           \
-    for (; rows - j >= (width); j += (width))                          \
-        for (int64_t i = first; i < first + SHARE && i < last; i += (height)) \
-            tile(format, height, width, m, i, inputs, x + j * inputs, y + j * stride, stride, add)
+#define NEAR 32  /* groups of many rows of inputs that stay in the nearest cache while a share's outputs take them */
+#define TILES(height, width, most)                                                                             \
+    for (; rows - j >= (width); j += (width))                                                                  \
+        for (int64_t g = 0; g < groups; g += (most))                                                           \
+            for (int64_t i = first; i < first + SHARE && i < last; i += (height)) {                            \
+                stretch of = {g, g + (most) < groups ? g + (most) : groups, held[(i - first) / (height)]};     \
+                tile(format, height, width, m, i, inputs, of, x + j * inputs, y + j * stride, stride, add);    \
+            }
 
 /* Outputs from `first`, a multiple of SHARE, to `last` of rows of inputs [rows, inputs] into y, rows of `stride`. */
 #define PRODUCT(format_name, name)                                                                                  \
     static __attribute__((noinline)) void name(const matrix *m, int64_t first, int64_t last, int64_t inputs,        \
                                                const float *x, int64_t rows, float *y, int64_t stride, int add) {   \
         enum { format = format_name };                                                                              \
+        const int64_t groups = inputs / GROUP;                                                                      \
+        wide held[SHARE / 2][16] __attribute__((aligned(64)));                                                      \
         for (; first < last; first += SHARE) {                                                                      \
             int64_t j = 0;                                                                                          \
-            TILES(2, 8);                                                                                            \
-            TILES(4, 4);                                                                                            \
-            TILES(4, 2);                                                                                            \
-            TILES(8, 1);                                                                                            \
+            TILES(2, 8, NEAR)                                                                                       \
+            TILES(4, 4, groups)                                                                                     \
+            TILES(4, 2, groups)                                                                                     \
+            TILES(8, 1, groups)                                                                                     \
         }                                                                                                           \
     }
 PRODUCT(FLOAT32, product_float32)
