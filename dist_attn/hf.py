@@ -53,6 +53,9 @@ IGNORED = frozenset({
 
 OFF = (None, False, "")  # values of an option that asks for nothing
 
+# The cache among the outputs; transformers 5.24 renamed it. As an argument both names are taken.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
+
 
 class DistAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     """The keys of our config.json as attributes; `language_model` is the same as our own frozen value."""
@@ -90,13 +93,14 @@ class DistAttnConfig(PreTrainedConfig):  # type: ignore[misc]
 
 @final
 class StateCache:
-    """Our recurrent state in the place of `past_key_values`; every call puts the state after it in here.
+    """Our recurrent state in the place of transformers' cache; every call puts the state after it in here.
 
     `states` holds one state of the whole batch, or one for each row where rows of different lengths have caches of
     different sizes; it is empty before the first token.
     """
 
-    is_compileable = False
+    is_compileable = is_croppable = False
+    is_linear = (True,)  # "linear" is transformers' word for a layer with a recurrent state
 
     def __init__(self) -> None:
         self.states: list[ModelState] = []
@@ -215,6 +219,7 @@ class DistAttnModel(PreTrainedModel):  # type: ignore[misc]
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         *,
+        cache: StateCache | None = None,
         past_key_values: StateCache | None = None,
         position_ids: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
@@ -240,11 +245,7 @@ class DistAttnModel(PreTrainedModel):  # type: ignore[misc]
                 "output_hidden_states and output_attentions are not offered by a model of dist-attn; AutoModel gives "
                 "its last_hidden_state"
             )
-        if past_key_values is not None and not isinstance(past_key_values, StateCache):
-            raise InputError(
-                f"past_key_values is a {type(past_key_values).__name__}; needed is dist_attn.hf.StateCache, or none"
-            )
-        cache = StateCache() if past_key_values is None else past_key_values
+        cache = _cache_of(cache, past_key_values)
         padding_B = _padding(attention_mask, cache.columns, input_ids)
         if position_ids is not None:
             _check_positions(position_ids, padding_B, cache.states, input_ids)
@@ -255,7 +256,7 @@ class DistAttnModel(PreTrainedModel):  # type: ignore[misc]
     def _output(
         self, kind: type, return_dict: bool | None, use_cache: bool | None, cache: StateCache, **values: Any
     ) -> Any:
-        out = kind(**values, past_key_values=cache if use_cache is not False else None)
+        out = kind(**values, **{CACHE: cache if use_cache is not False else None})
         return out if return_dict or (return_dict is None and self.config.return_dict) else out.to_tuple()
 
     def _read(self, input_ids: torch.Tensor, padding_B: torch.Tensor, cache: StateCache) -> torch.Tensor:
@@ -303,6 +304,7 @@ class DistAttnForCausalLM(DistAttnModel, GenerationMixin):  # type: ignore[misc]
         logits_to_keep: int | torch.Tensor = 0,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        cache: StateCache | None = None,
         past_key_values: StateCache | None = None,
         position_ids: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
@@ -318,9 +320,10 @@ class DistAttnForCausalLM(DistAttnModel, GenerationMixin):  # type: ignore[misc]
 
         Raises: as `DistAttnModel`, and InputError for labels with `logits_to_keep`.
         """
-        seen = past_key_values.columns if isinstance(past_key_values, StateCache) else 0
+        cache = _cache_of(cache, past_key_values)
+        seen = cache.columns
         inner = super().forward(
-            input_ids, attention_mask, past_key_values=past_key_values, position_ids=position_ids,
+            input_ids, attention_mask, cache=cache, position_ids=position_ids,
             inputs_embeds=inputs_embeds, output_hidden_states=output_hidden_states,
             output_attentions=output_attentions, return_dict=True,
         )  # fmt: skip
@@ -334,11 +337,14 @@ class DistAttnForCausalLM(DistAttnModel, GenerationMixin):  # type: ignore[misc]
             padding_B = _padding(attention_mask, seen, labels).to(labels.device)
             labels = labels.masked_fill(columns_L <= padding_B[:, None], -100)
             loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        cache = inner.past_key_values
         return self._output(CausalLMOutputWithPast, return_dict, use_cache, cache, loss=loss, logits=logits_BLV)
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, past_key_values: StateCache | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        cache: StateCache | None = None,
+        past_key_values: StateCache | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """The tokens that the state has not seen. transformers passes on a mask only where the name `kwargs` is.
 
@@ -350,16 +356,23 @@ class DistAttnForCausalLM(DistAttnModel, GenerationMixin):  # type: ignore[misc]
                 "the attention mask hides the last tokens of a text, behind which generate would go on: pad before "
                 "the texts, with padding_side = 'left' in the tokenizer"
             )
-        cache = StateCache() if past_key_values is None and use_cache else past_key_values
-        seen = 0 if cache is None else cache.get_seq_length()
+        cache = _cache_of(cache, past_key_values)
         passed_on = ("inputs_embeds", "logits_to_keep", "output_attentions", "output_hidden_states")
         inputs = {name: kwargs[name] for name in passed_on if name in kwargs}
-        inputs |= {"input_ids": input_ids[:, seen:], "attention_mask": mask}
-        return inputs | {"past_key_values": cache, "use_cache": use_cache}
+        inputs |= {"input_ids": input_ids[:, cache.columns :], "attention_mask": mask}
+        return inputs | {"cache": cache, "use_cache": use_cache}
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the state is made by the first call
+
+
+def _cache_of(cache: object, past_key_values: object) -> StateCache:
+    """The cache that is given by either name, else an empty one. Raises: InputError for one of transformers'."""
+    given = past_key_values if cache is None else cache
+    if given is not None and not isinstance(given, StateCache):
+        raise InputError(f"the cache is a {type(given).__name__}; needed is dist_attn.hf.StateCache, or none")
+    return StateCache() if given is None else given
 
 
 def _config_of(given: DistAttnConfig | None, model: LanguageModel, folder: Path) -> DistAttnConfig:

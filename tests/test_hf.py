@@ -240,14 +240,14 @@ def test_what_a_model_does_not_have_is_refused_in_words(tmp_path):
     with pytest.raises(InputError, match="output_hidden_states and output_attentions are not offered"):
         model.generate(tokens, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=1)
     with pytest.raises(InputError, match=r"is a DynamicCache; needed is dist_attn\.hf\.StateCache"):
-        model.generate(tokens, past_key_values=transformers.DynamicCache(), max_new_tokens=1)
+        model.generate(tokens, cache=transformers.DynamicCache(), max_new_tokens=1)
     with pytest.raises(InputError, match="labels need the logits of all tokens"):
         model(tokens, labels=tokens, logits_to_keep=1)
     packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     with pytest.raises(InputError, match="position_ids are not those of one text"):
         model(tokens[:1], position_ids=packed)
     cache = model(tokens[:, :5]).past_key_values
-    model(tokens[:, 5:], past_key_values=cache, position_ids=torch.arange(5, 9)[None])
+    model(tokens[:, 5:], cache=cache, position_ids=torch.arange(5, 9)[None])
     with pytest.raises(InputError, match="cannot be cropped"):
         cache.crop(1)
 
@@ -291,10 +291,10 @@ def test_a_cache_goes_on_and_is_kept(tmp_path, kind):
     texts = torch.cat([prompt, tokens[:, :3]], 1)
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     want = model.generate(texts, **options)
-    one = model.generate(texts[:1], past_key_values=copy.deepcopy(cache), **options)
+    one = model.generate(texts[:1], cache=copy.deepcopy(cache), **options)
     assert torch.equal(one, want[:1])
     cache.batch_repeat_interleave(2)
-    assert torch.equal(model.generate(texts, past_key_values=cache, **options), want)
+    assert torch.equal(model.generate(texts, cache=cache, **options), want)
 
 
 def test_only_the_logits_that_are_asked_for(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from dist_attn.adapters.binding import ATTENTION, bind
@@ -208,7 +209,7 @@ def _let_through(base: nn.Module) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         one = current_pass()
-        return compute(*args, **kwargs) if one is None or one.read is None else _Output(one.read)
+        return compute(*args, **kwargs) if one is None or one.read is None else _Output(last_hidden_state=one.read)
 
     base.forward = forward
 
@@ -226,14 +227,8 @@ def _let_read(layer: nn.Module, number: int) -> None:
     layer.forward = forward
 
 
-class _Output:
-    """The output of a base model, with the hidden states alone."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.last_hidden_state = rows
-
-    def __getitem__(self, place: int) -> torch.Tensor:
-        return (self.last_hidden_state,)[place]
+class _Output(BaseModelOutput):  # type: ignore[misc]
+    """The output of a base model, with the hidden states alone; what else a model looks for is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
