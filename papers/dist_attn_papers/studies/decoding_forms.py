@@ -150,15 +150,15 @@ class Gpt2Form(Form):
         generator = torch.Generator().manual_seed(0)
         tokens_BL = torch.randint(sizes.vocabulary, (batch, read), generator=generator)
         self._cache = DynamicCache()
-        with torch.inference_mode():
-            self.model(input_ids=tokens_BL, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        with torch.inference_mode():  # the cache goes by position, as transformers 5.24 renamed the argument
+            self.model(tokens_BL, self._cache, use_cache=True, logits_to_keep=1)
 
     @property
     def held_bytes(self) -> int:
         return sum(t.nbytes for layer in self._cache.layers for t in (layer.keys, layer.values))
 
     def step(self) -> torch.Tensor:
-        out = self.model(input_ids=self.token_B[:, None], past_key_values=self._cache, use_cache=True)
+        out = self.model(self.token_B[:, None], self._cache, use_cache=True)
         return cast(torch.Tensor, out.logits[:, -1])
 
 
