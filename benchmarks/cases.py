@@ -19,9 +19,11 @@ from dist_attn.models import ModelState
 from dist_attn.ops import linear_attention
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 
-__all__ = ["CASES", "OURS", "Case", "Statistic", "Works", "attention_flops", "attention_inputs", "delta_inputs"]
+__all__ = [
+    "ALONE", "CASES", "OURS", "Case", "Statistic", "Works", "attention_flops", "attention_inputs", "delta_inputs",
+]  # fmt: skip
 
-OURS = "ours"
+OURS, ALONE = "ours", "forward alone"
 
 HEADS, HEAD_SIZE, NUM_RANDOM = 8, 64, 64
 _HEADS = {"hidden_size": HEADS * HEAD_SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
@@ -36,6 +38,8 @@ Statistic = Literal["median", "fastest"]
 @dataclass(frozen=True)
 class Case:
     """One measurement. `works(size)` holds "ours", its peers, and "matmul" and "copy", which measure the machine.
+
+    A work "forward alone" is what ours takes without gradients.
 
     A peer may be missing at sizes that are too large for it; `absent()` says which cannot run here at all, and why.
     Units: `flops(size)` floating-point operations of the form used, `moved_bytes(size)` what it reads and writes at the
@@ -96,11 +100,15 @@ def _backward(length: int) -> Works:
     (q, k, v), feature_map = attention_inputs(length, gradients=True)
     weight = torch.randn(v.shape)
 
+    def forward() -> torch.Tensor:
+        return linear_attention(q, k, v, feature_map=feature_map)[0]
+
     def differentiate(attend: Callable[[], torch.Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(attend(), (q, k, v), weight)
 
     return {
-        OURS: differentiate(lambda: linear_attention(q, k, v, feature_map=feature_map)[0]),
+        OURS: differentiate(forward),
+        ALONE: torch.no_grad()(forward),
         "sdpa": differentiate(lambda: sdpa(q, k, v)),
         **rate_works(),
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.cases import OURS, Case
+from benchmarks.cases import ALONE, OURS, Case
 from benchmarks.filed import RESULTS, write_page
 from benchmarks.measured import Finding, Found, Measured, Panel, Table
 from benchmarks.setting import ROOT, Setting, look_around
@@ -15,6 +15,7 @@ from benchmarks.timing import MATMUL, RATES, Roofline, Times, interleaved, matmu
 
 __all__ = ["file_finding", "finding_of", "measure", "read_finding"]
 
+GRADIENTS = "backward / forward"
 _STATISTICS = {"median": "Medians", "fastest": "The fastest"}
 
 
@@ -27,8 +28,9 @@ def measure(case: Case, sizes: Sequence[int], rounds: int) -> Measured:
 
 def finding_of(case: Case, setting: Setting, rounds: int, times: Mapping[int, Mapping[str, Times]]) -> Measured:
     """Peers over ours, ours over the arithmetic limit, and how far ours stays from what the machine can do."""
-    peers = list(dict.fromkeys(name for of in times.values() for name in of if name not in (OURS, *RATES)))
-    compared = (*(f"{peer} / ours" for peer in peers), "ours / limit")
+    peers = list(dict.fromkeys(name for of in times.values() for name in of if name not in (OURS, ALONE, *RATES)))
+    compared = [*(f"{peer} / ours" for peer in peers), "ours / limit"]
+    compared += [GRADIENTS] * any(ALONE in of for of in times.values())
     ratios: dict[str, float] = {}
     numbers: dict[str, float] = {}
     curves: dict[str, dict[float, float]] = {name: {} for name in (OURS, *peers)}
@@ -38,6 +40,8 @@ def finding_of(case: Case, setting: Setting, rounds: int, times: Mapping[int, Ma
         seconds = {name: float(getattr(one, case.statistic)) for name, one in of_size.items()}
         found = {f"{peer} / ours": seconds[peer] / seconds[OURS] for peer in peers if peer in seconds}
         found["ours / limit"] = seconds[OURS] / (case.flops(size) * seconds[MATMUL] / matmul_flops())
+        if ALONE in seconds:
+            found[GRADIENTS] = seconds[OURS] / seconds[ALONE] - 1
         ratios |= {f"{name} at {size}": round(value, 3) for name, value in found.items()}
         numbers |= {f"{name}, seconds at {size}": value for name, value in seconds.items()}
         for name in curves.keys() & seconds.keys():

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import delta, flat_memory, gradient_cost, two_ranks
+from benchmarks import delta, flat_memory, two_ranks
 from benchmarks.cases import CASES, Case
 from benchmarks.measured import Finding, Study, studies_of
 from benchmarks.report import file_finding, measure
@@ -14,7 +14,7 @@ from dist_attn.errors import ConfigError
 
 __all__ = ["STUDIES", "main"]
 
-STUDIES = studies_of(delta, flat_memory, gradient_cost, two_ranks)
+STUDIES = studies_of(delta, flat_memory, two_ranks)
 
 
 def main(

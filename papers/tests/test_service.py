@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.service_process import ServiceProcess
 from dist_attn.text import train_bpe
 from dist_attn_papers.service import disconnects, eta, load, sessions, stops, streaming
 from tests.support import fake_rank
@@ -18,6 +17,7 @@ from tests.support.models import write_small_folder
 from tests.support.served import ROOT
 from tests.support.service_server import model_folder, running_service
 from tests.support.streams import Stream
+from tests.support.whole_service import ServiceProcess
 
 PROSE = "The whale went down, and the ship went on towards the south, as she had done all day. " * 60
 GRID = 1024

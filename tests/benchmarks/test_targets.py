@@ -63,7 +63,7 @@ def test_a_measured_study_says_and_draws_all(tmp_path: Path) -> None:
         (Panel("time", "tokens", "seconds", {"ours": {8.0: 1.0, 16.0: 2.0}}),),
         ("A note.",),
         {"peer": "it is not installed"},
-        case="gradient-cost",
+        case="backward",
         question="How much?",
         setting=look_around(),
     )

@@ -12,9 +12,9 @@ import httpx
 import torch
 
 from benchmarks.gpu.cases import DEVICE, Cases, Row
-from benchmarks.service_process import ServiceProcess, until_ready
 from tests.gpu.model_cases import MODEL, SHARED, compared, dist_attn, write_book
 from tests.support.streams import Stream, streams_of
+from tests.support.whole_service import ServiceProcess, until_ready
 
 __all__ = ["killed_cases", "served_cases"]
 

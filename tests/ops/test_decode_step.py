@@ -99,6 +99,7 @@ def test_products_are_those_of_weights_as_they_are_stored(form: str, threads: in
 
 
 def test_a_column_may_gate_what_a_product_takes() -> None:
+    """A row's inputs are multiplied by the sigmoid of a column."""
     matrix, w_OI = stored("float32", INPUTS + 1)
     x_NW = torch.cat([random(3, INPUTS + 1), torch.zeros(3, OUTPUTS)], 1)
     got_NW = run([Product(0, INPUTS, (replace(matrix, bias=None),), gate=INPUTS)], x_NW, x_NW.shape[1])

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.service_process import LISTENS
 from dist_attn.control.launch import start_engine
+from tests.support.whole_service import LISTENS
 
 SECONDS, START_S = 1800.0, 180.0
 PIECE = 16 << 10

@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.service_process import ServiceProcess
 from benchmarks.setting import Setting, look_around
 from dist_attn.shipped import resolve_model_folder
 from dist_attn_papers.page.watched_tab import TabReport, watched_tab
 from dist_attn_papers.service.instant_engine import InstantEngine
 from dist_attn_papers.service.program import instant_service, own_service, parser_of, sizes_of
 from tests.support.chromium import chromium, why_no_chromium
+from tests.support.whole_service import ServiceProcess
 
 __all__ = ["Sent", "main", "measure"]
 

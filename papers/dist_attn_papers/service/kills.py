@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.service_process import until_ready
 from dist_attn_papers.service.program import own_service, parser_of
 from tests.support.streams import Stream, streams_of
+from tests.support.whole_service import until_ready
 
 __all__ = ["Answers", "Kill", "main"]
 

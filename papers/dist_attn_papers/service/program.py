@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.service_process import ServiceProcess
 from dist_attn_papers.service.instant_engine import InstantEngine
+from tests.support.whole_service import ServiceProcess
 
 __all__ = ["START_S", "instant_service", "own_service", "parser_of", "sizes_of"]
 

@@ -15,12 +15,12 @@ from statistics import quantiles
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess
 from benchmarks.setting import Setting, look_around
 from dist_attn.shipped import resolve_model_folder
 from dist_attn_papers.service.instant_engine import InstantEngine
 from dist_attn_papers.service.livez import asking_livez
 from dist_attn_papers.service.program import instant_service, parser_of, sizes_of
+from tests.support.whole_service import ServiceProcess
 
 __all__ = ["Streaming", "Watched", "main", "measure"]
 

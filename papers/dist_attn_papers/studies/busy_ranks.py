@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.measured import Found, Panel, Table
-from benchmarks.service_process import ServiceProcess
+from tests.support.whole_service import ServiceProcess
 
 __all__ = ["NAME", "QUESTION", "TESTS", "Look", "idle_share", "measure"]
 
