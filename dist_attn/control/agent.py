@@ -154,7 +154,7 @@ class _Agent:
                 if self._group is not None and self._group.epoch == message.epoch:
                     self._end_group()
                 else:
-                    self._clear()
+                    kill_processes(group_mark(message.engine, self._name, message.epoch), KILL_TIMEOUT_S)
                     self._dealer.send(GroupExited(message.epoch, 0, ""), SEND_S)
             case StopAgent():
                 self._stop = "the controller said so"

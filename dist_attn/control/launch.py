@@ -30,7 +30,10 @@ class Part:
         return self.process.poll()
 
     def restart(self) -> None:
-        """Start the process again. Raises: as the first start."""
+        """Start the process again.
+
+        Raises: OSError if it cannot be started.
+        """
         self.process = self._start()
 
 

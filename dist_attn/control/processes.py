@@ -24,14 +24,17 @@ HOLDER_BYTES = 500
 PREFIX = "dattn-run-"  # short: sockets lie in it, and their paths may have 107 bytes
 
 
-def group_mark(engine: str, agent: str) -> str:
-    """The mark of the ranks that an agent has started for a controller."""
-    return f"{engine}:{agent}"
+def group_mark(engine: str, agent: str, epoch: int | None = None) -> str:
+    """The mark of the ranks that an agent has started for a controller; without an epoch how all of these begin."""
+    return f"{engine}:{agent}:{'' if epoch is None else epoch}"
 
 
 def group_processes(mark: str) -> set[int]:
-    """The living processes that started with this mark; none where processes cannot be looked into (no /proc)."""
-    marked, wanted = set(), f"\0{GROUP_MARK}={mark}\0".encode()
+    """The living processes that started with this mark, or with one that begins so if it ends with a colon.
+
+    None where processes cannot be looked into (no /proc).
+    """
+    marked, wanted = set(), f"\0{GROUP_MARK}={mark}{'' if mark.endswith(':') else chr(0)}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         # A process that has ended and waits for its parent to notice has no environment any more.
         with contextlib.suppress(OSError):

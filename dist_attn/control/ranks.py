@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -76,7 +77,7 @@ class RankProcesses:
 
     def __init__(self, settings: ControlSettings, start: StartGroup, address: str) -> None:
         self.epoch, self._first_rank = start.epoch, start.first_rank
-        self._mark = group_mark(start.engine, settings.host_name)
+        self._mark = group_mark(start.engine, settings.host_name, start.epoch)
         self._tail = b""
         self._stderr = PassOn(STDERR)
         self._watched: dict[int, tuple[int, int]] = {}  # pidfd -> rank, pid
@@ -203,6 +204,10 @@ class RankProcesses:
         code = self.exit_code()
         for process in self._processes:
             process.kill()
+        # A killed mpiexec leaves its ranks, which have marks to find where there are descriptors of processes (Linux).
+        for pid in () if hasattr(os, "pidfd_open") else self._unwatchable.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         left = kill_processes(self._mark, KILL_TIMEOUT_S)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

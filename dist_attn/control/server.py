@@ -30,7 +30,7 @@ from dist_attn.wire.sockets import Router, agent_identity
 TURN_S = 0.02  # while requests are open
 IDLE_TURN_S = 0.2
 MESSAGES_PER_TURN = 256  # so that a flood on one socket cannot keep the other one waiting
-AGENT_RESTART_S = 1.0  # after its last start
+AGENT_RESTART_S = 3.0  # between two starts of the agent
 MARGIN_S = 1.0  # for a controller whose parent was killed to see that
 
 log = structlog.get_logger("dist_attn.control")

@@ -4,7 +4,7 @@ from dist_attn.wire.specs import Count, Message, Name
 
 
 class StartGroup(Message, frozen=True):
-    """Start the ranks of `epoch` that are this host's share, after killing what is left of older epochs.
+    """Start the ranks of `epoch` that are this host's share, after killing what is left of other epochs.
 
     `shares` are the numbers of ranks on each host, in order of rank; this host's is `shares[node]`. `engine` is the
     controller's own name: what two controllers have started is never taken for one group. Of several hosts node 0 is
@@ -51,7 +51,7 @@ class WatchRanks(Message, frozen=True):
 
 
 class KillGroup(Message, frozen=True):
-    """Kill every process of `epoch` on this host, mpiexec included, and of the controller's epochs before it."""
+    """Kill every process of `epoch` on this host, mpiexec included."""
 
     epoch: Count
     engine: str

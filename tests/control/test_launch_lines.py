@@ -113,13 +113,18 @@ def test_ranks_never_meet_on_all_addresses(address):
 
 
 def test_only_the_processes_of_a_mark_are_killed():
-    """Those of another engine or agent on the same machine are left alone."""
+    """Those of another engine, agent or epoch on the same machine are left alone."""
     engine = f"test-{os.getpid()}"
-    marks = [group_mark(engine, "a"), group_mark(engine, "ab"), group_mark(f"{engine}b", "a")]
+    others = [group_mark(engine, "ab", 1), group_mark(f"{engine}b", "a", 1)]
+    marks = [group_mark(engine, "a", 1), group_mark(engine, "a", 11), *others]
     sleepers = [subprocess.Popen(["sleep", "60"], env={GROUP_MARK: mark}) for mark in marks]
     try:
+        first, later, *left = [{sleeper.pid} for sleeper in sleepers]
+        assert group_processes(group_mark(engine, "a")) == first | later
         assert kill_processes(marks[0], 5.0) == set()
-        assert [group_processes(mark) for mark in marks] == [set(), {sleepers[1].pid}, {sleepers[2].pid}]
+        assert [group_processes(mark) for mark in marks] == [set(), later, *left]
+        assert kill_processes(group_mark(engine, "a"), 5.0) == set()
+        assert [group_processes(mark) for mark in marks] == [set(), set(), *left]
     finally:
         for sleeper in sleepers:
             sleeper.kill()
