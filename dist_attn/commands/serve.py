@@ -88,18 +88,28 @@ def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     with start_engines(controllers) as engines:
-        # Ranks take all cores while they start: the API is there before them, and meets controllers when they come.
+        # Ranks take all cores while they start, so the API starts before them; but at an address that others know
+        # another controller may still listen.
+        early = not any(each.api_address for each in controllers)
+        if not early:
+            _wait_for(engines)
         api = Part(partial(_start_api, _api_command(engines, config, settings, listener), listener))
         try:
-            for engine, name in zip(engines, CONTROLLERS, strict=False):
-                engine.wait_until_listening()
-                say(f"{name} listens on {engine.api_address} for the API")
-                if engine.settings.rank_address:
-                    say(f"{name} listens on {engine.settings.rank_address} for agent and ranks")
+            if early:
+                _wait_for(engines)
             return _watch({"API": api, **dict(zip(CONTROLLERS, engines, strict=False))}, stopped)
         finally:
             listener.close()  # no connection is accepted meanwhile
             end_process(api.process, api_stop_deadline_s(settings))
+
+
+def _wait_for(engines: Sequence[EngineHandle]) -> None:
+    """Wait until the controllers listen, and say where."""
+    for engine, name in zip(engines, CONTROLLERS, strict=False):
+        engine.wait_until_listening()
+        say(f"{name} listens on {engine.api_address} for the API")
+        if engine.settings.rank_address:
+            say(f"{name} listens on {engine.settings.rank_address} for agent and ranks")
 
 
 def _listen(host: str, port: int) -> socket.socket:

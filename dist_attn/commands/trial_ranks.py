@@ -95,8 +95,9 @@ def started(
         # By SIGTERM first: mpiexec ends its ranks when it is asked to, and cannot when it is killed.
         for process in processes:
             process.terminate()
+        deadline = time.monotonic() + END_S
         for process in processes:
-            end_process(process, END_S)
+            end_process(process, max(0.0, deadline - time.monotonic()))
 
 
 def last_line(words: Path) -> str:
