@@ -35,7 +35,7 @@ class Watched:
 
 
 # Of cases whose one size takes seconds; the shortest first, since what larger ones leave to the allocator slows them.
-# Together under three minutes on two cores, tests included.
+# Together under five minutes on two cores, tests included.
 QUICK = (
     Watched("forward", "sdpa / ours at 2048", "higher"),
     Watched("forward", "sdpa / ours at 8192", "higher"),

@@ -370,6 +370,8 @@ class DistAttnForCausalLM(DistAttnModel, GenerationMixin):  # type: ignore[misc]
 def _cache_of(cache: object, past_key_values: object) -> StateCache:
     """The cache that is given by either name, else an empty one. Raises: InputError for one of transformers'."""
     given = past_key_values if cache is None else cache
+    if past_key_values is not None and past_key_values is not given:
+        raise InputError("cache and past_key_values are two names of one: give either")
     if given is not None and not isinstance(given, StateCache):
         raise InputError(f"the cache is a {type(given).__name__}; needed is dist_attn.hf.StateCache, or none")
     return StateCache() if given is None else given

@@ -60,7 +60,7 @@ KNOWN = {
     "gated norm": "mamba2.MambaRMSNormGated qwen3_next.Qwen3NextRMSNormGated",
     "rotary": "llama.LlamaRotaryEmbedding qwen3_5.Qwen3_5TextRotaryEmbedding",
 }  # fmt: skip
-"""The parts that are known, as classes of transformers' models; what its version has not is left out."""
+"""The parts that are known, as classes of transformers' models; those that the installed version lacks are skipped."""
 ROLES = {
     "self_attn": ("attention", "gated attention"), "linear_attn": ("delta rule",), "mixer": ("state space",),
     "mlp": ("mlp", "sparse mlp"), "gate": ("router",), "experts": ("experts",), "shared_expert": ("mlp",),

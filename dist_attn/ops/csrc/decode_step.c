@@ -16,7 +16,7 @@
 typedef struct {
     const operation *operations;
     int64_t count, rows, width, threads, widest, half; /* `half`: caches are bfloat16 */
-    float *memory, *inputs; /* [rows, width]; [threads, rows, widest] */
+    float *memory, *inputs; /* [rows, width]; [threads, rows + 1, widest] */
     const cache *caches; /* [operations with states, rows] */
     const float *cosine, *sine; /* [rows, rotated] */
 } step;

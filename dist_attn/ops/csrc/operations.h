@@ -34,7 +34,7 @@ typedef struct {
     matrix of[3];
     int64_t query, key, value, out, heads, groups, size, values, rotated, state;
     int64_t query_step; /* attention: from head to head */
-    int64_t gate;       /* from a query to what gates the output; of a product: column whose sigmoid inputs take; or 0 */
+    int64_t gate;       /* attention: columns from a query to its gate; product: the one whose sigmoid inputs take; or 0 */
     int64_t experts, chosen, renormed, router, ordered; /* the last two are columns, as in `Experts` of Python */
     double scale;
     const int64_t *columns;     /* of the channels of a convolution */
