@@ -1,5 +1,6 @@
 """Programs of their own, as an operator starts them: what they print goes to a file, and none is left behind."""
 
+import itertools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import psutil
 from tests.support.waiting import eventually
 
 STOP_SECONDS = 60.0
+_NUMBERS = itertools.count(os.getpid())
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ def running_program(command: list[str], log: Path, **options: object) -> Iterato
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port of 127.0.0.1 that is free, and of a range from which neither the system nor another worker takes one."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 10_000 + 2_000 * worker + next(_NUMBERS) % 2_000
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

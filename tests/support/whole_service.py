@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.support.programs import free_port
 
 __all__ = ["ServiceProcess", "until_ready"]
 
@@ -29,7 +30,7 @@ class ServiceProcess:
     def __init__(
         self, folder: Path, *, ranks: int, model: str, flags: tuple[str, ...] = (), api_address: str = ""
     ) -> None:
-        where = [f"--port={_free_port()}", f"--data-dir={folder / 'data'}", f"--model={model}"]
+        where = [f"--port={free_port()}", f"--data-dir={folder / 'data'}", f"--model={model}"]
         program = ["dist_attn", "serve", f"--ranks={ranks}"]
         if api_address:
             program = ["dist_attn_service", f"--api-address={api_address}"]
@@ -91,10 +92,3 @@ async def until_ready(http: httpx.AsyncClient, epoch: int, seconds: float) -> di
                 return status
         await asyncio.sleep(0.05)
     raise TimeoutError(f"the engine was not ready in epoch {epoch} within {seconds:g} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
