@@ -72,7 +72,7 @@ def test_a_stopped_rank_is_noticed_and_named_while_streams_go_on(tmp_path, monke
     model = model_folder(
         tmp_path, train_bpe(sorted((ROOT / "docs/decisions/archive").glob("000*.md")), fake_rank.VOCAB)
     )
-    sizes = {"vocab_size": fake_rank.VOCAB, "hidden_size": fake_rank.DIM, "kind": "tiny"}
+    sizes = {"vocab_size": fake_rank.VOCAB, "hidden_size": fake_rank.DIM, "kind": "language_model"}
     (model / "config.json").write_text(json.dumps(sizes))
     streams = [Stream(f"text {number}", "It was a dark night. " * (20_000 + number)) for number in range(2)]
     fields = {"ranks": 2, "losses_to_fail": 9, "save_tokens": 4096, "heartbeat_deadline_s": 1.5}
