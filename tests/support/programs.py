@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -52,7 +53,7 @@ class Program:
 
 
 @contextmanager
-def running_program(command: list[str], log: Path, **options: object) -> Iterator[Program]:
+def running_program(command: list[str], log: Path, **options: Any) -> Iterator[Program]:
     """Start it, and kill it with everything below it at the end if it still runs."""
     environment = {**os.environ, **options.pop("env", {})}
     with log.open("wb") as file:
