@@ -250,6 +250,8 @@ def test_what_a_model_does_not_have_is_refused_in_words(tmp_path):
     model(tokens[:, 5:], cache=cache, position_ids=torch.arange(5, 9)[None])
     with pytest.raises(InputError, match="cannot be cropped"):
         cache.crop(1)
+    with pytest.raises(InputError, match="two names of one"):
+        model(tokens, cache=cache, past_key_values=type(cache)())
 
 
 def test_automodel_gives_hidden_states(tmp_path):

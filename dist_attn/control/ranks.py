@@ -204,7 +204,7 @@ class RankProcesses:
         code = self.exit_code()
         for process in self._processes:
             process.kill()
-        # A killed mpiexec leaves its ranks, which have marks to find where there are descriptors of processes (Linux).
+        # A killed mpiexec leaves its ranks. On Linux they are found by their mark, elsewhere by their ids alone.
         for pid in () if hasattr(os, "pidfd_open") else self._unwatchable.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
