@@ -26,6 +26,8 @@ from dist_attn.sharded.sharding import Sharding, over_ranks
 from dist_attn.sharded.trials import try_together
 
 HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
+# Of a thread's turn on a CPU, tokens times numbers of their states: about a millisecond, as long as its message takes.
+TURN_NUMBERS = 1 << 24
 
 
 @over_ranks(AffineCall)
@@ -54,6 +56,8 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     if sharding.deterministic or (
         not by_name and takes_turns(comm.size, heads // together, erases=call.erases and size > 1)
     ):
+        if not sharding.deterministic:
+            together = _heads_worth_a_turn(sharding, call, together)
         groups = _ByHeads(call, together)
         if not sharding.deterministic:
             _try_together(sharding, groups.calls[0])
@@ -130,5 +134,18 @@ def _heads_at_once(sharding: Sharding, batch: int, heads: int, device: torch.dev
     And so many that there are few turns, each of which waits for a message.
     """
     busy = sharding.threads if device.type == "cpu" else HEADS_OF_A_GPU
-    least = max(-(-busy // max(1, batch)), -(-heads // MOST_TURNS))
+    return _divisor(heads, max(-(-busy // max(1, batch)), -(-heads // MOST_TURNS)))
+
+
+def _heads_worth_a_turn(sharding: Sharding, call: AffineCall, least: int) -> int:
+    """At least so many heads: where slices are short, as many as take longer than a message on a CPU."""
+    batch, heads, size, values = call.state_shape
+    if call.v_BHLV.device.type != "cpu":
+        return least
+    numbers = max(1, batch * max(sharding.layout.lengths) * size * values)
+    return _divisor(heads, max(least, -(-TURN_NUMBERS * sharding.threads // numbers)))
+
+
+def _divisor(heads: int, least: int) -> int:
+    """The smallest divisor of all heads that is not below `least`; all of them where there is none."""
     return next((n for n in range(min(least, heads), heads) if n and heads % n == 0), max(1, heads))
