@@ -9,14 +9,15 @@ they are read, then a report. Ray's actors are the same class.
 import contextlib
 import itertools
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import IO, final
 
 import msgspec
 import numpy as np
@@ -46,10 +47,11 @@ from dist_attn.ops.processor import denormals_flushed
 from dist_attn.rank_link.rows import RowAssembler
 from dist_attn.text.base import TokenArray
 from dist_attn.text.cuts import CutFinder
+from dist_attn.text.documents import sections_at
 from dist_attn.wire.rank_messages import RowPieces
 
 Tell = Callable[[int], None]
-ALIVE_S = 60.0  # between two signs that ranks still work
+STALLED_S = 1500.0  # without progress of ranks; engines wait longer for a worker
 
 
 @final
@@ -174,34 +176,49 @@ def _over_ranks(document: Document, own: CorpusSettings, tell: Tell) -> Iterator
     """The rows of a document that `dist-attn encode --ranks` reads. Raises: InputError with its last words."""
     names = ("granularity", "window", "pooling", "model", "device", "dtype")
     flags = [f"--{name}={value}" for name in names if (value := getattr(own, name)) is not None]
-    with tempfile.TemporaryDirectory() as folder:
-        rows, source = Path(folder, "rows.parquet"), "/dev/stdin"
-        if document.text is None and (place := Location.of(document.uri)).scheme:
-            with (
-                place.filesystem.open_input_stream(place.path, compression=None) as far,
-                Path(folder, Path(place.path).name).open("wb") as near,
-            ):
-                source = near.name
-                shutil.copyfileobj(far, near, 1 << 20)
-        elif document.text is None:
-            source = document.uri
+    text, sections = open_document(document)
+    with text, tempfile.TemporaryDirectory() as folder:
+        rows, near, words = Path(folder, "rows.parquet"), Path(folder, "text"), Path(folder, "words")
+        if Location.of(document.uri).scheme:  # ranks wait for 30 s, and a bucket may be slower
+            with near.open("wb") as copy:
+                shutil.copyfileobj(text, copy, 1 << 20)
         tied = [sys.executable, "-P", "-m", "dist_attn.rank_link.tether", str(os.getpid())]
         command = [*tied, sys.executable, "-P", "-m", "dist_attn", "encode", *flags, f"--ranks={own.long_ranks}"]
-        command += [f"--out={rows}", *["--with-text"] * own.with_text, "--", source]
-        text, pipe = None if document.text is None else document.text.encode(), subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-            while process.returncode is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    said = process.communicate(text, ALIVE_S)[1].decode(errors="replace").strip()
-                text = None  # it is sent once
-                tell(0)
-        if process.returncode:
-            raise InputError(said.rpartition("\n")[2] or f"encode ended with {process.returncode}")
-        for batch in batches_of(Location.of(str(rows)), [*RANGES, "text", "section", "embedding"]):
+        command += [f"--out={rows}", *["--with-text"] * own.with_text, "--", "/dev/stdin"]
+        with near.open("rb") if near.exists() else text as source, words.open("wb") as said:
+            code = _fed(command, source, said, tell)
+        if code:
+            last = words.read_text(errors="replace").strip().rpartition("\n")[2]
+            raise InputError(last or f"encode ended with {code}")
+        for batch in batches_of(Location.of(str(rows)), [*RANGES, "text", "embedding"]):
             has = {name: batch.column(name) for name in batch.schema.names}
             ranges_N4 = np.column_stack([has[name].to_numpy() for name in RANGES])
-            texts, sections = (has[name].to_pylist() if name in has else None for name in ("text", "section"))
-            yield FileRows(ranges_N4, vectors_of(batch), texts, sections)
+            texts = has["text"].to_pylist() if own.with_text else None
+            named = sections_at(sections, ranges_N4[:, 2]) if sections else None
+            yield FileRows(ranges_N4, vectors_of(batch), texts, named)
+
+
+def _fed(command: Sequence[str], text: IO[bytes], said: IO[bytes], tell: Tell) -> int:
+    """The exit code of a command that reads `text`; `tell` gets the bytes that it has taken. Raises: InputError."""
+    pipe, poll, sent = subprocess.PIPE, select.poll(), 0
+    with subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=said, bufsize=0) as process:
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        poll.register(process.stdin, select.POLLOUT)
+        try:
+            with process.stdin as into, contextlib.suppress(BrokenPipeError):  # its last words say why
+                while piece := text.read(1 << 16):
+                    while piece:
+                        if not poll.poll(1000 * STALLED_S):
+                            raise subprocess.TimeoutExpired(command, STALLED_S)
+                        taken = into.write(piece) or 0
+                        piece, sent = piece[taken:], sent + taken
+                    tell(sent)
+            return process.wait(STALLED_S)
+        except subprocess.TimeoutExpired:
+            raise InputError(f"its ranks made no progress for {STALLED_S:g} s") from None
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -53,12 +53,18 @@ def corpus(tmp_path: Path) -> Path:
 
 
 class Here:
-    """One worker in this process; `dies` says of a document's name whether it would end one."""
+    """One worker in this process; `dies` says of a document's name whether it would end one, `told` gets progress."""
 
     size = 1
 
-    def __init__(self, settings: CorpusSettings, dies: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        settings: CorpusSettings,
+        dies: Callable[[str], bool] = lambda _: False,
+        told: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._encoder, self._dies, self.units = CorpusEncoder(msgspec.json.encode(settings)), dies, list[Unit]()
+        self._told = told
 
     def submit(self, unit: Unit) -> None:
         self.units.append(unit)
@@ -67,7 +73,7 @@ class Here:
         unit = self.units[-1]
         if any(self._dies(one.name) for one in unit.documents):
             return unit, LostError("its worker ended")
-        report = self._encoder.encode(msgspec.json.encode(unit))
+        report = self._encoder.encode(msgspec.json.encode(unit), self._told)
         return unit, WorkerAnswer(report=msgspec.json.decode(report, type=UnitReport))
 
     def close(self) -> None:
@@ -253,19 +259,31 @@ def test_a_worker_may_die_of_its_first_document_or_while_it_waits(model: Path, t
         engine.close()
 
 
-def test_ranks_read_a_long_document(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows are those of one worker, but for the last bits of sums; one that cannot be read is told."""
-    monkeypatch.setattr(corpus_encode, "ALIVE_S", 0.1)  # many signs while ranks work
-    documents = [Document("a", 9, text=f"Long. {100 * PROSE}"), Document("b", 9, uri=str(tmp_path / "missing.txt"))]
+def test_ranks_read_a_long_document(model: Path, tmp_path: Path) -> None:
+    """Its rows are those of one worker, but for the last bits of sums; progress is told; one without a file fails."""
+    documents = [Document("a", 9, text=f"Long. {1000 * PROSE}"), Document("b", 9, uri=str(tmp_path / "missing.txt"))]
     documents.append(Document("c", 8, text=PROSE))
     encode_corpus([], documents, settings_of(model, tmp_path / "one"), Here, 2000)
-    encode_corpus([], documents, settings_of(model, tmp_path / "out", long_bytes=9, long_ranks=2), Here, 2000)
-    assert "missing.txt cannot be read" in failed_in(tmp_path / "out")["b"]
+    shared, told = settings_of(model, tmp_path / "out", long_bytes=9, long_ranks=2), list[int]()
+    encode_corpus([], documents, shared, lambda own: Here(own, told=told.append), 2000)
+    assert "missing.txt" in failed_in(tmp_path / "out")["b"]
+    assert told[0] == 1 << 16 < told[1] == len(documents[0].text or "")
     wanted, rows = rows_in(tmp_path / "one"), rows_in(tmp_path / "out")
     assert rows.keys() == wanted.keys() and {key[0] for key in rows} == {"a", "c"}
     for key, row in rows.items():
         np.testing.assert_allclose(row.pop("embedding"), wanted[key].pop("embedding"), rtol=1e-4, atol=1e-5)
         assert row == wanted[key]
+
+
+def test_ranks_that_stand_still_cost_their_document_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they take no more of the text, and when they have it all; what comes next is encoded."""
+    monkeypatch.setattr(corpus_encode, "STALLED_S", 0.0)
+    documents = [Document("long", 9, text=2000 * PROSE), Document("all", 9, text=PROSE), Document("c", 8, text=PROSE)]
+    settings = settings_of(model, tmp_path / "out", long_bytes=9, long_ranks=2)
+    assert encode_corpus([], documents, settings, Here, 2000)["documents"] == 1
+    assert failed_in(tmp_path / "out") == dict.fromkeys(("long", "all"), "its ranks made no progress for 0 s")
 
 
 @pytest.mark.slow
