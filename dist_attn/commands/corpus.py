@@ -142,6 +142,6 @@ def search(
         if as_json:
             print(json.dumps(row))
             continue
-        section = f", {row['section']}" if row["section"] else ""
+        section = f", {row['section']}" if row.get("section") else ""
         print(f"{rank}. {row['doc']}{section}, bytes {row['byte_start']} to {row['byte_stop']} ({row['score']:.3f})")
         print(textwrap.indent(textwrap.fill(textwrap.shorten(row.get("text", ""), 500, placeholder=" …"), 100), "   "))

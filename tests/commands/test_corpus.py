@@ -21,8 +21,10 @@ from dist_attn.commands.corpus_parts import CorpusSettings, Unit, UnitReport, Wo
 from dist_attn.commands.corpus_run import encode_corpus, units_of
 from dist_attn.commands.corpus_search import search_corpus
 from dist_attn.errors import ConfigError, EngineError, InputError
+from tests.docs.blocks import ROOT, blocks_of
 from tests.support.command_line import finish, start_command
 from tests.support.models import write_small_folder
+from tests.support.programs import free_port
 
 pyarrow = pytest.importorskip("pyarrow.dataset") and pytest.importorskip("pyarrow", reason="pip install -e '.[arrow]'")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -284,6 +286,34 @@ def test_ranks_that_stand_still_cost_their_document_alone(
     settings = settings_of(model, tmp_path / "out", long_bytes=9, long_ranks=2)
     assert encode_corpus([], documents, settings, Here, 2000)["documents"] == 1
     assert failed_in(tmp_path / "out") == dict.fromkeys(("long", "all"), "its ranks made no progress for 0 s")
+
+
+@pytest.mark.slow
+def test_a_document_of_several_machines_joins_a_corpus(
+    corpus: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torchrun on two nodes makes of it is, as the page says, a part: known to the next job, and searched."""
+    big, out, settings = corpus / "big.txt", tmp_path / "rows", settings_of(model, tmp_path / "rows")
+    encode(corpus, settings)
+    big.write_text(f"{30 * PROSE}Nobody but the zephyr knows the harpsichord. {30 * PROSE}")
+    options = [str(big), "--out", "big.parquet", "--with-text", "--window", "100", "--model", str(model)]
+    nodes = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    nodes.append(f"--master-port={free_port()}")
+    started = [
+        start_command([*nodes, f"--node-rank={n}", "-m", "dist_attn", "encode", *options], tmp_path) for n in (1, 0)
+    ]
+    assert [finish(node)[0] for node in started] == [0, 0]
+    monkeypatch.chdir(tmp_path)
+    exec(blocks_of(ROOT / "docs/how-to/corpora.md")[1].code, {"pyarrow": pyarrow, "parquet": parquet})
+    assert encode(corpus, settings)["documents"] == 0
+    (best,) = search_corpus(str(out), "the harpsichord of the zephyr", str(model), 1)
+    assert best["doc"] == str(big) and "zephyr" in best["text"]
+    encode(corpus, whole := settings_of(model, tmp_path / "whole"))
+    wanted, rows = rows_in(Path(whole.out)), rows_in(out)
+    assert rows.keys() == wanted.keys()
+    for key, row in rows.items():
+        np.testing.assert_allclose(row.pop("embedding"), wanted[key].pop("embedding"), rtol=1e-4, atol=1e-5)
+        assert row == wanted[key]
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/explanation/carry.md": (Run("python", says=("the last state is everywhere: True",)),),
     "docs/how-to/corpora.md": (
         Not("tests/commands/test_corpus.py encodes and searches other documents"),
+        Elsewhere("tests/commands/test_corpus.py"),
         Not("it needs three databases"),
     ),
     "docs/how-to/gpus.md": (
