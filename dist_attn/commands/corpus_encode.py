@@ -88,6 +88,8 @@ class CorpusEncoder:
     Raises: ModelFolderError, ConfigError, InputError as `encode` does.
     """
 
+    _done = 0
+
     def __init__(self, settings: bytes) -> None:
         own = self.settings = msgspec.json.decode(settings, type=CorpusSettings)
         self._compute = choose_compute(own.device, own.dtype, fused=fuses_on_cpus(own.model))
@@ -108,13 +110,21 @@ class CorpusEncoder:
         except InputError:  # a mixer that takes no packed documents
             self._short = 0
 
+    def done(self) -> int:
+        """The bytes of input that have been read of a unit, where `encode` has nobody to tell."""
+        return self._done
+
+    def _note(self, done: int) -> None:
+        self._done = done
+
     @torch.inference_mode()
-    def encode(self, data: bytes, tell: Tell = lambda _: None) -> bytes:
+    def encode(self, data: bytes, tell: Tell | None = None) -> bytes:
         """Write the file of a unit's rows; the report.
 
         Raises: PartError where it cannot be written; what a document raises of which rows were written.
         """
         unit, failed, done = msgspec.json.decode(data, type=Unit), dict[str, str](), 0
+        self._done, tell = 0, tell or self._note
         waiting: list[_Text] = []
         out = Location.of(self.settings.out)
         with (

@@ -6,7 +6,8 @@ import selectors
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from dist_attn.errors import DistAttnError, EngineError, MissingExtraError, extr
 from dist_attn.host_limits import compute_environment
 
 SILENT_S = 1800.0  # without a word of a worker that has work
+ASK_S = 5.0  # between two questions to actors how far they are
 ENCODER = "dist_attn.commands.corpus_encode"
 
 
@@ -113,34 +115,38 @@ class RayEngine:
         alone = {} if address else {"num_cpus": workers, "include_dashboard": False}
         ray.init(address, log_to_driver=False, **alone)
         gpus = 0 if settings.device == "cpu" or not ray.cluster_resources().get("GPU") else 1
-        made = ray.remote(num_cpus=1, num_gpus=gpus)(CorpusEncoder)
+        made = ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(CorpusEncoder)  # it tells while it works
         threads = {"env_vars": {"OMP_NUM_THREADS": "1"}}
         self._make: Callable[[], Any] = partial(made.options(runtime_env=threads).remote, msgspec.json.encode(settings))
         self.size, self._ray = workers, ray
         self._free: list[Any] = []
         self._busy: dict[Any, tuple[Any, Unit]] = {}
         self._rooms: dict[Any, Any] = {}  # of each actor what is there once it has started
+        self._done: dict[Any, int] = {}  # of each actor's unit
 
     def submit(self, unit: Unit) -> None:
         """Call an actor, which is made where none is free."""
         actor = self._free.pop() if self._free else self._make()
         self._rooms.setdefault(actor, actor.__ray_ready__.remote())
+        self._done[actor] = 0
         self._busy[actor.encode.remote(msgspec.json.encode(unit))] = actor, unit
 
     def wait(self) -> tuple[Unit, WorkerAnswer | LostError]:
-        """Wait for the first call that is done; an actor that finds no room meanwhile is given up."""
-        done: list[Any] = []
-        while not done:
-            done, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=SILENT_S)
-            if not done:
-                started, _ = self._ray.wait([*self._rooms.values()], num_returns=len(self._rooms), timeout=0)
-                roomless = [ref for ref, (actor, _) in self._busy.items() if self._rooms[actor] not in started]
-                if roomless and not started:
-                    raise EngineError(f"workers cannot start: the Ray cluster has had no room for {SILENT_S:g} s")
-                if roomless:
-                    actor, unit = self._busy.pop(roomless[0])
-                    self._ray.kill(actor)
-                    return unit, LostError("the Ray cluster had no room for its worker")
+        """Wait for the first call that is done or goes on; an actor that finds no room meanwhile is given up."""
+        until = time.monotonic() + SILENT_S
+        while not (done := self._ray.wait(list(self._busy), num_returns=1, timeout=ASK_S)[0]):
+            started, _ = self._ray.wait([*self._rooms.values()], num_returns=len(self._rooms), timeout=0)
+            if (answer := self._further(started)) is not None:
+                return answer
+            if time.monotonic() < until:
+                continue
+            roomless = [ref for ref, (actor, _) in self._busy.items() if self._rooms[actor] not in started]
+            if roomless and not started:
+                raise EngineError(f"workers cannot start: the Ray cluster has had no room for {SILENT_S:g} s")
+            actor, unit = self._busy.pop((roomless or list(self._busy))[0])
+            self._ray.kill(actor)
+            silent = f"its worker was silent for {SILENT_S:g} s"
+            return unit, LostError("the Ray cluster had no room for its worker" if roomless else silent)
         (first,) = done
         actor, unit = self._busy.pop(first)
         try:
@@ -153,6 +159,18 @@ class RayEngine:
             return unit, LostError(f"its worker ended ({cause or type(error).__name__})")
         self._free.append(actor)
         return unit, WorkerAnswer(report=report)
+
+    def _further(self, started: Sequence[Any]) -> tuple[Unit, WorkerAnswer] | None:
+        """A unit of which more is done than before, and how much."""
+        asked = {one[0].done.remote(): one for one in self._busy.values() if self._rooms[one[0]] in started}
+        answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=ASK_S) if asked else ([], [])
+        for ref in answered:
+            actor, unit = asked[ref]
+            with contextlib.suppress(self._ray.exceptions.RayError):  # the call for its rows tells of its end
+                if (done := self._ray.get(ref)) > self._done[actor]:
+                    self._done[actor] = done
+                    return unit, WorkerAnswer(done)
+        return None
 
     def close(self) -> None:
         """Leave the cluster, whose actors of this job end."""

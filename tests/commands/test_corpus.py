@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from dist_attn.commands import corpus_encode
+from dist_attn.commands import corpus_encode, corpus_engines
 from dist_attn.commands.corpus_encode import CorpusEncoder
-from dist_attn.commands.corpus_engines import LocalEngine, LostError
+from dist_attn.commands.corpus_engines import LocalEngine, LostError, RayEngine
 from dist_attn.commands.corpus_inputs import Document, Location, documents_of, find_files
 from dist_attn.commands.corpus_parts import CorpusSettings, Unit, UnitReport, WorkerAnswer
 from dist_attn.commands.corpus_run import encode_corpus, units_of
@@ -286,6 +286,27 @@ def test_ranks_that_stand_still_cost_their_document_alone(
     settings = settings_of(model, tmp_path / "out", long_bytes=9, long_ranks=2)
     assert encode_corpus([], documents, settings, Here, 2000)["documents"] == 1
     assert failed_in(tmp_path / "out") == dict.fromkeys(("long", "all"), "its ranks made no progress for 0 s")
+
+
+@pytest.mark.slow
+def test_actors_tell_how_far_they_are(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long document is read; one that stands still is given up, as a worker that died is."""
+    pytest.importorskip("ray", reason="needs pip install ray")
+    monkeypatch.setattr(corpus_engines, "ASK_S", 0.02)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    os.mkfifo(tmp_path / "never")
+    engine = RayEngine(settings_of(model, tmp_path), 1, None)
+    try:
+        engine.submit(Unit("part-0", [Document("a", 9_000_000, text=120_000 * PROSE)]))
+        told = list[int]()
+        while not isinstance(answer := engine.wait()[1], LostError) and answer.report is None:
+            told.append(answer.done)
+        assert len(told) > 1 and told == sorted(set(told))
+        monkeypatch.setattr(corpus_engines, "SILENT_S", 0.1)
+        engine.submit(Unit("part-1", [Document("a", 1, uri=str(tmp_path / "never"))]))
+        assert "was silent for 0.1 s" in str(engine.wait()[1])
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow
