@@ -33,7 +33,7 @@ Step = tuple[float, dict[str, torch.Tensor]]
 
 def adapted_cases(*, tiny: bool) -> Cases:
     """Loss and gradients of small models over ranks against one process on the CPU."""
-    groups = [("gloo", 2)] if tiny else [("gloo", 3), ("gloo", 2), *([("nccl", 1)] if DEVICE == "cuda" else [])]
+    groups = [("gloo", 1)] if tiny else [("gloo", 3), ("gloo", 2), *([("nccl", 1)] if DEVICE == "cuda" else [])]
     kinds = SMALL[: 1 if tiny else None]
     return {
         f"gradients, {backend}, {ranks} ranks": partial(_gradients, kinds, backend, ranks) for backend, ranks in groups

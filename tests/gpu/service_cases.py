@@ -46,7 +46,7 @@ def _served(size: int) -> Row:
 
 def killed_cases(*, tiny: bool) -> Cases:
     """Two ranks on the one GPU, of which one is killed."""
-    return {"a killed rank": partial(_killed, 20_000 if tiny else 2_000_000)}
+    return {"a killed rank": partial(_killed, 6_000 if tiny else 2_000_000)}
 
 
 def _killed(size: int) -> Row:
