@@ -8,6 +8,7 @@ from tests.support.controller_client import ControllerClient
 from tests.support.engines import running_engine
 from tests.support.fake_rank import END, SLOW, VOCAB, fake_hidden, fake_next
 from tests.support.opening import open_session
+from tests.support.pairs import each_pair
 
 TOKENS = np.random.default_rng(0).integers(0, 900, 40_000)
 
@@ -37,9 +38,9 @@ def drawn_after(token, count):
     return tokens, "length"
 
 
-@pytest.mark.parametrize("total", [1, 511, 512, 10_000, 40_000])
-@pytest.mark.parametrize("window", [1, 100, 512, 3000])
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize(
+    ("total", "window", "pooling"), each_pair((1, 511, 512, 10_000, 40_000), (1, 100, 512, 3000), ("mean", "last"))
+)
 def test_an_encoding_returns_every_row_in_order(client, total, window, pooling):
     """Rows of any window are those of the whole document, whatever the ranks and blocks were."""
     tokens = TOKENS[:total]

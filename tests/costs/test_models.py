@@ -22,6 +22,7 @@ from dist_attn.ops.softmax_attention import tiled
 from dist_attn.wire.choices import WeightPrecision
 from tests.models.test_stream_encoder import MIXERS, small
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
+from tests.support.pairs import each_pair
 
 KERNEL_CASES = [name for name in MODEL_CASES if "softmax" not in kinds_of(name)]
 
@@ -90,16 +91,19 @@ def test_softmax_operations(tmp_path: Path) -> None:
     assert costs.decode_flops(1000).scores == layers * 2 * (2 * size * 1000)
 
 
-@pytest.mark.parametrize("case", MODEL_CASES)
 @pytest.mark.parametrize(
-    ("tokens", "weights"),
-    [(512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")],
+    ("case", "computed_by", "size"),
+    each_pair(
+        MODEL_CASES,
+        ("native", "streaming"),
+        ((512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")),
+    ),
+    indirect=["computed_by"],
 )
-def test_peak_of_activations(
-    case: str, tokens: int, weights: WeightPrecision, tmp_path: Path, computed_by: str
-) -> None:
+def test_peak_of_activations(case: str, size: tuple[int, WeightPrecision], tmp_path: Path, computed_by: str) -> None:
     """A block's temporary tensors stay below the formula; torch's own come to half of it, few tokens' to a third."""
     # C kernels of linear attention make none of the features that the formula counts.
+    tokens, weights = size
     costs, model = read_model_costs(write_config(case, tmp_path), weights), small_model(case)
     hold_weights_as(model, weights)
     formula = costs.activation_bytes(tokens) + costs.state_bytes(0)  # encoding begins by making an empty state

@@ -119,15 +119,20 @@ def test_fast_products_change_a_model_by_their_rounding_alone(case, precision):
         assert_close(got_BV.bfloat16(), want_BLV[:, t].bfloat16())
 
 
-@pytest.mark.parametrize("precision", ("float32", *NARROW))
 @pytest.mark.parametrize("case", MODEL_CASES)
-def test_bytes_are_those_of_the_tensors_and_of_the_formula(case, precision, tmp_path):
+def test_bytes_are_those_of_the_tensors_and_of_the_formula(case, tmp_path):
     """The report, the state_dict and the planner agree to the byte; counts of layers and products do too."""
+    for precision in ("float32", *NARROW):
+        check_bytes(case, precision, write_config(case, tmp_path))
+
+
+def check_bytes(case, precision, folder):
+    """Of one precision; the planner reads `folder`."""
     model, narrow, report = held(case, precision)
     assert report.bytes_before == weight_bytes(model)
     saved = sum(t.nbytes for t in model.state_dict().values()) - sum(t.nbytes for t in narrow.state_dict().values())
     assert report.bytes_after == weight_bytes(narrow) == report.bytes_before - saved
-    assert read_model_costs(write_config(case, tmp_path), precision).weights_bytes == report.bytes_after
+    assert read_model_costs(folder, precision).weights_bytes == report.bytes_after
     narrow_layers = [layer for layer in narrow.modules() if isinstance(layer, NarrowLayer)]
     assert report.layers == len(narrow_layers) == sum(report.products.values())
     assert weight_precision_of(narrow) == report.precision == precision

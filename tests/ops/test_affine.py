@@ -13,6 +13,7 @@ from tests.support.affine import KINDS, AffineInputs
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
+from tests.support.pairs import each_pair
 
 STREAMING = LocalSequenceOps(implementation="streaming")
 GOLDEN = ("retention", "gla", "rwkv6", "gated_delta", "kda", "dplr")
@@ -28,9 +29,7 @@ def call_of(inputs: AffineInputs, documents: tuple[int, ...] = ()) -> AffineCall
     return replace(call, implementation="streaming")
 
 
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [0, 1, 7, 63, 64, 65, 650])
+@pytest.mark.parametrize(("kind", "channels", "tokens"), each_pair(KINDS, (False, True), (0, 1, 7, 63, 64, 65, 650)))
 def test_chunks_equal_the_oracle(kind: str, channels: bool, tokens: int) -> None:
     """Outputs, the state and all gradients, with a gate that is closed, are those of the loop over tokens."""
     inputs = AffineInputs.random(kind, tokens, channels=channels)

@@ -17,6 +17,7 @@ from dist_attn.ops.c_call import BLOCK, CHUNK
 from dist_attn.ops.state import steps_in_place
 from tests.support.affine import KINDS, AffineInputs
 from tests.support.attention import weighted_sum
+from tests.support.pairs import each_pair
 
 _why_not = why_no_library()
 pytestmark = pytest.mark.skipif(_why_not is not None, reason=f"needs C kernels: {_why_not}")
@@ -68,34 +69,34 @@ def assert_like_the_oracle(inputs, documents=(), **bounds):
     assert_near(with_gradients(inputs, lambda x: x.run(ops)), want, **bounds)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 63, 64, 65, 200])
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "channels", "tokens"), each_pair(ALL_KINDS, (False, True), (1, 15, 16, 63, 64, 65, 200))
+)
 def test_every_length(kind, channels, tokens):
     """Lengths around stripes and chunks, with a closed gate, are the oracle's."""
     assert_like_the_oracle(random_inputs(kind, tokens, channels=channels))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 3, 40), (2, 1, 40, 3), (1, 1, 128, 128)], ids=str)
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("tokens", [1, 67])
+@pytest.mark.parametrize(
+    ("kind", "channels", "sizes", "tokens"),
+    each_pair(ALL_KINDS, (False, True), ((1, 1, 1, 1), (1, 1, 3, 40), (2, 1, 40, 3), (1, 1, 128, 128)), (1, 67)),
+)
 def test_every_size(kind, channels, sizes, tokens):
     """Key sizes and values of any number are the oracle's, of a single token too."""
     assert_like_the_oracle(random_inputs(kind, tokens, channels=channels, sizes=sizes))
 
 
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("documents", [(0,), (0, 1, 2), (5, 6, 70, 134)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "channels", "documents"), each_pair(ALL_KINDS, (False, True), ((0,), (0, 1, 2), (5, 6, 70, 134)))
+)
 def test_documents_do_not_see_each_other(kind, channels, documents):
     """Packed documents, also of one token, are the oracle's; before the first start the state goes on."""
     assert_like_the_oracle(random_inputs(kind, 135, channels=channels), documents)
 
 
-@pytest.mark.parametrize("closed", [-torch.inf, -104.0, -1000.0, -60.0, 0.0])
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "channels", "closed"), each_pair(ALL_KINDS, (False, True), (-torch.inf, -104.0, -1000.0, -60.0, 0.0))
+)
 def test_closed_gates_leave_nothing(kind, channels, closed):
     """Strong decays in a row, between others and none at all give no NaN, and closed gates have no gradient."""
     inputs = random_inputs(kind, 140, channels=channels, closed=False)

@@ -19,6 +19,7 @@ from dist_attn.ops.linear_attention.attention import absorb_by_chunks, attend_by
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.native import Case, assert_like_the_oracle, by_kernels, needs_kernels
+from tests.support.pairs import each_pair
 
 pytestmark = needs_kernels
 
@@ -44,9 +45,7 @@ def naive_absorbed(q, k, v, **kwargs):
     return v.new_zeros(0), linear_attention_naive(q, k, v, **kwargs)[1]
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 100])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("tokens", "kind", "gate"), each_pair((1, 64, 100), KINDS, (False, True)))
 def test_absorbed_keys(tokens, kind, gate):
     """The state of the keys alone, and every gradient through it, equal the oracle's."""
     case = Case(tokens, kind=kind, gate=gate, scale=gate, state=gate)
@@ -59,11 +58,12 @@ def test_absorbed_keys_of_documents():
     assert_like_the_oracle(case, oracle=naive_absorbed, kernels=absorbed, documents=(3, 70))
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 200])
-@pytest.mark.parametrize(("gate", "strength"), [(False, 0.0), (True, 0.01), (True, 1.0), (True, 30.0)])
-@pytest.mark.parametrize("policy", ["floor", "mass"])
-def test_two_parts_are_the_whole(tokens, gate, strength, policy):
+@pytest.mark.parametrize(
+    ("tokens", "strength", "policy"), each_pair((1, 100, 200), (0.0, 0.01, 1.0, 30.0), ("floor", "mass"))
+)
+def test_two_parts_are_the_whole(tokens, strength, policy):
     """Sums from nothing, completed by the state before, equal the oracle's, whether gates keep that state or not."""
+    gate = strength > 0
     case = Case(tokens, kind="gaussian_unit", gate=gate, scale=gate, state=True)
     if gate:
         case.sequence["log_gate"] *= strength

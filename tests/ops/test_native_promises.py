@@ -18,6 +18,7 @@ from dist_attn.ops.linear_attention.native_call import NativeCall, kernels
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.native import Case, by_kernels, needs_kernels
+from tests.support.pairs import each_pair
 
 pytestmark = needs_kernels
 
@@ -115,9 +116,10 @@ def test_what_is_wrong_in_a_document_stays_there(name, wrong):
         assert torch.equal(leaves[key].grad[:, :, 90:], want_leaves[key].grad[:, :, 90:])
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 1e30])
-@pytest.mark.parametrize("name", ["q", "k"])
-@pytest.mark.parametrize("kind", ["gaussian_unit", "elu", "arc_cosine"])
+@pytest.mark.parametrize(
+    ("kind", "name", "wrong"),
+    each_pair(("gaussian_unit", "elu", "arc_cosine"), "qk", (float("nan"), float("inf"), float("-inf"), 1e30)),
+)
 def test_numbers_that_are_wrong_show_where_the_streaming_form_shows_them(kind, name, wrong):
     """NaN, infinities and huge numbers in queries and keys make the same outputs not finite."""
     case = Case(150, kind=kind, sizes=(8, 5, 6))

@@ -13,6 +13,7 @@ from dist_attn.ops.state import steps_in_place
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
+from tests.support.pairs import each_pair
 from tests.support.sharded_call import random_tensor
 
 CHANNELS, SIZE = 3, 2
@@ -61,9 +62,7 @@ def _compare(name, *args):
         assert_close(got, want, kind="gradient", what=str(index))
 
 
-@BOTH
-@pytest.mark.parametrize("given_state", [False, True])
-@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 200])
+@pytest.mark.parametrize(("name", "length", "given_state"), each_pair(FORMS, (0, 1, 15, 16, 17, 200), (False, True)))
 def test_chunks_equal_the_oracle(name, length, given_state):
     """Outputs, final state and every gradient are the oracle's at any length."""
     _compare(name, length, given_state)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from dist_attn.ops.whole_vectors import WholeVectors
 from tests.support.closeness import assert_close
+from tests.support.pairs import each_pair
 
 FUNCTIONS = {
     "sigmoid": torch.sigmoid,
@@ -42,9 +43,7 @@ def three_threads():
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("function", "rows", "dtype"), each_pair(FUNCTIONS, ROWS, (torch.float32, torch.bfloat16)))
 def test_every_slot_has_the_same_bits(function, rows, dtype):
     """Eight equal rows stay equal, and are what the function makes of them otherwise, to rounding."""
     row_1H = 2 * torch.randn(1, 5003, generator=torch.Generator().manual_seed(5))

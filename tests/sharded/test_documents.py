@@ -16,6 +16,7 @@ from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
+from tests.support.pairs import each_pair
 from tests.support.ranks import Kind, run_ranks
 from tests.support.running_sum import RunningSumCall
 
@@ -171,9 +172,7 @@ def test_documents_by_ring_attention(name):
     assert_close(torch.cat(run_simulated(body, layout.size), 2), want)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("taps", [1, 2, 7])
-@pytest.mark.parametrize("given_tail", [True, False])
+@pytest.mark.parametrize(("layout", "taps", "given_tail"), each_pair(LAYOUTS.values(), (1, 2, 7), (True, False)))
 def test_the_tail_of_a_convolution(layout, taps, given_tail):
     """Every rank gets the last document's tail where one was given; else the rank of the last token has it."""
     g = torch.Generator().manual_seed(0)

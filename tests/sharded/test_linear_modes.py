@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
 from tests.support.examples import examples
+from tests.support.pairs import each_pair
 from tests.support.sharded_call import check_sharded, random_tensor
 
 LENGTHS = [(7,), (5, 9), (13, 0, 4), (0, 11, 2, 2, 1), (70, 130)]
@@ -44,12 +45,10 @@ def _check(
     )
 
 
-@pytest.mark.parametrize(("gate", "state"), [(False, False), (True, True)])
-@pytest.mark.parametrize("prefix", [1, 5, 14, 500])
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_prefix(lengths, prefix, gate, state):
+@pytest.mark.parametrize(("lengths", "prefix", "gated"), each_pair(LENGTHS, (1, 5, 14, 500), (False, True)))
+def test_prefix(lengths, prefix, gated):
     """A prefix that ends inside, at the edge of or behind slices gives one rank's outputs, state and gradients."""
-    _check(lengths, lengths, causal=True, gate=gate, state=state, prefix=prefix)
+    _check(lengths, lengths, causal=True, gate=gated, state=gated, prefix=prefix)
 
 
 @examples(25)
@@ -59,15 +58,17 @@ def test_prefix_for_any_cut(lengths, prefix, gate):
     _check(tuple(lengths), tuple(lengths), causal=True, gate=gate, state=False, prefix=prefix)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("gate", "state"), [(False, False), (True, True)])
 @pytest.mark.parametrize(
-    ("queries", "keys"),
-    [((4, 5), (13, 1)), ((0, 3, 2), (0, 0, 30)), ((7, 0), (0, 2)), ((1, 2, 3), (0, 0, 0)), ((6,), (9,))],
+    ("cuts", "gated", "causal"),
+    each_pair(
+        [((4, 5), (13, 1)), ((0, 3, 2), (0, 0, 30)), ((7, 0), (0, 2)), ((1, 2, 3), (0, 0, 0)), ((6,), (9,))],
+        (False, True),
+        (True, False),
+    ),
 )
-def test_a_memory_of_its_own(queries, keys, gate, state, causal):
+def test_a_memory_of_its_own(cuts, gated, causal):
     """Attention over a memory that is cut elsewhere, also where ranks hold none of it, with all gradients."""
-    _check(queries, keys, causal=causal, gate=gate, state=state)
+    _check(*cuts, causal=causal, gate=gated, state=gated)
 
 
 @st.composite
@@ -85,9 +86,9 @@ def test_causal_over_any_two_cuts(cuts, prefix, gate):
     _check(*cuts, causal=True, gate=gate, state=True, prefix=prefix)
 
 
-@pytest.mark.parametrize("exchange", ["reshuffle", "ring"])
-@pytest.mark.parametrize("prefix", [1, 5, 14, 500])
-@pytest.mark.parametrize("lengths", LENGTHS[1:4])
+@pytest.mark.parametrize(
+    ("lengths", "prefix", "exchange"), each_pair(LENGTHS[1:4], (1, 5, 14, 500), ("reshuffle", "ring"))
+)
 def test_softmax_with_a_prefix(lengths, prefix, exchange):
     """Exact attention with a prefix gives one rank's outputs and gradients by moving heads and by a ring."""
     total, heads = sum(lengths), (4, 2, 2)

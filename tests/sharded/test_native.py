@@ -13,6 +13,7 @@ from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.sharded.carry_scan import Walks, sharded_linear_attention
 from tests.support.closeness import assert_close
 from tests.support.native import Case, by_streaming
+from tests.support.pairs import each_pair
 
 pytestmark = pytest.mark.usefixtures("computed_by")
 
@@ -92,9 +93,11 @@ def check(
         assert_close(got, want[number].float(), kind="gradient", what=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.lengths)))
-@pytest.mark.parametrize("strength", [0.0, 0.01, 1.0, 40.0])
-@pytest.mark.parametrize("walks", [None, "one_walk", "two_walks"])
+@pytest.mark.parametrize(
+    ("layout", "strength", "walks", "computed_by"),
+    each_pair(LAYOUTS, (0.0, 0.01, 1.0, 40.0), (None, "one_walk", "two_walks"), ("native", "streaming")),
+    indirect=["computed_by"],
+)
 def test_ranks_give_what_one_gives(layout: SequenceLayout, strength: float, walks: Walks | None) -> None:
     """Outputs, the last state and every gradient, without gates and with gates that keep or forget the state before."""
     case = Case(200, kind="gaussian_unit", gate=strength > 0, scale=True, state=True)
@@ -122,9 +125,11 @@ def test_a_gate_that_is_nan_spoils_one_head(strength: float) -> None:
     assert bool(got[:, 0, 100:131].isnan().all())
 
 
-@pytest.mark.parametrize("used", LOSSES)
-@pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("names", ["q", "k", "v", "w", "s", "q w", "k s", "q k v"])
+@pytest.mark.parametrize(
+    ("names", "used", "gate", "computed_by"),
+    each_pair(("q", "k", "v", "w", "s", "q w", "k s", "q k v"), LOSSES, (False, True), ("native", "streaming")),
+    indirect=["computed_by"],
+)
 def test_some_results_and_some_gradients(used: str, gate: bool, names: str) -> None:
     """Whatever is used of the results and whatever wants gradients, they are those of one rank."""
     check(Case(200, gate=gate, scale=True, state=True), LAYOUTS[1], used, names.split())

@@ -13,6 +13,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, SequenceOps, linear_attention_step
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import weighted_sum
+from tests.support.pairs import each_pair
 
 pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
 
@@ -133,9 +134,7 @@ def _check_bounded(out: Tensor, v: Tensor, gradients: list[Tensor | None]) -> No
     assert all(g is not None and bool(torch.isfinite(g).all()) for g in gradients)
 
 
-@pytest.mark.parametrize("sigma", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "sigma", "gated"), each_pair(MODES, (1.0, 2.0, 3.0), (False, True)))
 def test_outputs_stay_bounded_where_sigma_is_large(mode: str, gated: bool, sigma: float) -> None:
     """With any sigma up to 3 the floor bounds outputs by max |v| / eps, and every gradient is finite."""
     leaves, gates, phi = _large_sigma(sigma, gated)

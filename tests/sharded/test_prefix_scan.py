@@ -22,6 +22,7 @@ from dist_attn.sharded.prefix_scan import (
 )
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
+from tests.support.pairs import each_pair
 from tests.support.ranks import Kind, run_ranks
 
 Depends = Literal["before", "after", "both"]
@@ -107,10 +108,10 @@ def name_of(exchange: ScanExchange) -> str:
 
 
 @pytest.mark.parametrize(
-    ("size", "depends"),
-    [*((size, "both") for size in SIZES), *((size, depends) for size in (1, 2, 5) for depends in ("before", "after"))],
+    ("exchange", "size", "depends"),
+    each_pair(EXCHANGES, SIZES, ("both", "before", "after")),
+    ids=lambda value: name_of(value) if isinstance(value, ScanExchange) else str(value),
 )
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=name_of)
 def test_every_exchange_is_the_fold(exchange: ScanExchange, size: int, depends: Depends) -> None:
     """Each exchange gives the states and gradients of a left fold, for any number of ranks and whatever is used."""
     check("simulated", exchange, size, depends)
@@ -290,11 +291,14 @@ def folded(monoid: Monoid, size: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("exchange", [*EXCHANGES, ScanExchange("two_level")], ids=name_of)
-@pytest.mark.parametrize("monoid", MONOIDS.values(), ids=MONOIDS.keys())
-def test_every_monoid_over_every_exchange_is_the_fold(monoid: Monoid, exchange: ScanExchange, size: int) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "size", "name"),
+    each_pair([*EXCHANGES, ScanExchange("two_level")], (1, 2, 3, 4, 7), MONOIDS),
+    ids=lambda value: name_of(value) if isinstance(value, ScanExchange) else str(value),
+)
+def test_every_monoid_over_every_exchange_is_the_fold(name: str, exchange: ScanExchange, size: int) -> None:
     """Whatever a stretch does to a state, results, gradients and second gradients are those of a left fold."""
+    monoid = MONOIDS[name]
     if exchange.algorithm == "two_level":
         exchange = replace(exchange, hosts=hosts(size) if size < 3 else hosts(2, size - 2))
     results, *grads = folded(monoid, size)

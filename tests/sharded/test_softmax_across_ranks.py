@@ -19,6 +19,7 @@ from dist_attn.sharded.ring_attention import ring_attention
 from dist_attn.sharded.sharding import Sharding, placement_of
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
+from tests.support.pairs import each_pair
 from tests.support.ranks import run_ranks
 
 EXCHANGES = {"reshuffle": sharded_softmax_attention, "ring": ring_attention}
@@ -160,9 +161,7 @@ def test_half_precision(exchange):
     assert_close(out, softmax_attention_naive(q.double(), k.double(), v.double(), causal=True).bfloat16())
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
-@pytest.mark.parametrize("heads", [1, 2, 3, 12])
+@pytest.mark.parametrize(("ranks", "heads", "causal"), each_pair((1, 2, 3, 4, 5, 7), (1, 2, 3, 12), (True, False)))
 def test_shares_of_heads_are_even(heads, ranks, causal):
     """Every query of every head has one rank, and no rank sees more pairs than one query's worth above its share."""
     queries = 101
