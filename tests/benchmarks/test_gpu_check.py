@@ -192,12 +192,12 @@ def test_all_of_it_runs_without_a_gpu(
 ) -> None:
     """A start that is out of time at once leaves everything to the next, which does it; a third has nothing to do.
 
-    Two pieces are in processes of their own; the others in this one, which has imported what they need.
+    Some pieces are in processes of their own; the others in this one, which has imported what they need.
     """
     one_at_a_time, in_processes = Lock(), gpu_check._one_round
 
     def here(results: Results, name: str, *rest: Any) -> bool:
-        if name in ("kernels", "captured"):
+        if name in ("kernels", "captured", "adapted"):  # transformers may not meet a FLA that other tests load
             return in_processes(results, name, *rest)
         with one_at_a_time:
             return gpu_check._work(results, name, 0, ()) == 0
