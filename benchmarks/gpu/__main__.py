@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (".", "service", "client")
+NEWER = ("transformers",)  # of which what travels goes before what is there
 
 
 def environment(root: Path, before: dict[str, str]) -> dict[str, str]:
@@ -24,20 +25,32 @@ def environment(root: Path, before: dict[str, str]) -> dict[str, str]:
         that is not whole.
     """
     packed, paths = root / ".gpu", [str(root / source) for source in SOURCES]
-    if (packed / "wheels").is_dir():
+    if (packed / "wheels.tar.xz").is_file():
+        unpack(packed / "wheels.tar.xz", packed / "wheels")
         unpack_wheels(packed / "wheels", packed / "site")
         paths.append(str(packed / "site"))
     found = {**before, "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [before.get("PYTHONPATH")])])}
     if (packed / "ptxas.xz").is_file() and "TRITON_PTXAS_PATH" not in before:
         found["TRITON_PTXAS_PATH"] = str(unpack_assembler(packed / "ptxas.xz", packed / "ptxas"))
-    if (packed / "triton.tgz").is_file() and "TRITON_CACHE_DIR" not in before:
-        unpack_kernels(packed / "triton.tgz", packed / "triton")
+    if (packed / "triton.tar.xz").is_file() and "TRITON_CACHE_DIR" not in before:
+        unpack_kernels(packed / "triton.tar.xz", packed / "triton")
         found["TRITON_CACHE_DIR"] = str(packed / "triton")
     return found
 
 
+def unpack(archive: Path, folder: Path) -> bool:
+    """Whether it was not there yet."""
+    if folder.is_dir():
+        return False
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return True
+
+
 def unpack_wheels(wheels: Path, site: Path) -> None:
-    """Those of packages that neither this Python nor `site` has: another version of one it has could break others.
+    """Those of packages that neither this Python nor `site` has, and of `NEWER`.
+
+    Another version of any other that it has could break what is built on that one.
 
     Raises: SystemExit for one that another Python's programs are in.
     """
@@ -47,7 +60,8 @@ def unpack_wheels(wheels: Path, site: Path) -> None:
         if abi not in ("none", "abi3") and own not in python:
             version = own.removeprefix("cp3")
             raise SystemExit(f"{wheel.name} is for another Python than this one: pack again with --python=3.{version}")
-        if not any(distributions(name=name, path=[*sys.path, str(site)])):
+        before = [] if name in NEWER else sys.path
+        if not any(distributions(name=name, path=[*before, str(site)])):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(site)
 
@@ -62,10 +76,8 @@ def unpack_assembler(archive: Path, program: Path) -> Path:
 
 def unpack_kernels(archive: Path, cache: Path) -> None:
     """Triton's cache, whose lists of files name the folder where it was made."""
-    if cache.is_dir():
+    if not unpack(archive, cache):
         return
-    with tarfile.open(archive) as tar:
-        tar.extractall(cache, filter="data")
     for group in cache.glob("*/__grp__*.json"):
         files = json.loads(group.read_text())["child_paths"]
         group.write_text(json.dumps({"child_paths": {name: str(group.parent / name) for name in files}}))

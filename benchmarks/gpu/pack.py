@@ -28,9 +28,11 @@ __all__ = ["bring_back", "leave_behind", "main", "travelling"]
 
 MIB = 1 << 20
 PACKED = ".gpu"
-# Where torch is, these are or need not be: scipy assigns ranks in redistributions alone, and its wheel has 35 MiB.
+# Where torch is, these are or need not be: scipy, whose wheel has 35 MiB, is for redistributions and attention models.
 THERE = ("torch", "numpy", "scipy")
+CASES = ("transformers", "pytest", "psutil")  # what cases import; transformers before 5.23 lacks what some models need
 EXTRA = ("fla-core", "einops")  # without what fla-core needs, which is torch and triton
+OFFLINE = "hf_xet"  # a network is all that it is for
 ASSEMBLER = "nvidia-cuda-nvcc>=13.3"  # of whose 45 MiB one program is needed
 STAYS = "dist_attn/shipped/*/model.safetensors"
 READ = "dist_attn/shipped/books-6m/model.safetensors"
@@ -63,9 +65,12 @@ def _undo() -> int:
 def _pack(options: argparse.Namespace) -> int:
     packed = ROOT / PACKED
     shutil.rmtree(packed, ignore_errors=True)
-    fetch_wheels(packed / "wheels", options.python)
+    packed.mkdir()
+    with tempfile.TemporaryDirectory() as wheels:
+        fetch_wheels(Path(wheels), options.python)
+        pack_wheels(Path(wheels), packed / "wheels.tar.xz")
     if options.kernels is not None:
-        pack_kernels(options.kernels, packed / "triton.tgz")
+        pack_kernels(options.kernels, packed / "triton.tar.xz")
     pack_assembler(packed)
     commit = look_around().commit
     (packed / "commit").write_text(f"{commit}\n")
@@ -80,13 +85,13 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def fetch_wheels(folder: Path, python: str) -> None:
-    """Those of dist-attn's requirements and of theirs, in the versions of constraints.txt, and of `EXTRA`.
+    """Those of dist-attn's requirements and of `CASES`, in the versions of constraints.txt, and of `EXTRA`.
 
     Raises: subprocess.CalledProcessError where pip cannot have them; it says why.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [one for one in project["dependencies"] if not one.startswith(THERE)]
-    for more in (needed, ["--no-deps", *EXTRA]):
+    for more in ([*needed, *CASES], ["--no-deps", *EXTRA]):
         subprocess.run(
             [
                 *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
@@ -96,6 +101,19 @@ def fetch_wheels(folder: Path, python: str) -> None:
             ],
             check=True,
         )
+
+
+def pack_wheels(folder: Path, archive: Path) -> None:
+    """All in one archive, each without a compression of its own: so they take half the room together."""
+    with tarfile.open(archive, "w:xz") as tar:
+        for wheel in sorted(folder.glob("*.whl")):
+            if wheel.name.startswith((*THERE, OFFLINE)):
+                continue
+            stored = wheel.with_suffix(".stored")
+            with zipfile.ZipFile(wheel) as before, zipfile.ZipFile(stored, "w") as after:
+                for one in before.infolist():
+                    after.writestr(one.filename, before.read(one))
+            tar.add(stored, wheel.name)
 
 
 def pack_assembler(folder: Path) -> None:
@@ -122,7 +140,7 @@ def pack_kernels(cache: Path, archive: Path) -> None:
         raise ValueError(
             f"{cache} holds no kernels: needed is a folder that TRITON_CACHE_DIR named while they were compiled"
         )
-    with tarfile.open(archive, "w:gz") as tar:
+    with tarfile.open(archive, "w:xz") as tar:
         for file in sorted(cache.glob("*/*")):
             if file.suffix in (".cubin", ".json"):
                 tar.add(file, file.relative_to(cache))

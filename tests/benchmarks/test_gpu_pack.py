@@ -13,12 +13,12 @@ import pytest
 
 from benchmarks import setting
 from benchmarks.gpu.__main__ import environment
-from benchmarks.gpu.pack import bring_back, leave_behind, pack_kernels, travelling
+from benchmarks.gpu.pack import bring_back, leave_behind, pack_kernels, pack_wheels, travelling
 from benchmarks.setting import ROOT
 
 LARGE, READ = "dist_attn/shipped/big/model.safetensors", "dist_attn/shipped/books-6m/model.safetensors"
-# What the machine has, and no more; torch brings what it imports.
-THERE = ("torch==2.11.0", "triton==3.6.0", "numpy==2.5.2")
+# What the machine has, and little more; torch brings what it imports.
+THERE = ("torch==2.11.0", "triton==3.6.0", "numpy==2.5.2", "scipy", "transformers==5.17.0")
 PYTHON = "3.12"
 
 
@@ -76,10 +76,11 @@ def test_what_was_put_in_the_place_of_weights_is_kept(clone: Path) -> None:
 
 
 def test_a_packed_tree_finds_its_packages_and_kernels(tmp_path: Path) -> None:
-    """A wheel is unpacked where this Python lacks the package; exports stay; kernels and assembler are found."""
-    wheels, cache = tmp_path / ".gpu/wheels", tmp_path / "made"
-    wheels.mkdir(parents=True)
-    for name in ("numpy", "no_such_package"):
+    """Wheels are unpacked of packages that this Python lacks, and of transformers; kernels and assembler are found."""
+    wheels, cache = tmp_path / "wheels", tmp_path / "made"
+    wheels.mkdir()
+    (tmp_path / ".gpu").mkdir()
+    for name in ("packaging", "no_such_package", "transformers", "numpy", "hf_xet"):
         with zipfile.ZipFile(wheels / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/__init__.py", "")
             wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -88,12 +89,16 @@ def test_a_packed_tree_finds_its_packages_and_kernels(tmp_path: Path) -> None:
         (cache / "KEY" / name).write_text(name)
     files = {name: str(cache / "KEY" / name) for name in ("a.cubin", "a.json", "a.ptx")}
     (cache / "KEY/__grp__a.json").write_text(json.dumps({"child_paths": files}))
-    pack_kernels(cache, tmp_path / ".gpu/triton.tgz")
+    pack_kernels(cache, tmp_path / ".gpu/triton.tar.xz")
+    pack_wheels(wheels, tmp_path / ".gpu/wheels.tar.xz")
     (tmp_path / ".gpu/ptxas.xz").write_bytes(lzma.compress(b"#!/bin/sh\necho assembled\n"))
     for _ in range(2):
         found = environment(tmp_path, {"PYTHONPATH": "/exported", "HOME": "/h"})
     site, kernels = tmp_path / ".gpu/site", tmp_path / ".gpu/triton"
-    assert {path.name for path in site.iterdir()} == {"no_such_package", "no_such_package-1.0.dist-info"}
+    assert {path.name for path in site.iterdir() if path.suffix == ""} == {"no_such_package", "transformers"}
+    assert {path.name for path in (tmp_path / ".gpu/wheels").iterdir()} == {
+        f"{name}-1.0-py3-none-any.whl" for name in ("packaging", "no_such_package", "transformers")
+    }
     paths = [*(str(tmp_path / source) for source in (".", "service", "client")), str(site), "/exported"]
     kept = {"TRITON_CACHE_DIR": str(kernels), "TRITON_PTXAS_PATH": str(tmp_path / ".gpu/ptxas"), "HOME": "/h"}
     assert found == {"PYTHONPATH": os.pathsep.join(paths), **kept}
@@ -102,7 +107,7 @@ def test_a_packed_tree_finds_its_packages_and_kernels(tmp_path: Path) -> None:
     group = json.loads((kernels / "KEY/__grp__a.json").read_text())["child_paths"]
     assert group["a.cubin"] == str(kernels / "KEY/a.cubin")
     assert "PYTHONPATH" in environment(tmp_path / "plain", {})
-    (wheels / "other-1.0-cp27-cp27mu-manylinux1_x86_64.whl").touch()
+    (tmp_path / ".gpu/wheels/other-1.0-cp27-cp27mu-manylinux1_x86_64.whl").touch()
     with pytest.raises(SystemExit, match="another Python than this one: pack again with --python=3"):
         environment(tmp_path, {})
 
