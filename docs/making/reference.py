@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -19,6 +19,7 @@ __all__ = ["PAGES", "commands_page", "configuration_page", "service_page", "writ
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 NOT_LOOKED_AT = "not looked at"
+ONLY = "only "  # what begins so is refused, with these words, at any other value
 SHARED_BY = 3  # commands with the very same option, which is then told once
 LARGE = 1 << 53  # numbers beyond which a bound is no news
 METHODS = ("get", "head", "post", "put", "patch", "delete", "options")
@@ -42,11 +43,10 @@ def commands_page() -> str:
     uses = Counter(line for lines in options.values() for line in lines)
     often = [line for line, count in uses.most_common() if count >= SHARED_BY]
     shared = list({line.partition(":")[0]: line for line in reversed(often)}.values())  # of one name the commonest
-    parts += ["## Options of several commands\n", "\n".join(shared) + "\n"]
+    parts += ["## Shared options\n", "\n".join(shared) + "\n"]
+    told = dict.fromkeys(shared, "shared options")
     for name, callback in commands.items():
-        own = [line for line in options[name] if line not in shared]
-        also = ", ".join(line.split(":")[0].removeprefix("* ") for line in options[name] if line in shared)
-        own += [f"* {also}: as [above](#options-of-several-commands)."] if also else []
+        own = _once(options[name], told, name)
         parts += [f"## {name}\n", _help(callback.__doc__ or "") + "\n", "\n".join(own) + "\n"]
     return "\n".join(parts)
 
@@ -99,7 +99,7 @@ def _values(kind: Any, low: float | None, high: float | None) -> str:
     if get_args(kind):  # an option that may be left out
         return _values(next(one for one in get_args(kind) if one is not type(None)), low, high)
     high = None if high is not None and high >= LARGE else high
-    words = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: ""}[kind]
+    words = {int: "integer", float: "number", str: "text", Path: "path", bool: ""}[kind]
     return words + (f" from {low}" if low is not None else "") + (f" to {high}" if high is not None else "")
 
 
@@ -148,6 +148,7 @@ def service_page() -> str:
     shapes, sent = document["components"]["schemas"], _sent(document)
     told: dict[str, str] = {}
     requests = _requests(shapes, sent, told)
+    explained = {name for name in shapes.keys() - sent if "`" in shapes[name].get("description", "")}
     paths: list[str] = []
 
     def part(mark: re.Match[str]) -> str:
@@ -156,17 +157,23 @@ def service_page() -> str:
             here = [path for path in document["paths"] if any(_within(path, prefix) for prefix in prefixes)]
             paths.extend(here)
             operations = [(path, method, document["paths"][path].get(method)) for path in here for method in METHODS]
-            lines = [_route(path, method, operation, told) for path, method, operation in operations if operation]
+            routes = [_route(path, method, operation, told) for path, method, operation in operations if operation]
+            lines = [_linked(line, explained | sent) for line in routes]
         elif kind == "requests":
             lines = requests
         else:
-            lines = [_answer(name, shapes[name]) for name in sorted(shapes.keys() - sent)]
+            lines = [_linked(_answer(name, shapes[name]), explained) for name in sorted(explained)]
         return f"<!-- {mark['what']} -->\n\n" + "\n".join(lines) + "\n<!-- end -->"
 
     page = MARKED.sub(part, (FOLDER / "service.md").read_text())
     if wrong := sorted(path for path in {*document["paths"], *paths} if paths.count(path) != 1):
         raise ValueError(f"each route stands in one part of service.md, marked by its path; not so {', '.join(wrong)}")
     return page
+
+
+def _linked(text: str, shapes: Set[str]) -> str:
+    """A text with links to these shapes alone, which stand on the page."""
+    return re.sub(r"\[(\w+)\]\(#\w+\)", lambda link: link[0] if link[1] in shapes else f"`{link[1]}`", text)
 
 
 def _within(path: str, prefix: str) -> bool:
@@ -214,7 +221,7 @@ def _once(lines: Sequence[str], told: dict[str, str], name: str = "") -> list[st
         (here if first == name else elsewhere.setdefault(first, [])).append(line)
     for shape, again in elsewhere.items():
         names = ", ".join(line.split()[1].rstrip(":") for line in again)
-        here += [f"* {names}: as in [{shape}](#{shape.lower()})"] if len(again) > 1 else again
+        here += [f"* {names}: as in [{shape}](#{shape.lower().replace(' ', '-')})"] if len(again) > 1 else again
     return here
 
 
@@ -247,18 +254,20 @@ def _content(content: dict[str, Any]) -> str:
 def _request(name: str, shape: dict[str, Any], shared: Sequence[str], told: dict[str, str]) -> str:
     fields, needed = shape["properties"], shape.get("required", ())
     fields = {field: value for field, value in fields.items() if value.get("description") != MODEL_WORDS}
+    neutral = [f"`{field}`" for field, value in fields.items() if value.get("description", "").startswith(ONLY)]
     unused = [f"`{field}`" for field, value in fields.items() if value.get("description", "").startswith(NOT_LOOKED_AT)]
     lines = [f"* All of {', '.join(f'[{each}](#{each.lower()})' for each in shared)}."] if shared else []
-    kept = {field: value for field, value in fields.items() if f"`{field}`" not in unused}
+    kept = {field: value for field, value in fields.items() if f"`{field}`" not in (*neutral, *unused)}
     lines += _once([_field(field, value, "needed" * (field in needed)) for field, value in kept.items()], told, name)
+    lines += [f"* {', '.join(neutral)}: only the usual value"] if neutral else []
     lines += [f"* {', '.join(unused)}: taken and {NOT_LOOKED_AT}"] if unused else []
     return f"### {name}\n\n{_sentence(shape.get('description', ''))}\n\n" + "\n".join(lines) + "\n"
 
 
 def _field(name: str, schema: dict[str, Any], more: str = "") -> str:
-    """A line of what may be sent; a field that takes one value alone says so in its words."""
+    """A line of what may be sent."""
     words = _sentence(schema.get("description", ""))
-    kind = "" if words.startswith("only ") else _kind(schema).removesuffix(" or null")
+    kind = _kind(schema).removesuffix(" or null")
     said = ", ".join(one for one in (kind, more) if one)
     return f"* `{name}`{f' {said}' if said else ''}{f': {words}' if words else ''}"
 
