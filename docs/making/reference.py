@@ -70,9 +70,11 @@ def _option(name: str, words: str, values: str, default: str) -> str:
 
 
 def _help(text: str) -> str:
-    """The words of `--help`, an example as code."""
+    """The words of `--help`, with the first of its examples as code."""
     paragraphs = [_sentence(part) for part in inspect.cleandoc(text).replace("\b", "").split("\n\n")]
-    return "\n\n".join(re.sub(r"^Example: (.*)$", r"Example: `\1`", part) for part in paragraphs)
+    examples = [part for part in paragraphs if part.startswith("Example: ")]
+    shown = [part for part in paragraphs if part not in examples[1:]]
+    return "\n\n".join(re.sub(r"^Example: (.*)$", r"Example: `\1`", part) for part in shown)
 
 
 def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, str, str, str]]:
