@@ -20,8 +20,9 @@ Build = str | Callable[..., Any]
 """A callable that makes something of a kind, or its place, "package.module:Name", loaded where it is needed."""
 
 PAPERS_KINDS = frozenset({
-    "efficient", "encoder_decoder", "fnet", "hippo", "images", "lssl", "masked_autoencoder", "million", "mlp_mixer",
-    "parallel_text", "performer", "s4", "s4d", "scaleformer", "sgconv", "static_kernel", "vision_classifier",
+    "efficient", "encoder_decoder", "fnet", "hippo", "images", "listops", "lssl", "masked_autoencoder", "million",
+    "mlp_mixer", "needles", "parallel_text", "performer", "s4", "s4d", "scaleformer", "sgconv", "static_kernel",
+    "vision_classifier",
 })  # fmt: skip
 """The kinds of dist-attn-papers, for the error where it is not installed."""
 

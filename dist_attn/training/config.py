@@ -13,7 +13,7 @@ from dist_attn.model_config.language_model import expand_preset
 from dist_attn.model_config.model import AnyModel, ModelConfig, register_model
 from dist_attn.model_config.refusal import key_of, nearest_key, refusal
 from dist_attn.shipped import SHIPPED, resolve_model_folder
-from dist_attn.training.datasets.config import AnyData
+from dist_attn.training.datasets.config import AnyData, DataConfig
 from dist_attn.training.kinds import TASKS, TaskKind, register_task
 from dist_attn.wire.choices import Precision, check_device
 
@@ -208,6 +208,12 @@ def _check_folder(config: "TrainingConfig") -> None:
         raise ValueError("run.shard_parameters does not go with model.lora, whose adapters are small: leave one out")
 
 
+def _takes(task: TaskKind, data: str) -> bool:
+    """Whether a task reads a kind of data; one of labelled texts reads all kinds of them."""
+    labelled = "labelled_text" in task.data and DataConfig.registry.find(data).texts is not None
+    return data in task.data or labelled
+
+
 class TrainingConfig(_Config):
     """Everything a run depends on; it is written into the run folder and compared on resume."""
 
@@ -239,7 +245,7 @@ class TrainingConfig(_Config):
         if model not in TASKS.names():
             raise ValueError(f"a {model} is not trained here; model.kind is one of {', '.join(TASKS.names())}")
         task = TASKS.find(model)
-        if data not in task.data:
+        if not _takes(task, data):
             raise ValueError(f"model.kind {model} trains on data.kind {' or '.join(task.data)}; given is {data}")
         if objective.label_smoothing and "label_smoothing" not in task.objective:
             raise ValueError(f"objective.label_smoothing has no meaning for a {model}; leave it out")
@@ -257,12 +263,12 @@ class TrainingConfig(_Config):
         return self
 
 
-_TEXTS = ("labelled_text", "listops", "needles")
 register_task("language_model", TaskKind("dist_attn.training.chapters:language_task", ("text",)))
 register_model(FolderConfig, "dist_attn.training.folder_task:read_model")
 register_task("folder", TaskKind("dist_attn.training.folder_task:FolderTask", ("text",), check=_check_folder))
 register_task(
-    "text_classifier", TaskKind("dist_attn.training.text_tasks:TextClassificationTask", _TEXTS, ("label_smoothing",))
+    "text_classifier",
+    TaskKind("dist_attn.training.text_tasks:TextClassificationTask", ("labelled_text",), ("label_smoothing",)),
 )
 
 

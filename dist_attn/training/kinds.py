@@ -16,8 +16,8 @@ class TaskKind:
     """The training of a kind of model.
 
     `build` makes the `Task` of a configuration, a share of its batches and a `Progress`. `data` are the kinds of data
-    that it reads, `objective` the options of [objective] that have a meaning for it beside dropout. `check` raises
-    ValueError for a configuration that does not fit.
+    that it reads; labelled_text stands for all kinds that are read as such. `objective` are the options of [objective]
+    that have a meaning for it beside dropout. `check` raises ValueError for a configuration that does not fit.
     """
 
     build: Build

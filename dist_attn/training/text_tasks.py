@@ -16,7 +16,6 @@ from dist_attn.models import Model, TextClassifier, TextClassifierConfig
 from dist_attn.ops.device import send
 from dist_attn.training.classification import ClassificationTask, ExamplesTask
 from dist_attn.training.config import TrainingConfig
-from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
 from dist_attn.training.datasets.labelled_text import ReaderSizes, TextExamples, read_text_sets
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.mesh import Share
@@ -30,12 +29,11 @@ class TextTask(ExamplesTask[TextExamples]):
     loss_unit = "nats per text"
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
-        data = cast(LabelledTextConfig | ListOpsConfig | NeedlesConfig, config.data)
         model: Any = config.model
         if model.num_classes is None:
             raise ConfigError(f"model.num_classes is missing; a {model.kind} is trained as a classifier")
         sizes = ReaderSizes(model.vocab_size, model.num_classes, getattr(model, "texts", 1))
-        self._sets = read_text_sets(data, sizes, config.run.folder / "cache", progress)
+        self._sets = read_text_sets(config.data, sizes, config.run.folder / "cache", progress)
         super().__init__(config, share, self._sets.train, self._sets.validation, Criterion("accuracy", "higher"))
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:

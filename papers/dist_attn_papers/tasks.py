@@ -2,10 +2,11 @@
 
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.kinds import TaskKind, register_task
+from dist_attn_papers.made_up import ListOpsConfig, NeedlesConfig
 from dist_attn_papers.translation.parallel_text import ParallelTextConfig
 from dist_attn_papers.vision.images import ImageDataConfig
 
-__all__ = ["ImageDataConfig", "ParallelTextConfig"]
+__all__ = ["ImageDataConfig", "ListOpsConfig", "NeedlesConfig", "ParallelTextConfig"]
 
 
 def _check_million(config: TrainingConfig) -> None:
@@ -24,8 +25,10 @@ def _check_translation(config: TrainingConfig) -> None:
         )
 
 
-_TEXTS, _SMOOTHED = ("labelled_text", "listops", "needles"), ("label_smoothing",)
-register_task("million", TaskKind("dist_attn_papers.million.task:MillionTask", _TEXTS, _SMOOTHED, _check_million))
+_SMOOTHED = ("label_smoothing",)
+register_task(
+    "million", TaskKind("dist_attn_papers.million.task:MillionTask", ("labelled_text",), _SMOOTHED, _check_million)
+)
 register_task("vision_classifier", TaskKind("dist_attn_papers.vision.tasks:VisionTask", ("images",), _SMOOTHED))
 register_task(
     "masked_autoencoder",

@@ -13,7 +13,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.models import TextClassifier, TextClassifierConfig
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.text import ByteTokeniser
-from dist_attn.training.datasets.made_up import ListOps
+from dist_attn_papers.made_up import ListOps
 from dist_attn_papers.tables.counted_baselines import (
     byte_histogram_accuracy,
     first_operator_accuracy,

@@ -67,18 +67,9 @@ def _pairs(place: Path) -> dict[str, Any]:
     }
 
 
-def _listops(place: Path) -> dict[str, Any]:
-    lengths = {"min_length": 4, "max_length": 12, "max_depth": 3, "max_args": 4}
-    return {
-        "model": {"kind": "text_classifier", "vocab_size": 15, "num_classes": 10, "encoder": ENCODER},
-        "data": {"kind": "listops", **lengths, "examples": 40, "validation_examples": 11, "batch": 6},
-    }
-
-
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "labelled_text": _labelled_text,
     "pairs": _pairs,
-    "listops": _listops,
 }
 
 

@@ -4,17 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
-from dist_attn.model_config.registry import KindConfig, Registry, kinds_of, place_of
+from dist_attn.model_config.registry import Build, KindConfig, Registry, kinds_of, place_of
 
 __all__ = [
     "AnyData",
     "DataConfig",
     "FileDataConfig",
     "LabelledTextConfig",
-    "ListOpsConfig",
-    "NeedlesConfig",
     "TextDataConfig",
     "register_data",
 ]
@@ -22,9 +20,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DataKind:
-    """The configuration class of a kind of data."""
+    """The configuration class of a kind of data, and what reads it as labelled texts, if it is such."""
 
     config: "type[DataConfig]"
+    texts: Build | None = None
 
 
 class DataConfig(KindConfig):
@@ -115,61 +114,20 @@ class LabelledTextConfig(FileDataConfig):
         return tuple(self.found(path) for path in self.validation)
 
 
-class ListOpsConfig(DataConfig):
-    """Expressions made up as Long Range Arena does (`datasets.made_up`): `examples` of them, and others to validate."""
-
-    kind: Literal["listops"] = "listops"
-    seed: int = 0
-    min_length: int = Field(default=500, ge=1)
-    max_length: int = Field(default=2000, ge=4)
-    max_depth: int = Field(default=10, ge=2, le=100)
-    max_args: int = Field(default=10, ge=2)
-    examples: int = Field(default=96_000, ge=1)
-    validation_examples: int = Field(default=2000, ge=0)
-    batch: int = Field(default=32, ge=1)
-
-    @model_validator(mode="after")
-    def _range_fits(self) -> "ListOpsConfig":
-        if self.min_length > self.max_length:
-            raise ValueError(f"min_length {self.min_length} is above max_length {self.max_length}")
-        return self
-
-
-class NeedlesConfig(DataConfig):
-    """Sequences made up of noise and a few tokens that matter (`datasets.made_up`), and others to validate."""
-
-    kind: Literal["needles"] = "needles"
-    seed: int = Field(default=0, ge=0)
-    length: int = Field(default=65_536, ge=2)
-    # The number of noise tokens; the two alphabets of needles come behind them.
-    noise: int = Field(default=64, ge=1)
-    # The symbols of either alphabet; there are 2 symbols - 1 classes.
-    symbols: int = Field(default=4, ge=2)
-    # The copies of each of the two needles.
-    copies: int = Field(default=4, ge=1)
-    examples: int = Field(default=96_000, ge=1)
-    validation_examples: int = Field(default=200, ge=0)
-
-    @model_validator(mode="after")
-    def _needles_fit(self) -> "NeedlesConfig":
-        if 2 * self.copies > self.length:
-            raise ValueError(f"2 x copies {self.copies} are more needles than length {self.length} has places")
-        return self
-
-
 AnyData = SerializeAsAny[DataConfig]
 """The type of a field that holds data of any kind."""
 
 
-def register_data(config: type[DataConfig]) -> None:
+def register_data(config: type[DataConfig], texts: Build | None = None) -> None:
     """Make a kind of data known.
+
+    Where `texts` is given, every task of labelled texts takes this kind too: it makes the `TextSets` of a
+    configuration, a model's sizes, a folder for what is cached and a `Progress`.
 
     Raises: ConfigError for a kind that is registered already, and for a class that names no kind.
     """
-    DataConfig.registry.register(kinds_of(config), DataKind(config), place_of(config))
+    DataConfig.registry.register(kinds_of(config), DataKind(config, texts), place_of(config))
 
 
 register_data(TextDataConfig)
-register_data(LabelledTextConfig)
-register_data(ListOpsConfig)
-register_data(NeedlesConfig)
+register_data(LabelledTextConfig, "dist_attn.training.datasets.labelled_text:read_files")

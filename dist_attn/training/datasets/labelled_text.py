@@ -1,10 +1,10 @@
-"""Labelled texts, or pairs of them, from `.jsonl` files or made up, as a classifier takes them: tokens and a class."""
+"""Labelled texts, or pairs of them, as a classifier takes them: tokens and a class."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.errors import ConfigError
+from dist_attn.model_config.registry import load_build
 from dist_attn.shipped.folder_files import put_in_place
 from dist_attn.text import Tokeniser, load_tokeniser
-from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
+from dist_attn.training.datasets.config import DataConfig, LabelledTextConfig
 from dist_attn.training.datasets.examples import Label, LabelNames
-from dist_attn.training.datasets.made_up import NUM_CLASSES, VOCAB_SIZE, ListOps, Needles
 from dist_attn.training.datasets.text_sources import field, is_jsonl, records
 from dist_attn.training.datasets.token_cache import (
     Progress,
@@ -124,9 +124,7 @@ class ReaderSizes:
     texts: int = 1
 
 
-def read_text_sets(
-    data: LabelledTextConfig | ListOpsConfig | NeedlesConfig, model: ReaderSizes, cache: Path, progress: Progress
-) -> TextSets:
+def read_text_sets(data: DataConfig, model: ReaderSizes, cache: Path, progress: Progress) -> TextSets:
     """Read the examples that [data] names, which fit the model.
 
     Raises: ConfigError for examples that are missing, malformed, or do not fit.
@@ -137,12 +135,9 @@ def read_text_sets(
             f"model.texts is {model.texts} and the examples of [data] have {texts}: pairs need model.texts = 2 and "
             "labelled_text with data.second_text_field, single texts neither"
         )
-    match data:
-        case ListOpsConfig():
-            return _listops(data, model)
-        case NeedlesConfig():
-            return _needles(data, model)
-    return _read(data, model, cache, progress)
+    read = DataConfig.registry.find(data.kind).texts
+    assert read is not None  # the configuration of a run takes no other data for such a task
+    return cast(TextSets, load_build(read)(data, model, cache, progress))
 
 
 @dataclass(frozen=True)
@@ -158,21 +153,8 @@ class _Read:
         return tuple(texts), int(self.classes_N[number])
 
 
-@dataclass(frozen=True)
-class _MadeUp:
-    sequences: ListOps | Needles
-    first: int
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> tuple[tuple[Tensor, ...], int]:
-        tokens, value = self.sequences(self.first + number)
-        return (torch.from_numpy(tokens),), value
-
-
-def _read(data: LabelledTextConfig, model: ReaderSizes, cache: Path, progress: Progress) -> TextSets:
+def read_files(data: LabelledTextConfig, model: ReaderSizes, cache: Path, progress: Progress) -> TextSets:
+    """Read labelled texts from `.jsonl` files; the labels of the training files in order are the classes."""
     tokeniser = load_tokeniser(data.tokeniser)
     if tokeniser.vocab_size != model.vocab_size:
         raise ConfigError(
@@ -197,30 +179,3 @@ def _read(data: LabelledTextConfig, model: ReaderSizes, cache: Path, progress: P
     held_out = texts(data.validation_files) if data.validation_files else None
     validation = None if held_out is None else _Read(held_out, held_out.classes(names))
     return TextSets(_Read(train, train.classes(names)), validation, names.names, tokeniser)
-
-
-def _listops(data: ListOpsConfig, model: ReaderSizes) -> TextSets:
-    """Make expressions 0, 1, … to train on, and those after them to validate."""
-    _check_sizes("ListOps", model, (VOCAB_SIZE, NUM_CLASSES))
-    expressions = ListOps(data.seed, data.min_length, data.max_length, data.max_depth, data.max_args)
-    expressions(0)  # lengths that there are not are refused now
-    return _made_up(expressions, data, NUM_CLASSES)
-
-
-def _needles(data: NeedlesConfig, model: ReaderSizes) -> TextSets:
-    needles = Needles(data.seed, data.length, data.noise, data.symbols, data.copies)
-    _check_sizes("of needles this [data]", model, (needles.vocab_size, needles.classes))
-    return _made_up(needles, data, needles.classes)
-
-
-def _made_up(sequences: ListOps | Needles, data: ListOpsConfig | NeedlesConfig, classes: int) -> TextSets:
-    validation = _MadeUp(sequences, data.examples, data.validation_examples) if data.validation_examples else None
-    return TextSets(_MadeUp(sequences, 0, data.examples), validation, tuple(range(classes)), None)
-
-
-def _check_sizes(what: str, model: ReaderSizes, needed: tuple[int, int]) -> None:
-    if (model.vocab_size, model.num_classes) != needed:
-        raise ConfigError(
-            f"model.vocab_size is {model.vocab_size} and model.num_classes {model.num_classes}; {what} has {needed[0]} "
-            f"tokens and {needed[1]} classes"
-        )

@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_attn.checkpoints import load_any_model, save_model
 from dist_attn.models import TextClassifier, TextClassifierConfig
 from dist_attn.text import load_tokeniser
-from dist_attn.training.datasets.made_up import ListOps
+from dist_attn_papers.made_up import ListOps
 from dist_attn_papers.tables.made_once import make_once
 
 __all__ = [

@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.measured import Axes, Table
 from dist_attn.checkpoints import load_any_model
-from dist_attn.training.datasets.made_up import NUM_CLASSES, VOCAB_SIZE
 from dist_attn.training.run_folder import read_metrics
 from dist_attn.training.run_log import Metrics
+from dist_attn_papers.made_up import NUM_CLASSES, VOCAB_SIZE
 from dist_attn_papers.tables import books
 from dist_attn_papers.tables.books import BookModel
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch

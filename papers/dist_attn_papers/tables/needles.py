@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.models import TextClassifier, TextClassifierConfig
-from dist_attn.training.datasets.made_up import Needles
+from dist_attn_papers.made_up import Needles
 from dist_attn_papers.million.config import MillionConfig
 from dist_attn_papers.million.model import MillionModel
 from dist_attn_papers.tables.arms import first_scores, of_arm
@@ -217,7 +217,7 @@ def _draw_kept(done: Sequence[Done]) -> Callable[[Axes], None]:
 NEEDLES = Experiment(
     "uv-needles",
     "Does a model that selects tokens find what a dense one of no lower cost does not, where few of 65,536 matter?",
-    ("papers/tests/test_million.py", "tests/training/datasets/test_needles.py"),
+    ("papers/tests/test_million.py", "papers/tests/test_needles.py"),
     _jobs,
     _report,
 )

@@ -21,8 +21,8 @@ from dist_attn.model_config.mixers.attention import AttentionConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 from dist_attn.text import load_tokeniser
-from dist_attn.training.datasets.made_up import NUM_CLASSES, VOCAB_SIZE
 from dist_attn.training.run_log import Metrics
+from dist_attn_papers.made_up import NUM_CLASSES, VOCAB_SIZE
 from dist_attn_papers.tables import books, multi30k
 from dist_attn_papers.tables.arms import Claim, judge, mark_seeds, minutes_of, of_arm
 from dist_attn_papers.tables.experiment import Budget, Done, Experiment, Job, Scores, Watch

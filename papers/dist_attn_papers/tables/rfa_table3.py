@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.measured import Axes, Table
 from dist_attn.checkpoints import load_any_model
-from dist_attn.training.datasets.made_up import NUM_CLASSES, VOCAB_SIZE, ListOps
 from dist_attn.training.run_folder import read_metrics
 from dist_attn.training.run_log import Metrics
+from dist_attn_papers.made_up import NUM_CLASSES, VOCAB_SIZE, ListOps
 from dist_attn_papers.tables.arms import mark_seeds, minutes_of, of_arm, parameters_of
 from dist_attn_papers.tables.counted_baselines import (
     byte_histogram_accuracy,

@@ -1,4 +1,4 @@
-"""A small run of each of the papers' kinds of models, over data that can be learnt in seconds."""
+"""A small run of each of the papers' kinds of models, and on ListOps, over data that can be learnt in seconds."""
 
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,14 @@ def _million(place: Path) -> dict[str, Any]:
             "validation_examples": 11,
             "batch": 6,
         },
+    }
+
+
+def _listops(place: Path) -> dict[str, Any]:
+    lengths = {"min_length": 4, "max_length": 12, "max_depth": 3, "max_args": 4}
+    return {
+        "model": {"kind": "text_classifier", "vocab_size": 15, "num_classes": 10, "encoder": ENCODER},
+        "data": {"kind": "listops", **lengths, "examples": 40, "validation_examples": 11, "batch": 6},
     }
 
 
@@ -89,5 +97,11 @@ def _translation(place: Path) -> dict[str, Any]:
     }
 
 
-PAPERS_RUNS = {"million": _million, "vision": _vision, "autoencoder": _autoencoder, "translation": _translation}
+PAPERS_RUNS = {
+    "million": _million,
+    "listops": _listops,
+    "vision": _vision,
+    "autoencoder": _autoencoder,
+    "translation": _translation,
+}
 RUNS.update(PAPERS_RUNS)

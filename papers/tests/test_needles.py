@@ -5,9 +5,8 @@ import pytest
 from pydantic import ValidationError
 
 from dist_attn.errors import ConfigError
-from dist_attn.training.datasets.config import NeedlesConfig
 from dist_attn.training.datasets.labelled_text import ReaderSizes, read_text_sets
-from dist_attn.training.datasets.made_up import Needles
+from dist_attn_papers.made_up import Needles, NeedlesConfig
 
 
 def test_the_class_is_the_sum_of_the_two_needles():

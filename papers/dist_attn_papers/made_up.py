@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import median
+from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor
 
 from dist_attn.errors import ConfigError
+from dist_attn.training.datasets.config import DataConfig, register_data
+from dist_attn.training.datasets.labelled_text import ReaderSizes, TextSets
 
 TOKEN_NAMES = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 VOCAB_SIZE, NUM_CLASSES = len(TOKEN_NAMES), 10
@@ -119,3 +125,91 @@ class Needles:
     def vocab_size(self) -> int:
         """The number of tokens: noise and both alphabets."""
         return self.noise + 2 * self.symbols
+
+
+class ListOpsConfig(DataConfig):
+    """Expressions made up as Long Range Arena does: `examples` of them, and others to validate."""
+
+    kind: Literal["listops"] = "listops"
+    seed: int = 0
+    min_length: int = Field(default=500, ge=1)
+    max_length: int = Field(default=2000, ge=4)
+    max_depth: int = Field(default=10, ge=2, le=100)
+    max_args: int = Field(default=10, ge=2)
+    examples: int = Field(default=96_000, ge=1)
+    validation_examples: int = Field(default=2000, ge=0)
+    batch: int = Field(default=32, ge=1)
+
+    @model_validator(mode="after")
+    def _range_fits(self) -> "ListOpsConfig":
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length {self.min_length} is above max_length {self.max_length}")
+        return self
+
+
+class NeedlesConfig(DataConfig):
+    """Sequences made up of noise and a few tokens that matter, and others to validate."""
+
+    kind: Literal["needles"] = "needles"
+    seed: int = Field(default=0, ge=0)
+    length: int = Field(default=65_536, ge=2)
+    # The number of noise tokens; the two alphabets of needles come behind them.
+    noise: int = Field(default=64, ge=1)
+    # The symbols of either alphabet; there are 2 symbols - 1 classes.
+    symbols: int = Field(default=4, ge=2)
+    # The copies of each of the two needles.
+    copies: int = Field(default=4, ge=1)
+    examples: int = Field(default=96_000, ge=1)
+    validation_examples: int = Field(default=200, ge=0)
+
+    @model_validator(mode="after")
+    def _needles_fit(self) -> "NeedlesConfig":
+        if 2 * self.copies > self.length:
+            raise ValueError(f"2 x copies {self.copies} are more needles than length {self.length} has places")
+        return self
+
+
+@dataclass(frozen=True)
+class _MadeUp:
+    sequences: ListOps | Needles
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> tuple[tuple[Tensor, ...], int]:
+        tokens, value = self.sequences(self.first + number)
+        return (torch.from_numpy(tokens),), value
+
+
+def read_listops(data: ListOpsConfig, model: ReaderSizes, *_: object) -> TextSets:
+    """Make expressions 0, 1, … to train on, and those after them to validate."""
+    _check_sizes("ListOps", model, (VOCAB_SIZE, NUM_CLASSES))
+    expressions = ListOps(data.seed, data.min_length, data.max_length, data.max_depth, data.max_args)
+    expressions(0)  # lengths that there are not are refused now
+    return _made_up(expressions, data, NUM_CLASSES)
+
+
+def read_needles(data: NeedlesConfig, model: ReaderSizes, *_: object) -> TextSets:
+    """Make sequences 0, 1, … to train on, and those after them to validate."""
+    needles = Needles(data.seed, data.length, data.noise, data.symbols, data.copies)
+    _check_sizes("of needles this [data]", model, (needles.vocab_size, needles.classes))
+    return _made_up(needles, data, needles.classes)
+
+
+def _made_up(sequences: ListOps | Needles, data: ListOpsConfig | NeedlesConfig, classes: int) -> TextSets:
+    validation = _MadeUp(sequences, data.examples, data.validation_examples) if data.validation_examples else None
+    return TextSets(_MadeUp(sequences, 0, data.examples), validation, tuple(range(classes)), None)
+
+
+def _check_sizes(what: str, model: ReaderSizes, needed: tuple[int, int]) -> None:
+    if (model.vocab_size, model.num_classes) != needed:
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size} and model.num_classes {model.num_classes}; {what} has {needed[0]} "
+            f"tokens and {needed[1]} classes"
+        )
+
+
+register_data(ListOpsConfig, read_listops)
+register_data(NeedlesConfig, read_needles)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dist_attn.errors import ConfigError
-from dist_attn.training.datasets.made_up import NUM_CLASSES, TOKEN_NAMES, VOCAB_SIZE, ListOps
+from dist_attn_papers.made_up import NUM_CLASSES, TOKEN_NAMES, VOCAB_SIZE, ListOps
 
 SMALL = ListOps(seed=3, min_length=5, max_length=60, max_depth=5, max_args=4)
 
