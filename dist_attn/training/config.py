@@ -209,7 +209,7 @@ def _check_folder(config: "TrainingConfig") -> None:
 
 
 def _takes(task: TaskKind, data: str) -> bool:
-    """Whether a task reads a kind of data; one of labelled texts reads all kinds of them."""
+    """Return whether a task reads a kind of data; one of labelled texts reads all kinds of them."""
     labelled = "labelled_text" in task.data and DataConfig.registry.find(data).texts is not None
     return data in task.data or labelled
 
