@@ -97,11 +97,11 @@ def _values(kind: Any, low: float | None, high: float | None) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) is list:
-        return f"{_values(get_args(kind)[0], low, high)}, repeatable"
+        return ", ".join(filter(None, (_values(get_args(kind)[0], low, high), "repeatable")))
     if get_args(kind):  # an option that may be left out
         return _values(next(one for one in get_args(kind) if one is not type(None)), low, high)
     high = None if high is not None and high >= LARGE else high
-    words = {int: "integer", float: "number", str: "text", Path: "path", bool: ""}[kind]
+    words = {int: "integer", float: "number", str: "", Path: "", bool: ""}[kind]
     return words + (f" from {low}" if low is not None else "") + (f" to {high}" if high is not None else "")
 
 
