@@ -297,7 +297,7 @@ def _kind(schema: dict[str, Any]) -> str:
             return " or ".join(dict.fromkeys(_kind(one) for one in schema[several]))
     if schema.get("type") == "array":
         held = re.sub(r" from -?\d+", "", _kind(schema.get("items", {})))
-        return f"list of {held}" if " or " in held else f"{held}[]"
+        return f"{held}[]" if held.isalpha() else f"list of {held}"  # [](…)[] and [][] are links to Markdown
     low, above, high = schema.get("minimum"), schema.get("exclusiveMinimum"), schema.get("maximum")
     bounds = f" from {low}" if low is not None and low > -LARGE else "" if above is None else f" above {above}"
     bounds += f" to {high}" if high is not None and high < LARGE else ""
