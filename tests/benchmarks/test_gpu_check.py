@@ -190,10 +190,8 @@ def test_times_of_flash_linear_attention_can_be_taken(monkeypatch: pytest.Monkey
 def test_all_of_it_runs_without_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start that is out of time at once leaves everything to the next, which does it; a third has nothing to do.
-
-    Some pieces are in processes of their own; the others in this one, which has imported what they need.
-    """
+    """A start that is out of time at once leaves everything to the next, which does it; a third has nothing to do."""
+    # Some pieces are in processes of their own; the others in this one, which has imported what they need.
     one_at_a_time, in_processes = Lock(), gpu_check._one_round
 
     def here(results: Results, name: str, *rest: Any) -> bool:
