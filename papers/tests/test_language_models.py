@@ -85,19 +85,18 @@ def test_costs_of_kernels(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).mkdir()
     costs_of.test_prefill_operations(case, tmp_path / "operations", monkeypatch)
     costs_of.test_decoding_operations(case, tmp_path / "steps")
-    for tokens, weights in ((512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")):
-        costs_of.test_peak_of_activations(case, tokens, weights, tmp_path / "memory", computed_by)
-    for ranks in (1, 2, 3):
-        estimates.test_bytes_between_ranks(case, ranks, tmp_path / "traffic")
+    for size in ((512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")):
+        costs_of.test_peak_of_activations(case, size, tmp_path / "memory", computed_by)
+    estimates.test_bytes_between_ranks(case, tmp_path / "traffic")
 
 
-@pytest.mark.parametrize("precision", narrow.NARROW)
 @pytest.mark.parametrize("case", KERNELS)
-def test_weights_in_fewer_bits(case: str, precision: str, tmp_path: Path) -> None:
+def test_weights_in_fewer_bits(case: str, tmp_path: Path) -> None:
     """Models read and write as their rounded weights say, and hold the bytes that the formula says."""
-    narrow.test_every_model_reads_and_writes_as_its_rounded_weights_say(case, precision)
-    narrow.test_fast_products_change_a_model_by_their_rounding_alone(case, precision)
-    narrow.test_bytes_are_those_of_the_tensors_and_of_the_formula(case, precision, tmp_path)
+    for precision in narrow.NARROW:
+        narrow.test_every_model_reads_and_writes_as_its_rounded_weights_say(case, precision)
+        narrow.test_fast_products_change_a_model_by_their_rounding_alone(case, precision)
+    narrow.test_bytes_are_those_of_the_tensors_and_of_the_formula(case, tmp_path)
 
 
 GREEDY = {

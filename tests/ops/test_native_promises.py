@@ -243,8 +243,9 @@ def test_memory_is_freed_and_does_not_grow_with_the_length():
     peak_mib(2048, 1)
     gc.disable()
     try:
-        # In outputs of 16 MiB: itself and its gradient, three gradients twice; six that were not freed would be more.
-        assert peak_mib(65_536, 6) < 12
+        # In outputs of 16 MiB: itself and its gradient, three gradients twice, and what the allocator holds, 9 to 12.5.
+        # A pass that keeps one output would make it 26.
+        assert peak_mib(65_536, 18) < 20
     finally:
         gc.enable()
 
