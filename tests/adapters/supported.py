@@ -1,12 +1,9 @@
 """`python -m tests.adapters.supported`: the page of supported types, with distances measured where it is written."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.foreign_models import BLOCK, TYPES, compared, distances, forked
-
-__all__ = ["PAGE", "listed"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/models/supported.md"
 HEAD = """\
@@ -29,11 +26,6 @@ In bfloat16, logits of `qwen3_next`, `mamba2`, `bailing_hybrid` and `llama` are 
 those of transformers' own bfloat16, as the root of the mean square over three models with all experts asked. A choice
 of experts that flips moves logits further than all rounding does, there as here.
 """
-
-
-def listed(page: str) -> list[str]:
-    """The types that the page has a row for."""
-    return re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
 
 
 def _lines() -> Iterator[str]:

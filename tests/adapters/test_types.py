@@ -16,7 +16,6 @@ from dist_attn.ops.affine import AffineCall
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped.downloaded import SUPPORTED
 from tests.adapters import context_parallel_table
-from tests.adapters.supported import PAGE, listed
 from tests.support.foreign_models import (
     BLOCK,
     TYPES,
@@ -159,11 +158,6 @@ def test_kernels_may_multiply_in_the_type_of_the_weights(kind: str, tmp_path: Pa
 def test_every_supported_type_is_compared() -> None:
     """What is served is what is compared here, in this order."""
     assert list(TYPES) == list(SUPPORTED)
-
-
-def test_the_page_lists_what_is_supported() -> None:
-    """`docs/models/supported.md` has a row for each type and no other; `make docs-refresh` writes it."""
-    assert listed(PAGE.read_text()) == list(TYPES)
 
 
 def test_the_page_of_gradients_lists_what_is_supported() -> None:
