@@ -1,5 +1,6 @@
 """MPI in particular: ranks that differ, leave, hang or die; messages in pieces; what is not installed."""
 
+import contextlib
 import json
 import os
 import re
@@ -278,12 +279,15 @@ def test_bad_input_under_mpiexec_is_said_once(place: Path) -> None:
     assert not list(place.glob("*no.npy*"))
 
 
-def _encodes(process: psutil.Process) -> bool:
-    """Whether its command line says so: one that has ended since has none, waited for or not."""
-    try:
-        return "encode" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+def _ranks(launcher: psutil.Process) -> list[psutil.Process]:
+    """The processes that encode, without what they have just forked to run another program."""
+    parents: dict[psutil.Process, psutil.Process | None] = {}
+    for process in launcher.children(recursive=True):
+        # One that has ended since has no command line, waited for or not.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "encode" in process.cmdline():
+                parents[process] = process.parent()
+    return [process for process, parent in parents.items() if parent not in parents]
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(place: Path) -> None:
@@ -293,7 +297,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(place: Path) -> None:
     try:
         with (place / "endless").open("wb", buffering=0) as text:
             text.write(b"It was the best of times")
-            ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if _encodes(p)]
+            ranks = _ranks(psutil.Process(process.pid))
             assert len(ranks) == 2
             process.kill()
             gone, left = psutil.wait_procs(ranks, DEADLINE_S)
