@@ -78,7 +78,7 @@ class StreamReader(BlockReader):
 
     def carry_bytes(self) -> int:
         """The bytes this rank sent of its own states; of rings, all that it passed on."""
-        return _carry_bytes(self._comm, self._exchange, self._deterministic)
+        return _carry_bytes(self._comm, self._exchange)
 
 
 @final
@@ -165,15 +165,15 @@ def read_together(
     return [row_pieces(rows_ND, range(0, len(text), step), len(text), 0) for text, rows_ND in vectors]
 
 
-def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:
+def _carry_bytes(comm: Communicator, exchange: Algorithm) -> int:
     """Count the bytes of own states that this rank sent since traffic was cleared; of rings, all that it passed on."""
     carries = [e for e in comm.traffic.events if e.label == "carry" and e.messages]
-    if exchange.endswith("ring") and not deterministic:
+    if exchange.endswith("ring"):
         return sum(e.bytes_sent for e in carries)
-    # A layer's state is sent first in what is launched, all gathered or, deterministic, passed on; later steps of an
-    # exchange send what was made of it.
-    first = [e for e in carries if deterministic or e.phase == "launch" or e.name == "all_gather"]
-    return sum(e.bytes_sent // e.messages for e in first)
+    # A layer's state is sent first in what is launched or all gathered; later steps of an exchange send what was made
+    # of it. In turn ranks launch nothing and only pass their states on.
+    first = [e for e in carries if e.phase == "launch" or e.name == "all_gather"]
+    return sum(e.bytes_sent // e.messages for e in first or carries)
 
 
 def _ends_in(ends: Sequence[int], start: int, length: int) -> list[int]:

@@ -176,7 +176,7 @@ took 1.7 times as long as in 8 groups over two ranks of a busy machine.
 
 
 def takes_turns(ranks: int, groups: int, *, erases: bool) -> bool:
-    """Return whether an affine recurrence is faster by turns of ranks at `groups` groups of heads than by a scan.
+    """Return whether a recurrence is faster by turns of ranks at `groups` groups of heads than by a scan.
 
     With turns at G groups the last of P ranks is done after (G + P - 1) / G times its own work; with a scan, after
     1 + `REDUCING_WALK` times. States that have no such groups (0) are only scanned.

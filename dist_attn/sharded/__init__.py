@@ -4,8 +4,8 @@
 exchanged by `prefix_scan`: `scan` begins it, `exchanges` has a function for each exchange; `ops/monoid.py` says what is
 combined.
 Linear attention is `linear`, which prepares a call and attends within packed documents, and `carry_scan`, which attends
-before and behind the scan. In deterministic mode `linear` passes the state from rank to rank in turn; packed documents
-that begin on an earlier rank gather it (`document_exchange`).
+before and behind the scan. By turns (`in_turn`) and in deterministic mode `linear` passes the state from rank to rank;
+packed documents that begin on an earlier rank gather it (`document_exchange`).
 """
 
 # The forms over ranks are registered as these are imported.

@@ -13,21 +13,16 @@ from dataclasses import replace
 
 import torch
 
-from dist_attn.comm import Communicator
-from dist_attn.costs import MOST_TURNS, takes_turns
+from dist_attn.costs import takes_turns
 from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
 from dist_attn.ops.affine.call import AffineBuffers, Inputs
 from dist_attn.ops.affine.implementation import attempt, fla_operation
 from dist_attn.ops.parts import Parts, Whole, connected
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
-from dist_attn.sharded.in_turn import in_turn
+from dist_attn.sharded.in_turn import heads_at_once, heads_worth_a_turn, in_turn
 from dist_attn.sharded.prefix_scan import exclusive_scan
 from dist_attn.sharded.sharding import Sharding, over_ranks
 from dist_attn.sharded.trials import try_together
-
-HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
-# Of a thread's turn on a CPU, tokens times numbers of their states: about a millisecond, as long as its message takes.
-TURN_NUMBERS = 1 << 24
 
 
 @over_ranks(AffineCall)
@@ -50,14 +45,15 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     if comm.size == 1:
         return run(call)
     batch, heads, size, values = call.state_shape
+    device = call.v_BHLV.device
     # How a product rounds depends on how many there are side by side, so that for the same bits none is left out.
-    together = max(1, heads) if sharding.deterministic else _heads_at_once(sharding, batch, heads, call.v_BHLV.device)
+    together = max(1, heads) if sharding.deterministic else heads_at_once(sharding, batch, heads, device)
     by_name = sharding.exchange.algorithm != "auto"
     if sharding.deterministic or (
         not by_name and takes_turns(comm.size, heads // together, erases=call.erases and size > 1)
     ):
         if not sharding.deterministic:
-            together = _heads_worth_a_turn(sharding, call, together)
+            together = heads_worth_a_turn(sharding, heads, batch * size * values, device, together)
         groups = _ByHeads(call, together)
         if not sharding.deterministic:
             _try_together(sharding, groups.calls[0])
@@ -119,33 +115,3 @@ class _ByHeads:
                     buffers=AffineBuffers(self.out.place(group), Inputs(*(*places, None, None))),
                 )
             )
-
-
-def threads_of(comm: Communicator) -> int:
-    """The number of threads that rank 0 has on its CPU: the same on all ranks, asked for once."""
-    if comm.size == 1 or comm.backend == "simulated":  # simulated ranks are threads themselves
-        return 1
-    return int(comm.told_by_first("threads", lambda: str(torch.get_num_threads())))
-
-
-def _heads_at_once(sharding: Sharding, batch: int, heads: int, device: torch.device) -> int:
-    """The number of heads in one turn of a rank, a divisor of all: as many as keep its threads or its GPU busy.
-
-    And so many that there are few turns, each of which waits for a message.
-    """
-    busy = sharding.threads if device.type == "cpu" else HEADS_OF_A_GPU
-    return _divisor(heads, max(-(-busy // max(1, batch)), -(-heads // MOST_TURNS)))
-
-
-def _heads_worth_a_turn(sharding: Sharding, call: AffineCall, least: int) -> int:
-    """At least so many heads: where slices are short, as many as take longer than a message on a CPU."""
-    batch, heads, size, values = call.state_shape
-    if call.v_BHLV.device.type != "cpu":
-        return least
-    numbers = max(1, batch * max(sharding.layout.lengths) * size * values)
-    return _divisor(heads, max(least, -(-TURN_NUMBERS * sharding.threads // numbers)))
-
-
-def _divisor(heads: int, least: int) -> int:
-    """The smallest divisor of all heads that is not below `least`; all of them where there is none."""
-    return next((n for n in range(min(least, heads), heads) if n and heads % n == 0), max(1, heads))

@@ -11,8 +11,14 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
+from dist_attn.costs import MOST_TURNS
 from dist_attn.ops.parts import connected
 from dist_attn.sharded.prefix_scan.exchanges import LABEL, tied
+from dist_attn.sharded.sharding import Sharding
+
+HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
+# Of a thread's turn on a CPU, tokens times numbers of their states: about a millisecond, as long as its message takes.
+TURN_NUMBERS = 1 << 24
 
 Work = Callable[[slice, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -60,3 +66,35 @@ def in_turn(
         after_BHX = collectives.broadcast(comm, connected(after_BHX, rows), comm.size - 1, label=LABEL)
         out_BHLV = None if out_BHLV is None else tied(out_BHLV, after_BHX)
     return before_BHX, out_BHLV, after_BHX
+
+
+def threads_of(comm: Communicator) -> int:
+    """The number of threads that rank 0 has on its CPU: the same on all ranks, asked for once."""
+    if comm.size == 1 or comm.backend == "simulated":  # simulated ranks are threads themselves
+        return 1
+    return int(comm.told_by_first("threads", lambda: str(torch.get_num_threads())))
+
+
+def heads_at_once(sharding: Sharding, batch: int, heads: int, device: torch.device) -> int:
+    """The number of heads in one turn of a rank, a divisor of all: as many as keep its threads or its GPU busy.
+
+    And so many that there are few turns, each of which waits for a message.
+    """
+    busy = sharding.threads if device.type == "cpu" else HEADS_OF_A_GPU
+    return _divisor(heads, max(-(-busy // max(1, batch)), -(-heads // MOST_TURNS)))
+
+
+def heads_worth_a_turn(sharding: Sharding, heads: int, numbers: int, device: torch.device, least: int) -> int:
+    """At least so many heads: where slices are short, as many as take longer than a message on a CPU.
+
+    `numbers` are those of one head's states in all sequences.
+    """
+    if device.type != "cpu":
+        return least
+    numbers = max(1, max(sharding.layout.lengths) * numbers)
+    return _divisor(heads, max(least, -(-TURN_NUMBERS * sharding.threads // numbers)))
+
+
+def _divisor(heads: int, least: int) -> int:
+    """The smallest divisor of all heads that is not below `least`; all of them where there is none."""
+    return next((n for n in range(min(least, heads), heads) if n and heads % n == 0), max(1, heads))

@@ -5,7 +5,8 @@ come back; queries behind the last key read the state after all keys, which ever
 
 A fold over the totals of ranks differs from one rank's fold over chunks by roundings; strong gates hide that, weak ones
 do not. For the bits of one rank the state itself goes from rank to rank, every chunk is computed from it, and cuts lie
-between chunks: the arithmetic is the same for any number of ranks, one included.
+between chunks: the arithmetic is the same for any number of ranks, one included. C kernels go through each head by
+itself, so that without gradients ranks take turns at groups of heads and walk every token once.
 
 Inside packed documents states go where a document goes on: a rank hears only from ranks that hold parts of its first or
 last document. Where each document lies on one rank, no rank sends anything. What documents start where is known to all
@@ -19,21 +20,26 @@ from functools import partial
 import torch
 
 from dist_attn.comm import Communicator
+from dist_attn.costs import takes_turns
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
 from dist_attn.ops.linear_attention import (
     Attend,
     LinearCall,
+    OutputBuffers,
     absorb,
     attend,
     check_choice,
     check_prefix,
+    choose,
     prefix_then_causal,
 )
 from dist_attn.ops.linear_attention.attention import absorb_by_chunks, attend_by_chunks, read_by_chunks
+from dist_attn.ops.linear_attention.implementation import why_not_native
+from dist_attn.ops.parts import Whole
 from dist_attn.sharded.carry_scan import sharded_linear_attention, widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import Heard, hear_from_start, ranks_heard
-from dist_attn.sharded.in_turn import in_turn
+from dist_attn.sharded.in_turn import heads_at_once, heads_worth_a_turn, in_turn
 from dist_attn.sharded.prefix_scan.exchanges import tied
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding, over_ranks
@@ -53,7 +59,7 @@ def attend_over_layouts(sharding: Sharding, call: LinearCall) -> tuple[torch.Ten
     elif sharding.deterministic:
         attend = partial(attention_in_order, comm)
     else:
-        attend = partial(sharded_linear_attention, comm, exchange=sharding.exchange)
+        attend = partial(_attend_without_documents, sharding)
     if call.causal and memory != layout:
         sharding.refuse_deterministic("causal attention over keys on a layout of their own")
         attend = _OverTwoLayouts.behind(call.prefix, comm, layout, memory, attend)
@@ -62,6 +68,27 @@ def attend_over_layouts(sharding: Sharding, call: LinearCall) -> tuple[torch.Ten
         here, there = (max(0, call.prefix - part.range(comm.rank)[0]) for part in (layout, memory))
         return prefix_then_causal(attend, call, here, there)
     return attend(call)
+
+
+def _attend_without_documents(sharding: Sharding, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+    """In turn where C kernels walk tokens without gradients and that is faster, else by a scan.
+
+    In bfloat16 always in turn: what comes next rounds outputs, and sums in the order of a scan would often round to
+    another number.
+    """
+    comm, v_BHSV = sharding.comm, call.v_BHSV
+    free = call.causal and comm.size > 1 and sharding.exchange.algorithm == "auto" and not torch.is_grad_enabled()
+    # As one token, so that ranks without any choose as the others do.
+    if free and why_not_native(call.one_token(), call.sums_dtype()) is None and call.implementation != "streaming":
+        batch, heads, _, values = v_BHSV.shape
+        least = heads_at_once(sharding, batch, heads, v_BHSV.device)
+        faster = takes_turns(comm.size, heads // least, erases=False) or v_BHSV.dtype == torch.bfloat16
+        check_choice(call)  # before rank 0 is waited for
+        if faster and comm.told_by_first("C kernels", lambda: choose(call.one_token()).implementation) == "native":
+            numbers = batch * call.num_features() * values
+            together = heads_worth_a_turn(sharding, heads, numbers, v_BHSV.device, least)
+            return attention_in_turn(comm, call, together)
+    return sharded_linear_attention(comm, call, exchange=sharding.exchange)
 
 
 @dataclass(frozen=True)
@@ -117,10 +144,7 @@ def attention_in_order(comm: Communicator, call: LinearCall) -> tuple[torch.Tens
         try_linear(comm, call, dtype, "full")
         if call.causal:
             try_linear(comm, call, dtype, "causal")
-    # No keys yet: the state before all, in the precision of the sums. It depends on every input, so that a rank without
-    # tokens has gradients too.
-    no_keys = call.part(slice(0), slice(0)).of_keys().streaming_if_empty()
-    first = absorb(no_keys, dtype)
+    first = _before_all(call, dtype)
     message_BHX, heads = first.pack(), max(1, first.mass_BH.shape[1])
 
     def attend(_: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,6 +164,40 @@ def attention_in_order(comm: Communicator, call: LinearCall) -> tuple[torch.Tens
         return attend_by_chunks(call, first.unpack(before_BHX))[0], after
     out_BHLV = read_by_chunks(call, after)
     return tied(out_BHLV, after.s_BHMV), after  # without queries nothing else leads back to the exchanges
+
+
+def attention_in_turn(comm: Communicator, call: LinearCall, together: int) -> tuple[torch.Tensor, LinearState]:
+    """`attention_in_order` by C kernels, without gradients, for `together` heads after the other.
+
+    These kernels go through tokens in steps of their own, and through each head by itself: from the state before, the
+    bits are those of one rank where cuts lie at multiples of 64 tokens. Every token is walked once.
+
+    Cost: |x| bytes in groups of heads to the next rank and, from the last one, to all.
+    """
+    call.check()
+    check_choice(call)
+    edges = (*range(0, call.v_BHSV.shape[1], together), call.v_BHSV.shape[1])
+    whole = Whole(call.v_BHSV, edges, dim=1)
+    first = _before_all(call, torch.float32)
+
+    def attend_heads(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = LinearState(*(t[:, some] for t in first.tensors())).unpack(before_BHX)
+        buffers = OutputBuffers(whole.place(some.start // together))
+        part = replace(call.heads(some), state=before, buffers=buffers).streaming_if_empty()
+        out, after = attend(part)
+        return out, after.pack()
+
+    _, out_BHLV, after_BHX = in_turn(comm, first.pack(), together, attend_heads, whole.join)
+    assert out_BHLV is not None  # `attend_heads` returns outputs
+    return out_BHLV, first.unpack(after_BHX)
+
+
+def _before_all(call: LinearCall, dtype: torch.dtype) -> LinearState:
+    """The state before the first key, in the precision of the sums.
+
+    It depends on every input, so that a rank without tokens has gradients too.
+    """
+    return absorb(call.part(slice(0), slice(0)).of_keys().streaming_if_empty(), dtype)
 
 
 def sharded_packed_linear_attention(

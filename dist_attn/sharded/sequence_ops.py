@@ -9,7 +9,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.documents import DocumentPlaces
 from dist_attn.ops.sequence_call import Implementation, Result, SequenceCall
-from dist_attn.sharded.affine import threads_of
+from dist_attn.sharded.in_turn import threads_of
 from dist_attn.sharded.prefix_scan import Algorithm, ScanExchange, settle
 from dist_attn.sharded.sharding import CacheKept, Sharding, SoftmaxExchange
 

@@ -10,12 +10,15 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
-from dist_attn.ops import KeyValueCache, linear_attention
+from dist_attn.ops import KeyValueCache, LinearState, linear_attention
+from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.whole_vectors import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded.linear import attention_in_turn
 from tests.support.attention import Inputs
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
+from tests.support.native import needs_kernels
 from tests.support.ranks import run_ranks
 
 TOKENS = 64 * 9 + 13
@@ -111,6 +114,46 @@ def test_it_is_linear_attention():
     want, _ = linear_attention(*qkv, **kwargs)
     body = partial(on_a_rank, case=case, layout=LAYOUTS[2], causal=True, gradients=False)
     assert_close(torch.cat([r[0] for r in run_simulated(body, 3)], 2), want)
+
+
+@needs_kernels
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("together", [1, 3])
+def test_turns_of_heads_without_gradients_have_the_bits_of_one_rank(gate, together):
+    """By C kernels, for one head after the other and for all at once; the last state but for its log decay too."""
+    case = inputs(gate=gate)
+    qkv, kwargs = case.arguments()
+    want, want_after = linear_attention(*qkv, **kwargs)
+
+    def body(comm: Communicator, layout: SequenceLayout) -> tuple[torch.Tensor, LinearState]:
+        (q, k, v), kwargs = case.leaves(*layout.range(comm.rank)).arguments()
+        gates = kwargs.pop("log_gate_BHS"), kwargs.pop("key_scale_BHS")
+        with torch.no_grad():
+            return attention_in_turn(comm, LinearCall(q, k, v, *gates, **kwargs), together)
+
+    for layout in LAYOUTS:
+        ranks = run_simulated(partial(body, layout=layout), layout.size)
+        assert_close(torch.cat([out for out, _ in ranks], 2), want, kind="exact")
+        for _, after in ranks:
+            *exact, log_decay_BH, _ = zip(after.tensors(), want_after.tensors(), strict=True)
+            assert_close(*log_decay_BH)
+            for got, field in exact:
+                assert_close(got, field, kind="exact")
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_without_gradients_has_the_bits_of_one_rank(layout):
+    """What comes next rounds outputs to bfloat16, so that ranks take turns of their own accord, few heads or many."""
+    case = inputs(gate=True)
+
+    def body(comm: Communicator, layout: SequenceLayout) -> torch.Tensor:
+        qkv, kwargs = case.leaves(*layout.range(comm.rank)).arguments()
+        with torch.no_grad():
+            return ShardedSequenceOps(comm, layout).linear_attention(*(x.bfloat16() for x in qkv), **kwargs)[0]
+
+    whole, cut = (torch.cat(run_simulated(partial(body, layout=x), x.size), 2) for x in (LAYOUTS[0], layout))
+    assert_close(cut, whole, kind="exact")
 
 
 @pytest.mark.usefixtures("computed_by")

@@ -120,6 +120,16 @@ class LinearCall(SequenceCall[tuple[torch.Tensor, LinearState]]):
         documents = tuple(at - first for at in self.documents if first <= at < last)
         return replace(self.with_sequence(*sequence), documents=documents, prefix=0, buffers=None)
 
+    def heads(self, some: slice) -> "LinearCall":
+        """The call of some heads, with a feature map that kernels know; no state, no buffers."""
+        q, k, v = (x[:, some] for x in self.qkv)
+        gate, scale = (None if x is None else x[:, some] for x in (self.log_gate_BHS, self.key_scale_BHS))
+        feature_map = self.feature_map
+        if feature_map is not None:
+            feature_map = feature_map.with_tensors(*(t[some] for t in feature_map.tensors()))
+        call = self.with_sequence(q, k, v, gate, scale)
+        return replace(call, feature_map=feature_map, state=None, buffers=None)
+
     def reading(self, state: LinearState) -> "LinearCall":
         """The call of the same queries over no keys: all of them read `state`."""
         return replace(self.part(slice(None), slice(0)), causal=False, state=state, documents=())

@@ -57,13 +57,7 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32, form: Form | 
         call.implementation,
         lambda: _why_not_triton(call, sums, interpreted_is_fine=by_name),
         lambda: _tried(call, form or ("causal" if call.causal else "full")),
-        lambda: (
-            why_not_for_c(call.tensors)
-            or _unsupported_sums(sums)
-            or _unsupported_call(call, any_lengths=True)
-            or _unsupported_sizes(call, NATIVE_DTYPES, NATIVE_LARGEST)
-            or why_no_library()
-        ),
+        lambda: why_not_native(call, sums) or why_no_library(),
         lambda: (
             _why_no_fla(call, interpreted_is_fine=True)
             or _unsupported_sums(sums)
@@ -71,6 +65,16 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32, form: Form | 
             or _unsupported_types(call, FLA_DTYPES)
             or _known_of_fla(call, by_name=True)
         ),
+    )
+
+
+def why_not_native(call: LinearCall, sums: torch.dtype) -> str | None:
+    """The reason why C kernels cannot take a call where there are any, or None."""
+    return (
+        why_not_for_c(call.tensors)
+        or _unsupported_sums(sums)
+        or _unsupported_call(call, any_lengths=True)
+        or _unsupported_sizes(call, NATIVE_DTYPES, NATIVE_LARGEST)
     )
 
 
