@@ -115,7 +115,8 @@ class AdaptedModel(CausalModel):
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling()  # while weights change it is not made anew
         fused = None if plain else self._current_step()
         one.reader = None if fused is None else fused.reader(one, positions_BL)
-        h_BLD = self._run(one, positions_BL, input_ids=tokens_BL)
+        with ops.deferred_states():
+            h_BLD = self._run(one, positions_BL, input_ids=tokens_BL)
         after = ModelState(one.states_after(), state.position_B + ops.total_length(length))
         return h_BLD[:, :length], after
 

@@ -82,7 +82,7 @@ def causal_conv1d(
     # Products are summed in float32 and rounded once, as the kernels of transformers do; the inputs that are kept are
     # exact in their own precision.
     y_BLC, tail_BTC = one.ops.convolve_streaming(x_BLC.float(), w_TC.float(), one.tensor_before())
-    one.keep(tail_BTC.to(x_BLC.dtype))
+    one.keep(tail_BTC, x_BLC.dtype)
     y_BLC = y_BLC if bias is None else y_BLC + bias
     y_BLC = y_BLC if activation is None else ACT2FN[activation](y_BLC)
     return one.filled(y_BLC.to(hidden_states.dtype), 1).transpose(1, 2)

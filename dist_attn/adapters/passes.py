@@ -48,6 +48,7 @@ class Pass:
     length: int
     before: tuple[MixerState, ...] | None = None
     after: list[MixerState] = field(default_factory=list)
+    rounded: dict[int, torch.dtype] = field(default_factory=dict)  # of some of these, by number
     read: torch.Tensor | None = None  # hidden states [1, L, D] that only the read-out is to be made of
     step: bool = False  # of decoding, one token of each sequence
     reader: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # in the place of a layer, by its number
@@ -72,8 +73,13 @@ class Pass:
         assert isinstance(state, SoftmaxState)
         return state.cache
 
-    def keep(self, after: torch.Tensor) -> None:
-        """The state that the operation leaves behind; every operation calls this once, or `keep_cache`."""
+    def keep(self, after: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """The state that the operation leaves behind; every operation calls this once, or `keep_cache`.
+
+        It is rounded to `dtype` with all others: its numbers may not be there yet.
+        """
+        if dtype is not None:
+            self.rounded[len(self.after)] = dtype
         self.after.append(OperationState(after))
 
     def keep_cache(self, after: KeyValueCache | CacheRows | CacheSlots, window: int | None) -> None:
@@ -97,6 +103,8 @@ class Pass:
                 f"the model called {len(self.after)} operations along the sequence and its state is of "
                 f"{len(self.before)}; compile a step with fullgraph=True, or not at all"
             )
+        for number, dtype in self.rounded.items():
+            self.after[number] = self.after[number].replace(tuple(t.to(dtype) for t in self.after[number].tensors()))
         return tuple(self.after)
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:

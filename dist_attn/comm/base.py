@@ -473,11 +473,11 @@ class Communicator(ABC):
                 value = read(pending.wait())
                 return Pending(lambda: value)
 
-        def finish() -> Tensor:
+        def waited(wait: Callable[[], Tensor]) -> Tensor:
             with self._counted(call, 0, 0, 0, "wait"):
-                return read(pending.wait())
+                return read(wait())
 
-        return Pending(finish)
+        return Pending(lambda: waited(pending.wait), lambda: waited(pending.arrived))
 
     @contextmanager
     def _counted(

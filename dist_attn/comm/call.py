@@ -36,8 +36,9 @@ class ExchangeCall:
 class Pending:
     """An exchange that is under way; `wait` may be called more than once and gives the same tensor."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, finish: Callable[[], Tensor], arrive: Callable[[], Tensor] | None = None) -> None:
         self._finish: Callable[[], Tensor] | None = finish
+        self._arrive = arrive
         self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -48,8 +49,15 @@ class Pending:
         if self._value is None:
             assert self._finish is not None
             self._value = self._finish()
-            self._finish = None
+            self._finish = self._arrive = None
         return self._value
+
+    def arrived(self) -> Tensor:
+        """Return the result as soon as it is here: what this rank sends may not have left, and must not change.
+
+        That is waited for by `wait`, which every exchange needs.
+        """
+        return self.wait() if self._arrive is None else self._arrive()
 
 
 def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> ExchangeCall:

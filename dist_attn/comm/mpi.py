@@ -177,6 +177,7 @@ class MpiCommunicator(Communicator):
                     for piece in pieces(place):
                         request = self._data.Irecv([piece.numpy(), self._mpi.BYTE], rank, tag)
                         messages.append(MpiMessage(self._mpi, request, rank, piece.numel()))
+            awaited = list(messages)
             for rank, part in sends.items():
                 if rank != self.rank:
                     tag = self._tag(call, self._sent, rank)
@@ -201,7 +202,11 @@ class MpiCommunicator(Communicator):
             del self._under_way[flight]
             return received.to(sent.device)
 
-        return Pending(finish)
+        def arrive() -> Tensor:
+            self._wait(call, awaited)
+            return received.to(sent.device)
+
+        return Pending(finish, arrive if scan is None else None)
 
     def _wait(self, call: ExchangeCall, messages: list[MpiMessage | Scan]) -> None:
         """Wait until all messages have been sent or have arrived, at most until the deadline."""

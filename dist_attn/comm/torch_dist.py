@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast, final
 from weakref import WeakSet
 
@@ -187,7 +188,8 @@ class TorchDistCommunicator(Communicator):
             *_partners(dist.irecv, received, recv_bytes, group),
         ]
         works = self._guarded(call, lambda: dist.batch_isend_irecv(steps) if steps else [])
-        return self._pending(call, works, received, sent)
+        # NCCL gives one work for all of them.
+        return self._pending(call, works, received, sent, sends=len(send_bytes) if len(works) == len(steps) else 0)
 
     def _broadcast(self, call: ExchangeCall, sent: Tensor, source: int) -> Tensor:
         copy = sent.to(self._device, copy=True)
@@ -196,22 +198,26 @@ class TorchDistCommunicator(Communicator):
         work = self._guarded(call, lambda: dist.broadcast(copy, group_src=source, group=self._group, async_op=True))
         return self._pending(call, [work], copy, sent).wait()
 
-    def _pending(self, call: ExchangeCall, works: Sequence[dist.Work], received: Tensor, sent: Tensor) -> Pending:
-        """Wrap the launched `works`; the wait gives `received` on the device of `sent`."""
+    def _pending(
+        self, call: ExchangeCall, works: Sequence[dist.Work], received: Tensor, sent: Tensor, sends: int = 0
+    ) -> Pending:
+        """Wrap the launched `works`, `sends` first; the wait gives `received` on the device of `sent`."""
         if self.backend == "nccl":
             # Not the works themselves, which would keep the tensors of a whole step.
             self._queued.extend((call, cast(Any, work).get_future_result()) for work in works)
 
-        def finish() -> Tensor:
-            for work in works:
-                self._guarded(call, work.wait)
+        left = list(works)  # to be waited for: each once
+
+        def wait(sends: int) -> Tensor:
+            while len(left) > sends:
+                self._guarded(call, left.pop().wait)
             result = received.to(sent.device)
             if result.device.type != self._device.type:
                 # Whoever reads it on the host believes that it has come.
                 self._raise_queued(call)
             return result
 
-        return Pending(finish)
+        return Pending(partial(wait, 0), partial(wait, sends))
 
     def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
         own: dist.ProcessGroup | None = None

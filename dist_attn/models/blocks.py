@@ -160,9 +160,10 @@ def stream_through(
 ) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
     """The tokens after all blocks, and each mixer's state after the last global one; `before` as in `watched`."""
     layers = []
-    for block, state in zip(watched(blocks, before), states, strict=True):
-        x_BLD, after = block(x_BLD, ops, state)
-        layers.append(contiguous_state(after))
+    with ops.deferred_states():
+        for block, state in zip(watched(blocks, before), states, strict=True):
+            x_BLD, after = block(x_BLD, ops, state)
+            layers.append(contiguous_state(after))
     return x_BLD, tuple(layers)
 
 

@@ -6,6 +6,7 @@ decode step pays for one look at a context variable. With it, every tensor that 
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -56,6 +57,10 @@ def checked_step(step: Callable[Given, Result]) -> Callable[Given, Result]:
 class _Checked:
     def __init__(self, ops: object) -> None:
         self._ops = ops
+
+    def deferred_states(self) -> AbstractContextManager[None]:
+        """Nothing: states are looked at where they come from."""
+        return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ops, name)

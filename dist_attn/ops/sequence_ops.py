@@ -5,6 +5,8 @@ the sequence.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -41,6 +43,14 @@ class SequenceOps(ABC):
 
         Raises: ConfigError where none is; InputError for packed documents that the operation does not take.
         """
+
+    @contextmanager
+    def deferred_states(self) -> Iterator[None]:
+        """Let calls without gradients return states whose numbers come by the end: nothing may read them before.
+
+        Ranks then do not wait in every layer for the last one, which alone has them.
+        """
+        yield
 
     def linear_attention(
         self,

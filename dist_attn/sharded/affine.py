@@ -64,7 +64,8 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
             return out, after.s_BHKV.flatten(2)
 
         first_BHKV = connected(call.first_sums(call.sums_dtype()), groups.tie)
-        _, out, after_BHX = in_turn(comm, first_BHKV.flatten(2), together, work, groups.out.join)
+        later = sharding.when_there if sharding.one_way(call.v_BHLV) else None
+        _, out, after_BHX = in_turn(comm, first_BHKV.flatten(2), together, work, groups.out.join, when_there=later)
         assert out is not None  # `work` returns outputs
         return out, AffineState(after_BHX.unflatten(-1, (size, values)))
     dtype, out_dtype = call.sums_dtype(), call.v_BHLV.dtype

@@ -3,10 +3,12 @@
 Shape letters: B batch, L tokens here, D channels, K taps.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 
-from dist_attn.comm import Communicator
+from dist_attn.comm import Communicator, Pending
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.convolution import (
@@ -30,7 +32,8 @@ def sharded_convolve_streaming(sharding: Sharding, call: ConvolutionStreamCall) 
 
     Of packed documents without a tail given, the tail returned is the one after this rank's last token.
 
-    Cost: one all-gather of (K - 1) B D elements per rank; none for K = 1.
+    Cost: one all-gather of (K - 1) B D elements per rank; none for K = 1. Without gradients on CPUs as many go to the
+        next rank, and those of the last one to all.
     """
     x_BLD, w_KD, tail_BKD = call.x_BLD, call.w_KD, call.tail_BKD
     check_taps(x_BLD, w_KD)
@@ -38,7 +41,8 @@ def sharded_convolve_streaming(sharding: Sharding, call: ConvolutionStreamCall) 
     if sharding.packed:
         return _packed_convolve_streaming(comm, layout, x_BLD, w_KD, tail_BKD)
     keep = w_KD.shape[0] - 1
-    before, after = _left_contexts(comm, layout, x_BLD, tail_of(x_BLD, keep, tail_BKD))
+    contexts = _contexts_in_line if keep and comm.size > 1 and sharding.one_way(x_BLD) else _left_contexts
+    before, after = contexts(sharding, x_BLD, tail_of(x_BLD, keep, tail_BKD))
     return convolve_padded(torch.cat([before, x_BLD], dim=1), w_KD), after
 
 
@@ -56,17 +60,65 @@ def sharded_convolve(sharding: Sharding, call: ConvolutionCall) -> torch.Tensor:
     ahead = w_KD.shape[0] // 2 if centred else 0
     behind = w_KD.shape[0] - 1 - ahead
     zeros = x_BLD.new_zeros((x_BLD.shape[0], behind + ahead, x_BLD.shape[2]))
-    before, _ = _left_contexts(comm, layout, x_BLD, zeros[:, :behind])
+    before, _ = _left_contexts(sharding, x_BLD, zeros[:, :behind])
     # The tokens after a slice are those before it in the mirrored sequence of mirrored ranks.
     after = _right_context(comm, layout, x_BLD, zeros[:, :ahead])
     return convolve_padded(torch.cat([before, x_BLD, after], dim=1), w_KD)
 
 
+def _contexts_in_line(
+    sharding: Sharding, x_BLD: torch.Tensor, tail_BKD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_left_contexts` without a wait for ranks behind this one: the end of the sequence is filled in when it is there.
+
+    A rank hears from those that hold any of the K - 1 tokens before its slice, mostly the one before it.
+    """
+    comm, lengths, keep = sharding.comm, sharding.layout.lengths, tail_BKD.shape[1]
+    ranks, here, edge_BKD = range(comm.size), comm.rank, _last(x_BLD, keep)
+    holders, at_end = [_holders(lengths[:rank], keep) for rank in ranks], _holders(lengths, keep)
+
+    def start(to: Sequence[int], of: Sequence[int]) -> Pending:
+        edges = edge_BKD.expand(len(to), *edge_BKD.shape).contiguous()
+        return comm.send_receive_start(edges, dict.fromkeys(to, 1), dict.fromkeys(of, 1), label="halo")
+
+    def context(of: Sequence[int], edges: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        found = tail_BKD
+        for rank in of:
+            known = min(lengths[rank], keep)
+            found = torch.cat([found[:, known:], edges[rank][:, keep - known :]], dim=1)
+        return found
+
+    # Each edge goes to a rank once at most, even where slices are shorter than it.
+    late = [rank for rank in at_end if rank != here and rank not in holders[here]]
+    to_late = [rank for rank in ranks if here in at_end and rank != here and here not in holders[rank]]
+    exchange = start([rank for rank in ranks if here in holders[rank]], holders[here])
+    rest = start(to_late, late)
+    edges = {here: edge_BKD, **dict(zip(holders[here], exchange.arrived(), strict=True))}
+    after_BKD = torch.full_like(tail_BKD, torch.nan)
+
+    def fill() -> None:
+        exchange.wait()
+        after_BKD.copy_(context(at_end, edges | dict(zip(late, rest.wait(), strict=True))))
+
+    sharding.when_there(fill)
+    return context(holders[here], edges), after_BKD
+
+
+def _holders(lengths: Sequence[int], keep: int) -> list[int]:
+    """The ranks of these that hold any of the last `keep` tokens, in order."""
+    found = []
+    for rank in reversed(range(len(lengths))):
+        if keep > 0 and lengths[rank]:
+            found.append(rank)
+            keep -= lengths[rank]
+    return found[::-1]
+
+
 def _left_contexts(
-    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, tail_BKD: torch.Tensor
+    sharding: Sharding, x_BLD: torch.Tensor, tail_BKD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The last K - 1 tokens before this rank's slice, and those at the end of the sequence."""
-    keep = tail_BKD.shape[1]
+    comm, layout, keep = sharding.comm, sharding.layout, tail_BKD.shape[1]
     if not keep:
         return tail_BKD, tail_BKD
     edges_P = collectives.all_gather(comm, _last(x_BLD, keep), label="halo").unbind(0)

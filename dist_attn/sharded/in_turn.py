@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dist_attn.comm import Communicator
+from dist_attn.comm import Communicator, Pending
 from dist_attn.comm import differentiable as collectives
 from dist_attn.costs import MOST_TURNS
 from dist_attn.ops.parts import connected
@@ -22,6 +22,7 @@ TURN_NUMBERS = 1 << 24
 
 Work = Callable[[slice, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+WhenThere = Callable[[Callable[[], None]], None]
 
 
 def in_turn(
@@ -30,13 +31,16 @@ def in_turn(
     heads_at_once: int,
     work: Work,
     join: Join = lambda outputs: outputs[0],
+    *,
+    when_there: WhenThere | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The messages of the states before this rank's first token, the outputs, and the messages of the global last ones.
 
     `work` takes some heads and the message of their state before this rank's tokens, and gives their outputs, if there
     are any, and the message of their state after these. `first` is the one before the first global token; it depends on
     all inputs, so that ranks without tokens have a graph like the others. `heads_at_once` divides the heads. `join`
-    puts groups' outputs side by side; by default there is one group.
+    puts groups' outputs side by side; by default there is one group. With `when_there`, that of a `Sharding`, nothing
+    has gradients, and the last messages are filled in when what it is given is called.
 
     Every rank makes all exchanges, and whatever is used of the results, the backward pass goes through all of them.
 
@@ -45,6 +49,7 @@ def in_turn(
     """
     groups = [slice(at, at + heads_at_once) for at in range(0, max(1, first_BHX.shape[1]), heads_at_once)]
     befores, outputs, afters = [], [], []
+    under_way: list[Pending] = []
     rows = first_BHX[None, :, :heads_at_once][:0]
     for turn in range(len(groups) + comm.size - 1):
         at = turn - comm.rank
@@ -57,15 +62,40 @@ def in_turn(
         if turn + 2 == len(groups) + comm.size:
             break  # nobody takes a turn after this one
         sends = works and comm.rank + 1 < comm.size
-        sent = connected((afters[-1] if sends else first_BHX[:, :heads_at_once])[None][: int(sends)], rows)
+        sent = (afters[-1] if sends else first_BHX[:, :heads_at_once])[None][: int(sends)]
         send, recv = ({comm.rank + 1: 1} if sends else {}), ({comm.rank - 1: 1} if receives else {})
-        rows = collectives.send_receive(comm, sent, send, recv, label=LABEL)
+        if when_there is None:
+            rows = collectives.send_receive(comm, connected(sent, rows), send, recv, label=LABEL)
+        else:
+            under_way.append(comm.send_receive_start(sent, send, recv, label=LABEL))
+            rows = under_way[-1].arrived()
     before_BHX, after_BHX = torch.cat(befores, dim=1), torch.cat(afters, dim=1)
     out_BHLV = join(outputs) if outputs else None
+    if when_there is not None:
+        return before_BHX, out_BHLV, _from_last(comm, after_BHX, under_way, when_there)
     if comm.size > 1:
         after_BHX = collectives.broadcast(comm, connected(after_BHX, rows), comm.size - 1, label=LABEL)
         out_BHLV = None if out_BHLV is None else tied(out_BHLV, after_BHX)
     return before_BHX, out_BHLV, after_BHX
+
+
+def _from_last(
+    comm: Communicator, x: torch.Tensor, under_way: Sequence[Pending], when_there: WhenThere
+) -> torch.Tensor:
+    """The last rank's x on every rank, once that is there."""
+    last = comm.size - 1
+    here = x if comm.rank == last else torch.full_like(x, torch.nan)
+    send, recv = (dict.fromkeys(range(last), 1), {}) if comm.rank == last else ({}, {last: 1})
+    pending = comm.send_receive_start(x.expand(len(send), *x.shape).contiguous(), send, recv, label=LABEL)
+
+    def fill() -> None:
+        for exchange in under_way:
+            exchange.wait()
+        for row in pending.wait():
+            here.copy_(row)
+
+    when_there(fill)
+    return here
 
 
 def threads_of(comm: Communicator) -> int:

@@ -87,7 +87,7 @@ def _attend_without_documents(sharding: Sharding, call: LinearCall) -> tuple[tor
         if faster and comm.told_by_first("C kernels", lambda: choose(call.one_token()).implementation) == "native":
             numbers = batch * call.num_features() * values
             together = heads_worth_a_turn(sharding, heads, numbers, v_BHSV.device, least)
-            return attention_in_turn(comm, call, together)
+            return attention_in_turn(sharding, call, together)
     return sharded_linear_attention(comm, call, exchange=sharding.exchange)
 
 
@@ -166,7 +166,7 @@ def attention_in_order(comm: Communicator, call: LinearCall) -> tuple[torch.Tens
     return tied(out_BHLV, after.s_BHMV), after  # without queries nothing else leads back to the exchanges
 
 
-def attention_in_turn(comm: Communicator, call: LinearCall, together: int) -> tuple[torch.Tensor, LinearState]:
+def attention_in_turn(sharding: Sharding, call: LinearCall, together: int) -> tuple[torch.Tensor, LinearState]:
     """`attention_in_order` by C kernels, without gradients, for `together` heads after the other.
 
     These kernels go through tokens in steps of their own, and through each head by itself: from the state before, the
@@ -187,9 +187,17 @@ def attention_in_turn(comm: Communicator, call: LinearCall, together: int) -> tu
         out, after = attend(part)
         return out, after.pack()
 
-    _, out_BHLV, after_BHX = in_turn(comm, first.pack(), together, attend_heads, whole.join)
+    later = sharding.when_there
+    _, out_BHLV, after_BHX = in_turn(sharding.comm, first.pack(), together, attend_heads, whole.join, when_there=later)
     assert out_BHLV is not None  # `attend_heads` returns outputs
-    return out_BHLV, first.unpack(after_BHX)
+    after = LinearState(*(torch.empty_like(t) for t in first.tensors()))  # in pieces of memory of their own
+
+    def unpack() -> None:
+        for t, value in zip(after.tensors(), first.unpack(after_BHX).tensors(), strict=True):
+            t.copy_(value)
+
+    sharding.when_there(unpack)
+    return out_BHLV, after
 
 
 def _before_all(call: LinearCall, dtype: torch.dtype) -> LinearState:

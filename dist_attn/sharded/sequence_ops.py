@@ -1,5 +1,7 @@
 """`SequenceOps` over a sequence that is cut across ranks: the other side of the seam that models see."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -71,6 +73,18 @@ class ShardedSequenceOps(SequenceOps):
     def run(self, call: SequenceCall[Result]) -> Result:
         """See `SequenceOps.run`."""
         return self._sharding.run(call)
+
+    @contextmanager
+    def deferred_states(self) -> Iterator[None]:
+        """See `SequenceOps.deferred_states`."""
+        own, late = self._sharding, list[Callable[[], None]]()
+        self._sharding = replace(own, late=late)
+        try:
+            yield
+            while late:
+                late.pop(0)()
+        finally:
+            self._sharding = own
 
     def document_places(self, length: int) -> DocumentPlaces:
         """The places of the `length` tokens held here in their documents; an unbroken sequence is one."""

@@ -27,6 +27,8 @@ from dist_attn.sharded.prefix_scan import ScanExchange
 SoftmaxExchange = Literal["reshuffle", "ring"]
 CacheKept = Literal["spread", "whole"]
 
+OPERATIONS_AHEAD = 4  # two layers of a convolution and a recurrence
+
 _OVER_RANKS: Forms = {}
 
 
@@ -44,7 +46,7 @@ class Sharding:
     """The ranks, the layouts of queries and of keys, and the choices that hold for every call.
 
     `deterministic`: with the bits of one rank. `threads` are those of rank 0 on its CPU, once ranks have met. The other
-    choices are those of `ShardedSequenceOps`.
+    choices are those of `ShardedSequenceOps`. `late` are waits for what states are filled in with, see `when_there`.
 
     Raises: ShapeError for a layout of another number of ranks, and for cuts that a deterministic sum cannot have.
     """
@@ -58,6 +60,7 @@ class Sharding:
     deterministic: bool = False
     implementation: Implementation = "auto"
     threads: int = 1
+    late: list[Callable[[], None]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for layout in (self.layout, self.memory):
@@ -69,6 +72,27 @@ class Sharding:
                     f"the layout has a cut at token {off[0]}; deterministic operations need cuts at multiples of "
                     f"{CHUNK_TOKENS}: SequenceLayout.even(total, ranks, {CHUNK_TOKENS})"
                 )
+
+    def one_way(self, x: torch.Tensor) -> bool:
+        """Return whether ranks only send to those behind them, and the last one to all when these have gone on.
+
+        Then no rank waits in a layer for one behind it. Not with gradients, in compiled graphs and on GPUs.
+        """
+        automatic = self.exchange.algorithm == "auto" and not self.deterministic
+        plain = x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return automatic and plain and not self.packed
+
+    def when_there(self, fill: Callable[[], None]) -> None:
+        """Wait for an exchange and fill in what it brings: now, or inside `SequenceOps.deferred_states` at its end.
+
+        A rank goes no more than `OPERATIONS_AHEAD` further, so that its last wait takes no longer than as many do.
+        """
+        if self.late is None:
+            fill()
+            return
+        self.late.append(fill)
+        if len(self.late) > OPERATIONS_AHEAD:
+            self.late.pop(0)()
 
     @property
     def packed(self) -> bool:

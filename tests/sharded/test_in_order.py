@@ -15,6 +15,7 @@ from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.whole_vectors import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.linear import attention_in_turn
+from dist_attn.sharded.sharding import Sharding
 from tests.support.attention import Inputs
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
@@ -129,7 +130,7 @@ def test_turns_of_heads_without_gradients_have_the_bits_of_one_rank(gate, togeth
         (q, k, v), kwargs = case.leaves(*layout.range(comm.rank)).arguments()
         gates = kwargs.pop("log_gate_BHS"), kwargs.pop("key_scale_BHS")
         with torch.no_grad():
-            return attention_in_turn(comm, LinearCall(q, k, v, *gates, **kwargs), together)
+            return attention_in_turn(Sharding(comm, layout, layout), LinearCall(q, k, v, *gates, **kwargs), together)
 
     for layout in LAYOUTS:
         ranks = run_simulated(partial(body, layout=layout), layout.size)
