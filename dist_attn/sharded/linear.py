@@ -77,6 +77,7 @@ def _attend_without_documents(sharding: Sharding, call: LinearCall) -> tuple[tor
     another number.
     """
     comm, v_BHSV = sharding.comm, call.v_BHSV
+    call.check()
     free = call.causal and comm.size > 1 and sharding.exchange.algorithm == "auto" and not torch.is_grad_enabled()
     # As one token, so that ranks without any choose as the others do.
     if free and why_not_native(call.one_token(), call.sums_dtype()) is None and call.implementation != "streaming":
@@ -174,8 +175,6 @@ def attention_in_turn(sharding: Sharding, call: LinearCall, together: int) -> tu
 
     Cost: |x| bytes in groups of heads to the next rank and, from the last one, to all.
     """
-    call.check()
-    check_choice(call)
     edges = (*range(0, call.v_BHSV.shape[1], together), call.v_BHSV.shape[1])
     whole = Whole(call.v_BHSV, edges, dim=1)
     first = _before_all(call, torch.float32)

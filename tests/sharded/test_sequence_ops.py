@@ -196,7 +196,11 @@ def test_slices_and_layouts_that_do_not_fit_are_named():
             ops.linear_attention(x, x, x)
         with pytest.raises(ShapeError, match="the layout is for 3 ranks"):
             ShardedSequenceOps(comm, SequenceLayout.from_lengths([1, 1, 1]))
+        own = x[:, :, : layout.lengths[comm.rank]]
         with pytest.raises(ShapeError, match="was given 5 tokens in k"):
-            ops.softmax_attention(x[:, :, : layout.lengths[comm.rank]], x, x, causal=True)
+            ops.softmax_attention(own, x, x, causal=True)
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients), pytest.raises(ShapeError, match="all three need four dimensions"):
+                ops.linear_attention(own, own, own[..., 0])
 
     run_simulated(body, 2)
