@@ -78,9 +78,10 @@ def _attend_without_documents(sharding: Sharding, call: LinearCall) -> tuple[tor
     """
     comm, v_BHSV = sharding.comm, call.v_BHSV
     call.check()
-    free = call.causal and comm.size > 1 and sharding.exchange.algorithm == "auto" and not torch.is_grad_enabled()
+    by_name = sharding.exchange.algorithm != "auto" or call.implementation not in ("auto", "native")
+    free = call.causal and comm.size > 1 and not by_name and not torch.is_grad_enabled()
     # As one token, so that ranks without any choose as the others do.
-    if free and why_not_native(call.one_token(), call.sums_dtype()) is None and call.implementation != "streaming":
+    if free and why_not_native(call.one_token(), call.sums_dtype()) is None:
         batch, heads, _, values = v_BHSV.shape
         least = heads_at_once(sharding, batch, heads, v_BHSV.device)
         faster = takes_turns(comm.size, heads // least, erases=False) or v_BHSV.dtype == torch.bfloat16

@@ -157,6 +157,29 @@ def test_bfloat16_without_gradients_has_the_bits_of_one_rank(layout):
     assert_close(cut, whole, kind="exact")
 
 
+@needs_kernels
+def test_turns_are_for_c_kernels(monkeypatch):
+    """By other kernels asked for by name ranks scan, whatever they were told of C kernels before."""
+    pytest.importorskip("triton", reason="needs triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    layout, x = SequenceLayout.from_lengths([8, 0]), torch.ones(1, 8, 8, 4)
+
+    def body(comm: Communicator) -> list[list[str]]:
+        found = []
+        for implementation in ("auto", "triton", "auto"):
+            ops = ShardedSequenceOps(comm, layout, implementation=implementation)
+            own = x[:, :, slice(*layout.range(comm.rank))]
+            comm.traffic.clear()
+            with torch.no_grad():
+                ops.linear_attention(own, own, own)
+            found.append([event.name for event in comm.traffic.events if event.label == "carry"])
+        return found
+
+    for turns, by_name, again in run_simulated(body, 2):
+        assert turns == again == ["send_receive", "broadcast"]
+        assert "broadcast" not in by_name
+
+
 @pytest.mark.usefixtures("computed_by")
 def test_the_fast_form_does_differ():
     """With such gates the fold over ranks is not bitwise that of one rank: the test above would notice."""
