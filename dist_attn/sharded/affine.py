@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import torch
 
-from dist_attn.costs import takes_turns
 from dist_attn.ops.affine import AffineCall, AffineState, absorb, recur, recur_by_chunks
 from dist_attn.ops.affine.call import AffineBuffers, Inputs
 from dist_attn.ops.affine.implementation import attempt, fla_operation
 from dist_attn.ops.parts import Parts, Whole, connected
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
-from dist_attn.sharded.in_turn import heads_at_once, heads_worth_a_turn, in_turn
+from dist_attn.sharded.in_turn import heads_of_a_turn, in_turn
 from dist_attn.sharded.prefix_scan import exclusive_scan
 from dist_attn.sharded.sharding import Sharding, over_ranks
 from dist_attn.sharded.trials import try_together
@@ -44,16 +43,12 @@ def recur_over_ranks(sharding: Sharding, call: AffineCall) -> tuple[torch.Tensor
     run = recur_by_chunks if sharding.deterministic else recur
     if comm.size == 1:
         return run(call)
-    batch, heads, size, values = call.state_shape
-    device = call.v_BHLV.device
+    _, heads, size, values = call.state_shape
+    together: int | None = max(1, heads)
     # How a product rounds depends on how many there are side by side, so that for the same bits none is left out.
-    together = max(1, heads) if sharding.deterministic else heads_at_once(sharding, batch, heads, device)
-    by_name = sharding.exchange.algorithm != "auto"
-    if sharding.deterministic or (
-        not by_name and takes_turns(comm.size, heads // together, erases=call.erases and size > 1)
-    ):
-        if not sharding.deterministic:
-            together = heads_worth_a_turn(sharding, heads, batch * size * values, device, together)
+    if not sharding.deterministic:
+        together = heads_of_a_turn(sharding, call.state_shape, call.v_BHLV.device, erases=call.erases and size > 1)
+    if together is not None:
         groups = _ByHeads(call, together)
         if not sharding.deterministic:
             _try_together(sharding, groups.calls[0])

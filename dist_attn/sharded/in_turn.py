@@ -11,7 +11,7 @@ import torch
 
 from dist_attn.comm import Communicator, Pending
 from dist_attn.comm import differentiable as collectives
-from dist_attn.costs import MOST_TURNS
+from dist_attn.costs import MOST_TURNS, takes_turns
 from dist_attn.ops.parts import connected
 from dist_attn.sharded.prefix_scan.exchanges import LABEL, tied
 from dist_attn.sharded.sharding import Sharding
@@ -105,24 +105,26 @@ def threads_of(comm: Communicator) -> int:
     return int(comm.told_by_first("threads", lambda: str(torch.get_num_threads())))
 
 
-def heads_at_once(sharding: Sharding, batch: int, heads: int, device: torch.device) -> int:
-    """The number of heads in one turn of a rank, a divisor of all: as many as keep its threads or its GPU busy.
+def heads_of_a_turn(
+    sharding: Sharding, state: tuple[int, int, int, int], device: torch.device, *, erases: bool, always: bool = False
+) -> int | None:
+    """The number of heads that a rank takes in one turn, a divisor of all; None where a scan is faster.
 
-    And so many that there are few turns, each of which waits for a message.
+    As many as keep its threads or its GPU busy, and so many that there are few turns, each of which waits for a
+    message; where slices are short, as many as take longer than that on a CPU. `always`: turns even if they are slower.
+
+    Shapes: `state` is that of all states, [B, H, K, V].
     """
+    batch, heads, size, values = state
     busy = sharding.threads if device.type == "cpu" else HEADS_OF_A_GPU
-    return _divisor(heads, max(-(-busy // max(1, batch)), -(-heads // MOST_TURNS)))
-
-
-def heads_worth_a_turn(sharding: Sharding, heads: int, numbers: int, device: torch.device, least: int) -> int:
-    """At least so many heads: where slices are short, as many as take longer than a message on a CPU.
-
-    `numbers` are those of one head's states in all sequences.
-    """
+    together = _divisor(heads, max(-(-busy // max(1, batch)), -(-heads // MOST_TURNS)))
+    faster = always or takes_turns(sharding.comm.size, heads // together, erases=erases)
+    if sharding.exchange.algorithm != "auto" or not faster:
+        return None
     if device.type != "cpu":
-        return least
-    numbers = max(1, max(sharding.layout.lengths) * numbers)
-    return _divisor(heads, max(least, -(-TURN_NUMBERS * sharding.threads // numbers)))
+        return together
+    numbers = max(1, batch * max(sharding.layout.lengths) * size * values)
+    return _divisor(heads, max(together, -(-TURN_NUMBERS * sharding.threads // numbers)))
 
 
 def _divisor(heads: int, least: int) -> int:

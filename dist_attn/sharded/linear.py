@@ -20,7 +20,6 @@ from functools import partial
 import torch
 
 from dist_attn.comm import Communicator
-from dist_attn.costs import takes_turns
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
 from dist_attn.ops.linear_attention import (
@@ -39,7 +38,7 @@ from dist_attn.ops.linear_attention.implementation import why_not_native
 from dist_attn.ops.parts import Whole
 from dist_attn.sharded.carry_scan import sharded_linear_attention, widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import Heard, hear_from_start, ranks_heard
-from dist_attn.sharded.in_turn import heads_at_once, heads_worth_a_turn, in_turn
+from dist_attn.sharded.in_turn import heads_of_a_turn, in_turn
 from dist_attn.sharded.prefix_scan.exchanges import tied
 from dist_attn.sharded.redistribution import realign_tokens
 from dist_attn.sharded.sharding import Sharding, over_ranks
@@ -73,22 +72,21 @@ def attend_over_layouts(sharding: Sharding, call: LinearCall) -> tuple[torch.Ten
 def _attend_without_documents(sharding: Sharding, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """In turn where C kernels walk tokens without gradients and that is faster, else by a scan.
 
-    In bfloat16 always in turn: what comes next rounds outputs, and sums in the order of a scan would often round to
-    another number.
+    In bfloat16 in turn even if it is not: what comes next rounds outputs, and sums in the order of a scan would often
+    round to another number.
     """
     comm, v_BHSV = sharding.comm, call.v_BHSV
     call.check()
-    by_name = sharding.exchange.algorithm != "auto" or call.implementation not in ("auto", "native")
-    free = call.causal and comm.size > 1 and not by_name and not torch.is_grad_enabled()
+    by_name = call.implementation not in ("auto", "native")
+    may_take_turns = call.causal and comm.size > 1 and not by_name and not torch.is_grad_enabled()
     # As one token, so that ranks without any choose as the others do.
-    if free and why_not_native(call.one_token(), call.sums_dtype()) is None:
+    if may_take_turns and why_not_native(call.one_token(), call.sums_dtype()) is None:
         batch, heads, _, values = v_BHSV.shape
-        least = heads_at_once(sharding, batch, heads, v_BHSV.device)
-        faster = takes_turns(comm.size, heads // least, erases=False) or v_BHSV.dtype == torch.bfloat16
+        state, half = (batch, heads, call.num_features(), values), v_BHSV.dtype == torch.bfloat16
+        together = heads_of_a_turn(sharding, state, v_BHSV.device, erases=False, always=half)
         check_choice(call)  # before rank 0 is waited for
-        if faster and comm.told_by_first("C kernels", lambda: choose(call.one_token()).implementation) == "native":
-            numbers = batch * call.num_features() * values
-            together = heads_worth_a_turn(sharding, heads, numbers, v_BHSV.device, least)
+        kernels = comm.told_by_first("C kernels", lambda: choose(call.one_token()).implementation)
+        if together is not None and kernels == "native":
             return attention_in_turn(sharding, call, together)
     return sharded_linear_attention(comm, call, exchange=sharding.exchange)
 

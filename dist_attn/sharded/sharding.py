@@ -137,6 +137,7 @@ class Sharding:
         if self.comm.size > 1 and not torch.compiler.is_compiling():
             words = [f"{_plain(name)}={_word(getattr(call, name), call.dim)}" for name in along]
             words += [word for name, value in call.settings().items() for word in _words(_plain(name), value)]
+            words.append(f"gradients={_word(torch.is_grad_enabled())}")
             self.comm.agree_once(f"arguments of {call.operation}", " ".join(words))
         return form(self, replace(call, documents=(), implementation=self.implementation))  # type: ignore[no-any-return]
 

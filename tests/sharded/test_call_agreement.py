@@ -36,6 +36,12 @@ def linear(ops: ShardedSequenceOps, odd: bool, n: int, *, what: str) -> object:
     return ops.linear_attention(heads(n, dtype=dtype), heads(n, dtype=dtype), values, **arguments.get(what, {}))
 
 
+def without_gradients(ops: ShardedSequenceOps, odd: bool, n: int) -> object:
+    """Linear attention for which the odd rank has turned gradients off."""
+    with torch.set_grad_enabled(not odd):
+        return linear(ops, odd, n, what="")
+
+
 CALLS: dict[str, tuple[Call, str]] = {
     "gate": (partial(linear, what="gate"), r"log_gate is float32\[1x2xany\] on rank 0 and none on rank 2"),
     "scale": (partial(linear, what="scale"), "key_scale is none on rank 0"),
@@ -47,6 +53,7 @@ CALLS: dict[str, tuple[Call, str]] = {
         partial(linear, what="values"),
         r"v is float32\[1x2xanyx3\] on rank 0 and float32\[1x2xanyx4\] on rank 2",
     ),
+    "gradients": (without_gradients, "gradients is true on rank 0 and false on rank 2"),
     "softmax scale": (
         lambda ops, odd, n: ops.softmax_attention(
             heads(n), heads(n), heads(n), causal=True, scale=2.0 if odd else None
