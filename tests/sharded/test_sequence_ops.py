@@ -1,5 +1,6 @@
 """Sharded = unsharded: every operation, forward and every gradient, for uneven and empty shards."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
+from tests.support.model_cases import small_model
 from tests.support.ranks import run_ranks
 
 LENGTHS = [(7,), (5, 9), (13, 0, 4), (1, 6, 0, 17, 3), (0, 11, 2, 2, 1), (70, 130)]
@@ -204,3 +206,30 @@ def test_slices_and_layouts_that_do_not_fit_are_named():
                 ops.linear_attention(own, own, own[..., 0])
 
     run_simulated(body, 2)
+
+
+def test_a_rank_does_not_wait_for_those_behind_it():
+    """Without gradients the first rank is in a second layer before the other begins; states are one rank's."""
+    model, tokens, layout = small_model("gated delta rule"), torch.arange(128)[None] % 96, SequenceLayout((0, 64, 128))
+    in_second_layer = threading.Event()
+    with torch.inference_mode():
+        _, want = model.hidden(tokens)
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        def read() -> list[torch.Tensor]:
+            ops = ShardedSequenceOps(comm, layout)
+            with torch.inference_mode():
+                _, state = model.hidden(tokens[:, slice(*layout.range(comm.rank))], ops)
+            return [t for layer in state.layers for t in layer.tensors()]
+
+        read()  # ranks agree on calls the first time
+        comm.barrier()
+        if comm.rank:
+            assert in_second_layer.wait(60.0)
+            return read()
+        with model.blocks[1].mlp_in.register_forward_hook(lambda *_: in_second_layer.set()):
+            return read()
+
+    for found in run_simulated(body, 2):
+        for got, field in zip(found, (t for layer in want.layers for t in layer.tensors()), strict=True):
+            assert_close(got, field)
