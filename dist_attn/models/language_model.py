@@ -74,9 +74,10 @@ class LanguageModel(CausalModel, Model):
         x_BLD = self.dropout(x_BLD, ops)
         # A loop of its own: a call would hold the embedded tokens, which are as large as what the layers hand on.
         layers = []
-        for block, before in zip(watched(self.blocks), state.layers, strict=True):
-            x_BLD, after = block(x_BLD, ops, before)
-            layers.append(contiguous_state(after))
+        with ops.deferred_states():
+            for block, before in zip(watched(self.blocks), state.layers, strict=True):
+                x_BLD, after = block(x_BLD, ops, before)
+                layers.append(contiguous_state(after))
         return self.norm(x_BLD), ModelState(tuple(layers), position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
