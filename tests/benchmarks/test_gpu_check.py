@@ -1,9 +1,13 @@
 """`make gpu`: all of it runs without a GPU, survives the end of its time, and its record says what was found."""
 
 import json
+import multiprocessing
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +20,12 @@ from benchmarks.gpu.results import Results, record_from, take_over
 from benchmarks.gpu_check import PIECES, main
 from benchmarks.report import file_finding
 from benchmarks.setting import look_around
+from dist_attn.commands import cli
 from dist_attn.ops.gpu_record import keep_record
+from tests.gpu import adapted_cases, model_cases, rank_cases, service_cases
+from tests.gpu.model_cases import dist_attn
 from tests.support.fla import fla_adapter
+from tests.support.ranks import forkserver
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
@@ -185,6 +193,32 @@ def test_times_of_flash_linear_attention_can_be_taken(monkeypatch: pytest.Monkey
     assert all("seconds" in row or "why not" in row for row in taken.values())
 
 
+def _forked(function: Callable[..., None], *arguments: Any) -> bool:
+    """Whether a process succeeds that need not load anew what it imports."""
+    process = forkserver().Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _adapted(results: Results) -> None:
+    """Carry out a piece in a process to itself, of which its rank is a copy."""
+    adapted_cases.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
+    sys.exit(gpu_check._work(results, "adapted", 0, ()))
+
+
+def _command(*words: str) -> None:
+    cli.app(list(words), standalone_mode=False)
+
+
+def _dist_attn(*words: str, ranks: int = 0) -> None:
+    """`model_cases.dist_attn`, but that only ranks load all that they import."""
+    if ranks:
+        dist_attn(*words, ranks=ranks)
+    else:
+        assert _forked(_command, *words), words
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_all_of_it_runs_without_a_gpu(
@@ -195,13 +229,19 @@ def test_all_of_it_runs_without_a_gpu(
     one_at_a_time, in_processes = Lock(), gpu_check._one_round
 
     def here(results: Results, name: str, *rest: Any) -> bool:
-        if name in ("kernels", "captured", "adapted"):  # transformers may not meet a FLA that other tests load
+        if name in ("kernels", "captured"):
             return in_processes(results, name, *rest)
+        if name == "adapted":  # transformers may not meet a FLA that other tests load
+            return _forked(_adapted, results)
         with one_at_a_time:
             return gpu_check._work(results, name, 0, ()) == 0
 
     monkeypatch.setattr(gpu_check, "_one_round", here)
     monkeypatch.setattr(gpu_check, "die_with_parent", lambda: None)
+    for module in (adapted_cases, rank_cases):
+        monkeypatch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda _: forkserver()))
+    for module in (model_cases, rank_cases, service_cases):
+        monkeypatch.setattr(module, "dist_attn", _dist_attn)
     file = tmp_path / "f.jsonl"
     arguments = ["--tiny", "--only", *PIECES, "--seconds=3000", f"--json={file}"]
     assert main([*arguments, "--seconds=0.1", "--only", "captured"]) == 1  # the last of an option counts

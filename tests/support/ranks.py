@@ -51,11 +51,11 @@ def run_processes(
 ) -> list[Result | BaseException]:
     """What each gloo rank returned or raised; a process that died without a word gives an EOFError."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_forkserver().Pipe(duplex=False) for _ in range(size)]
+        pipes = [forkserver().Pipe(duplex=False) for _ in range(size)]
         processes = []
         for rank, (_, writer) in enumerate(pipes):
             arguments = (fn, rank, size, Path(folder) / "store", timeout_s, writer)
-            process = _forkserver().Process(target=_rank_main, args=arguments, daemon=True)
+            process = forkserver().Process(target=_rank_main, args=arguments, daemon=True)
             process.start()
             writer.close()
             processes.append(process)
@@ -71,7 +71,7 @@ def run_processes(
 
 
 @cache
-def _forkserver() -> ForkServerContext:
+def forkserver() -> ForkServerContext:
     """Processes forked from a server that has imported what ranks need once: a rank starts in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     # Seconds of a core for each rank: what the first step of an optimiser would import, and what the functions' own
