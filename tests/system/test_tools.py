@@ -37,15 +37,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-def _imports(python: str, package: str) -> bool:
-    return not subprocess.run([python, "-c", f"import {package}"], capture_output=True, timeout=120).returncode
+def _has(python: str, package: str) -> bool:
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return not subprocess.run([python, "-c", look], capture_output=True, timeout=120).returncode
 
 
 @pytest.mark.parametrize("tool", PACKAGES)
 def test_a_tool_works_as_its_users_use_it(tool: str, whole: Served, tmp_path: Path) -> None:
     """The calls that docs/how-to/tools.md lists, whatever the model writes."""
     ours = tool == "sentence_transformers"  # which imports this package
-    python = next((one for one in ([sys.executable] if ours else PYTHONS) if _imports(one, PACKAGES[tool])), None)
+    python = next((one for one in ([sys.executable] if ours else PYTHONS) if _has(one, PACKAGES[tool])), None)
     if python is None:
         pytest.skip(f"{PACKAGES[tool]} is not installed for {' or '.join(PYTHONS)}")
     model = whole.data.parent / "tiny"
