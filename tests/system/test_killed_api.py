@@ -26,12 +26,13 @@ SECONDS = 120.0
 DATA = np.random.default_rng(3).integers(97, 123, 24_000).astype(np.uint8).tobytes()
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A model folder, and the address of a controller with one rank that runs it, over the store of the service."""
-    model = write_small_folder(tmp_path / "model" / "tiny")
-    with start_engine(model=str(model), ranks=1, data_dir=str(tmp_path / "data")) as handle:
-        yield model, handle.api_address
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, str]]:
+    """The folder of a service, a model folder, and a controller with one rank that runs it over the service's store."""
+    folder = tmp_path_factory.mktemp("engine")
+    model = write_small_folder(folder / "model" / "tiny")
+    with start_engine(model=str(model), ranks=1, data_dir=str(folder / "data")) as handle:
+        yield folder, model, handle.api_address
 
 
 def ready(url: str) -> None:
@@ -45,18 +46,21 @@ def read_by(url: str, kind: str) -> int:
     return int(float(told.split(f'dist_attn_tokens_total{{kind="{kind}"}} ')[1].split()[0]))
 
 
-def test_a_job_goes_on_from_its_state(tmp_path: Path, engine: tuple[Path, str]) -> None:
+def test_a_job_goes_on_from_its_state(engine: tuple[Path, Path, str]) -> None:
     """The rows are those of an undisturbed encoding to the bit, and no token before the last state is read again."""
-    (model, address), data = engine, 4 * DATA  # so that a fast machine is not done with it when the state is seen
-    with running_process(tmp_path, address, model, checkpoint_tokens="1024") as (process, url):
+    (folder, model, address), data = (
+        engine,
+        4 * DATA,
+    )  # so that a fast machine is not done with it when the state is seen
+    with running_process(folder, address, model, checkpoint_tokens="1024") as (process, url):
         ready(url)
         name = httpx.post(f"{url}/v1/jobs?window=128", content=data, timeout=60).json()["id"]
-        eventually(lambda: asyncio.run(point_of(tmp_path / "data", name)) is not None, "a state", SECONDS)
+        eventually(lambda: asyncio.run(point_of(folder / "data", name)) is not None, "a state", SECONDS)
         process.kill()
         process.wait(30)
-    point = asyncio.run(point_of(tmp_path / "data", name))
+    point = asyncio.run(point_of(folder / "data", name))
     assert point is not None and 0 < point.run.tokens < len(data) and point.run.tokens % 1024 == 0
-    with running_process(tmp_path, address, model, checkpoint_tokens="1024") as (_, url):
+    with running_process(folder, address, model, checkpoint_tokens="1024") as (_, url):
         place = f"{url}/v1/jobs/{name}"
         eventually(lambda: httpx.get(place, timeout=60).json()["status"] == "succeeded", "the job to end", SECONDS)
         assert read_by(url, "encoding") == len(data) - point.run.tokens
@@ -65,10 +69,10 @@ def test_a_job_goes_on_from_its_state(tmp_path: Path, engine: tuple[Path, str]) 
         assert rows == lines_of(whole.content)
 
 
-def test_an_upload_goes_on_from_its_byte_and_its_state(tmp_path: Path, engine: tuple[Path, str]) -> None:
+def test_an_upload_goes_on_from_its_byte_and_its_state(engine: tuple[Path, Path, str]) -> None:
     """The session that it feeds is that of one append to the bit, and is free as soon as its writer is dead."""
-    model, address = engine
-    with running_process(tmp_path, address, model, checkpoint_tokens="4096") as (process, url):
+    folder, model, address = engine
+    with running_process(folder, address, model, checkpoint_tokens="4096") as (process, url):
         ready(url)
         session = SessionClient(url, seconds=SECONDS).make()
         named = base64.b64encode(session.encode()).decode()
@@ -77,7 +81,7 @@ def test_an_upload_goes_on_from_its_byte_and_its_state(tmp_path: Path, engine: t
         eventually(lambda: checkpoint(url + path) >= 8192, "states to be kept", SECONDS)
         process.kill()
         process.wait(30)
-    with running_process(tmp_path, address, model, checkpoint_tokens="4096") as (_, url):
+    with running_process(folder, address, model, checkpoint_tokens="4096") as (_, url):
         ready(url)
         kept = checkpoint(url + path)
         assert httpx.head(url + path, timeout=60).headers["upload-offset"] == "16000" and kept % 4096 == 0
