@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.programs import free_port
+from tests.support.ranks import forkserver
 from tests.support.served import Served, served
 from tests.support.source_path import SOURCE_PATH
 
@@ -88,18 +90,29 @@ def test_engine(tokens: int, ranks: int, run_here: Callable[..., str]) -> None:
     assert all(float(line.split(": ")[1].split()[0]) < 1e-11 for line in differences)
 
 
+def _train_on_one_rank(log: Path, port: int, *arguments: object) -> None:
+    """Run the example as torchrun does, but in a process that has what it imports."""
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    sys.argv = ["train_hybrid.py", *map(str, arguments)]
+    with log.open("w") as out, redirect_stdout(out):
+        runpy.run_path(str(EXAMPLES / "train_hybrid.py"), run_name="__main__")
+
+
 def test_training_over_two_ranks(tmp_path: Path) -> None:
     """Two ranks have the losses of one, they fall, and the folder that is written is one of transformers."""
-    losses = {}
-    for ranks in (1, 2):
-        options = ["--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        given = [EXAMPLES / "train_hybrid.py", "--steps", 6, "--length", 301, "--out", tmp_path / str(ranks)]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, given)]
-        environment = os.environ | {"PYTHONPATH": SOURCE_PATH, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
-        losses[ranks] = list(map(float, re.findall(r"loss (.*?),", done.stdout)))
-    assert losses[2] == pytest.approx(losses[1], abs=2e-3) and losses[1][-1] < losses[1][0]
+    given, log = ["--steps", 6, "--length", 301, "--out"], tmp_path / "one.log"
+    alone = forkserver().Process(target=_train_on_one_rank, args=(log, free_port(), *given, tmp_path / "1"))
+    alone.start()
+    options = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    words = map(str, [*options, EXAMPLES / "train_hybrid.py", *given, tmp_path / "2"])
+    environment = os.environ | {"PYTHONPATH": SOURCE_PATH, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone.join(200)
+    assert alone.exitcode == 0
+    one, two = (list(map(float, re.findall(r"loss (.*?),", said))) for said in (log.read_text(), done.stdout))
+    assert len(one) == 6 and two == pytest.approx(one, abs=2e-3) and one[-1] < one[0]
     assert json.loads((tmp_path / "2/config.json").read_text())["model_type"] == "qwen3_next"
 
 
