@@ -50,13 +50,19 @@ def _generated(folder: Path, **options: Any) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("flags", [[], ["--weights-over-ranks"]], ids=["whole", "over ranks"])
-def test_texts_and_sessions_outlive_a_rank(flags: list[str], folder: Path, tmp_path: Path) -> None:
-    """Texts are those of transformers' generate; the loss of a rank and forks change no bit of what follows."""
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> str:
+    """The text of transformers' generate, which is that of one process too."""
     *tokens, end = _generated(folder)
-    wanted = read_foreign(folder).padded(384).decode(tokens).decode(errors="replace")
+    text = read_foreign(folder).padded(384).decode(tokens).decode(errors="replace")
     assert end != UNUSED and 8 <= len(tokens) < 16
-    assert generate_text(str(folder), TEXT.encode(), SamplingSpec(DRAWN, temperature=0.0))["text"] == wanted
+    assert generate_text(str(folder), TEXT.encode(), SamplingSpec(DRAWN, temperature=0.0))["text"] == text
+    return text
+
+
+@pytest.mark.parametrize("flags", [[], ["--weights-over-ranks"]], ids=["whole", "over ranks"])
+def test_texts_and_sessions_outlive_a_rank(flags: list[str], folder: Path, wanted: str, tmp_path: Path) -> None:
+    """Texts are those of transformers' generate; the loss of a rank and forks change no bit of what follows."""
     with served(tmp_path, *flags, ranks=2, model=folder) as running:
         client = SessionClient(running.url, seconds=SECONDS)
         whole = _completed(client, {"max_tokens": DRAWN})
