@@ -1,8 +1,11 @@
 """The monoid of linear attention: identity, associativity, document starts, batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dist_attn.errors import ShapeError
 from dist_attn.ops import LinearState
 from tests.support.closeness import assert_close
 
@@ -60,3 +63,12 @@ def test_advance_is_combination_with_one_token():
     got = a.advance(k, v, log_gate_BH=gate, key_scale_BH=scale)
     for x, y in zip(got.tensors(), a.combine(token).tensors(), strict=True):
         assert_close(x, y, kind="state")
+
+
+@pytest.mark.parametrize("field", ["s_BHMV", "z_BHM", "mass_BH"])
+def test_a_state_of_other_sizes_is_refused(field: str) -> None:
+    """Each of the three sums has to be of the sizes of the inputs."""
+    state = _state(0)
+    state.check(2, 3, 4, 5)
+    with pytest.raises(ShapeError, match="these inputs need"):
+        replace(state, **{field: getattr(state, field)[:1]}).check(2, 3, 4, 5)
