@@ -213,8 +213,10 @@ def test_states_that_do_not_fit_are_refused() -> None:
     state = AffineState.from_sums(decays.s_BHKV)
     with pytest.raises(ShapeError, match="has no transition"):
         decays.combine(state)
-    with pytest.raises(ShapeError, match="do not fit together"):
-        decays.combine(erases)
+    one_decay = absorb(call_of(AffineInputs.random("decay", 4, channels=False)))
+    for later in (erases, one_decay):
+        with pytest.raises(ShapeError, match="do not fit together"):
+            decays.combine(later)
     with pytest.raises(ShapeError, match="float32 or float64"):
         AffineState.from_sums(decays.s_BHKV.bfloat16())
 
