@@ -340,6 +340,7 @@ def test_the_model_stays_itself(kind: str, tmp_path: Any) -> None:
     """Logits, generated text, names and saved files are the model's own beside training and once it is given back."""
     model = made(kind).eval()
     names, text = list(model.state_dict()), {"max_new_tokens": 5, "do_sample": False}
+    experts = model.get_experts_implementation()
     want, logits = model.generate(ids()[:, :9], **text), model(ids()).logits
     model.save_pretrained(tmp_path / "before")
 
@@ -351,6 +352,7 @@ def test_the_model_stays_itself(kind: str, tmp_path: Any) -> None:
         assert list(model.state_dict()) == names
         model.save_pretrained(tmp_path / "after")
         parallel.release()
+        assert model.get_experts_implementation() == experts
         torch.testing.assert_close(model(ids()).logits, logits, rtol=0, atol=0)
         assert model(input_ids=ids(), labels=ids()).loss.item() == pytest.approx(alone(kind)[0])
 
