@@ -12,7 +12,7 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits, JobRecord, end_of
 from dist_attn_service.jobs.files import JobStates, JobStore
-from dist_attn_service.jobs.runner import JobRunner
+from dist_attn_service.jobs.runner import JobRunner, Report
 
 from dist_attn.settings.tree import JobSettings
 from dist_attn.store import StateStore
@@ -131,3 +131,10 @@ def test_expired_jobs_are_looked_for_now_and_then(
         await runner.stop()
 
     run(tmp_path, work, keep_s)
+
+
+def test_two_saves_at_one_moment_have_no_speed() -> None:
+    """Clocks may stand still between two saves: what was read meanwhile says nothing of the speed yet."""
+    report, read = Report(), iter((0, 100, 300))
+    report.tokens = lambda: next(read)
+    assert [report.speed(now) for now in (5.0, 5.0, 7.0)] == [None, None, 150.0]
