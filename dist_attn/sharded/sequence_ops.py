@@ -77,6 +77,9 @@ class ShardedSequenceOps(SequenceOps):
     @contextmanager
     def deferred_states(self) -> Iterator[None]:
         """See `SequenceOps.deferred_states`."""
+        if torch.compiler.is_compiling():  # where nothing is deferred
+            yield
+            return
         own, late = self._sharding, list[Callable[[], None]]()
         self._sharding = replace(own, late=late)
         try:

@@ -138,21 +138,6 @@ def exchanges_while_working(comm: Communicator) -> None:
     comm.check_exchanges()
 
 
-def arrives_before_it_has_left(comm: Communicator) -> None:
-    """Rank 0 has what it receives, nothing, before the last rank asks for what it sends: then it tells that one to."""
-    last, rows = comm.size - 1, brought(0, 1, 100_000)
-    first = comm.rank == 0 < last
-    send, recv = {last: 1} if first else {}, {0: 1} if comm.rank == last > 0 else {}
-    with comm.split(0) as aside:
-        if not first:
-            aside.send_receive(rows[:0], send, recv)
-        exchange = comm.send_receive_start(rows[: len(send)], send, recv)
-        assert_close(exchange.arrived(), rows[: len(recv)], kind="exact")
-        if first:
-            aside.send_receive(rows, send, recv)
-        assert_close(exchange.wait(), rows[: len(recv)], kind="exact")
-
-
 def broadcasts_from_each(comm: Communicator) -> None:
     """Every rank gets the source's numbers, whoever the source is."""
     for source in range(comm.size):
@@ -481,7 +466,6 @@ CASES: dict[str, Case] = {
         exchanges_nothing,
         passes_rows_between_some,
         exchanges_while_working,
-        arrives_before_it_has_left,
         broadcasts_from_each,
         scans_in_order_of_rank,
         scans_while_working,
