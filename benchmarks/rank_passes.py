@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,9 @@ from benchmarks.cases import HEADS, attention_inputs, delta_inputs
 from benchmarks.setting import own_cores, pin_to
 from dist_attn.comm import Communicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
-from dist_attn.costs import default_exchange
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.sharded import Algorithm, ShardedSequenceOps
+from dist_attn.sharded import ShardedSequenceOps
 
 __all__ = ["Pass", "Passed", "on_ranks", "pass_on_rank", "run_passes"]
 
@@ -112,8 +111,7 @@ def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
     """Rounds of a pass on this rank, after one that is not counted."""
     layout = SequenceLayout.even(one.length, comm.size)
     whole = _work(one, LocalSequenceOps(), 0, one.length) if one.alone and comm.rank == 0 else None
-    exchange = "auto" if one.delta else cast(Algorithm, default_exchange(comm.size))
-    ops = ShardedSequenceOps(comm, layout, exchange=exchange) if comm.size > 1 else LocalSequenceOps()
+    ops = ShardedSequenceOps(comm, layout) if comm.size > 1 else LocalSequenceOps()
     share = _work(one, ops, *layout.range(comm.rank))
     taken = []
     for number in range(rounds + 1):

@@ -73,16 +73,19 @@ def _attend_without_documents(sharding: Sharding, call: LinearCall) -> tuple[tor
     """In turn where C kernels walk tokens without gradients and that is faster, else by a scan.
 
     In bfloat16 in turn even if it is not: what comes next rounds outputs, and sums in the order of a scan would often
-    round to another number.
+    round to another number. Gates that forget leave a scan little to complete: where the last state is waited for at
+    once, two ranks scanned in 0.95 of the time.
     """
     comm, v_BHSV = sharding.comm, call.v_BHSV
     call.check()
     by_name = call.implementation not in ("auto", "native")
+    half = v_BHSV.dtype == torch.bfloat16
     may_take_turns = call.causal and comm.size > 1 and not by_name and not torch.is_grad_enabled()
+    may_take_turns &= half or call.log_gate_BHS is None or sharding.late is not None
     # As one token, so that ranks without any choose as the others do.
     if may_take_turns and why_not_native(call.one_token(), call.sums_dtype()) is None:
         batch, heads, _, values = v_BHSV.shape
-        state, half = (batch, heads, call.num_features(), values), v_BHSV.dtype == torch.bfloat16
+        state = batch, heads, call.num_features(), values
         together = heads_of_a_turn(sharding, state, v_BHSV.device, erases=False, always=half)
         check_choice(call)  # before rank 0 is waited for
         kernels = comm.told_by_first("C kernels", lambda: choose(call.one_token()).implementation)
