@@ -171,7 +171,7 @@ def _carry_bytes(comm: Communicator, exchange: Algorithm) -> int:
     if exchange.endswith("ring"):
         return sum(e.bytes_sent for e in carries)
     # A layer's state is sent first in what is launched or all gathered; later steps of an exchange send what was made
-    # of it. In turn ranks launch nothing and only pass their states on.
+    # of it. Deterministic ranks launch nothing and only pass their states on.
     first = [e for e in carries if e.phase == "launch" or e.name == "all_gather"]
     return sum(e.bytes_sent // e.messages for e in first or carries)
 

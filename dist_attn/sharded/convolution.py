@@ -82,11 +82,10 @@ def _contexts_in_line(
         return comm.send_receive_start(edges, dict.fromkeys(to, 1), dict.fromkeys(of, 1), label="halo")
 
     def context(of: Sequence[int], edges: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        found = tail_BKD
+        joined_BKD = tail_BKD
         for rank in of:
-            known = min(lengths[rank], keep)
-            found = torch.cat([found[:, known:], edges[rank][:, keep - known :]], dim=1)
-        return found
+            joined_BKD = _with_edge(joined_BKD, edges[rank], lengths[rank])
+        return joined_BKD
 
     # Each edge goes to a rank once at most, even where slices are shorter than it.
     late = [rank for rank in at_end if rank != here and rank not in holders[here]]
@@ -124,9 +123,7 @@ def _left_contexts(
     edges_P = collectives.all_gather(comm, _last(x_BLD, keep), label="halo").unbind(0)
     contexts = [tail_BKD]
     for edge_BKD, length in zip(edges_P, layout.lengths, strict=True):
-        known = min(length, keep)
-        # A slice shorter than the halo leaves older tokens in it, so a halo may span several ranks.
-        contexts.append(torch.cat([contexts[-1][:, known:], edge_BKD[:, keep - known :]], dim=1))
+        contexts.append(_with_edge(contexts[-1], edge_BKD, length))
     # The last context is a tensor of its own, which a state may hold on to without the others; every rank's graph
     # reaches the exchange through it. Stack, then pick: rank 0's own context alone would not.
     return torch.stack(contexts)[comm.rank], contexts[-1]
@@ -219,8 +216,13 @@ def _before(layout: SequenceLayout, rank: int, heard: Heard, start_BKD: torch.Te
 
 def _joined(layout: SequenceLayout, rank: int, context_BKD: torch.Tensor, edge_BKD: torch.Tensor) -> torch.Tensor:
     """The context after the last document's tokens on `rank`, of which the edge holds the last ones."""
+    return _with_edge(context_BKD, edge_BKD, layout.at_ends(rank)[1])
+
+
+def _with_edge(context_BKD: torch.Tensor, edge_BKD: torch.Tensor, length: int) -> torch.Tensor:
+    """The context behind a slice of `length` tokens, of which the edge holds the last ones."""
     keep = context_BKD.shape[1]
-    known = min(layout.at_ends(rank)[1], keep)
+    known = min(length, keep)
     # A slice shorter than the halo leaves older tokens in it, so a halo may span several ranks.
     return torch.cat([context_BKD[:, known:], edge_BKD[:, keep - known :]], dim=1)
 

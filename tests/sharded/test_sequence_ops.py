@@ -1,6 +1,7 @@
 """Sharded = unsharded: every operation, forward and every gradient, for uneven and empty shards."""
 
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from dist_attn.errors import MismatchError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded.sharding import OPERATIONS_AHEAD, Sharding
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
@@ -233,3 +235,19 @@ def test_a_rank_does_not_wait_for_those_behind_it():
     for found in run_simulated(body, 2):
         for got, field in zip(found, (t for layer in want.layers for t in layer.tensors()), strict=True):
             assert_close(got, field)
+
+
+def test_a_rank_goes_no_further_ahead_than_a_few_operations():
+    """Deferred, the oldest exchange is waited for when one too many is under way; else each at once."""
+
+    def body(comm: Communicator) -> None:
+        layout, waited = SequenceLayout((0, 8)), list[int]()
+        at_once = Sharding(comm, layout, layout)
+        at_once.when_there(partial(waited.append, 0))
+        assert waited == [0]
+        deferred = replace(at_once, late=[])
+        for number in range(1, OPERATIONS_AHEAD + 3):
+            deferred.when_there(partial(waited.append, number))
+        assert waited == [0, 1, 2]
+
+    run_simulated(body, 1)
