@@ -16,19 +16,22 @@ from torch import nn
 
 from dist_attn.adapters import operations
 from dist_attn.adapters.passes import Pass, current_pass, either
+from dist_attn.ops.long_products import long_products, takes_long_products
 from dist_attn.ops.step_products import step_products, takes_step_products
 
 Tensor = torch.Tensor
 
 
 def linear(module: nn.Module) -> None:
-    """A linear layer, whose products of decode steps are those for few rows."""
+    """A linear layer, whose products of decode steps are those for few rows, and of a pass those for many."""
     own: Any = module
     compute = module.forward
 
     def forward(input: Tensor) -> Tensor:
         one = current_pass()
         if one is None or not one.step or not takes_step_products(input, own.weight):
+            if takes_long_products(input, own.weight):
+                return long_products(input, own.weight, own.bias)
             theirs: Tensor = compute(input)
             return theirs
         y = step_products(input.reshape(-1, input.shape[-1]), own.weight).view(*input.shape[:-1], -1)

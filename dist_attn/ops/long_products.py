@@ -1,0 +1,63 @@
+"""float32 products of many rows by the longest vectors that a processor has.
+
+On processors of AMD torch's products, which are MKL's, take vectors of AVX2, half as long as those of AVX-512: on an
+EPYC (family 26) a core does 100 GFLOP/s, and 235 by oneDNN.
+
+Shape letters: N rows, I inputs, O outputs.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["long_products", "takes_long_products"]
+
+ROWS_TOGETHER, MOST_ROWS = 16, 512
+"""oneDNN keeps up to 1 MiB of code for each number of rows: these are multiples of ROWS_TOGETHER up to MOST_ROWS."""
+MANY_PRODUCTS = 1 << 20  # what MKL multiplies in the 10 microseconds that oneDNN takes to begin
+
+
+def takes_long_products(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
+    """Return whether oneDNN's product of these is faster: many rows in float32 on a CPU of AMD, without gradients."""
+    return (
+        not torch.compiler.is_compiling()
+        and x.dtype == w_OI.dtype == torch.float32
+        and x.device.type == w_OI.device.type == "cpu"
+        and x.numel() >= ROWS_TOGETHER * x.shape[-1]
+        and x.numel() * len(w_OI) >= MANY_PRODUCTS
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and type(x) is torch.Tensor  # and no other that acts as one, over ranks for example
+        and type(w_OI) in (torch.Tensor, torch.nn.Parameter)
+        and _mkl_takes_short_vectors()
+    )
+
+
+def long_products(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` by oneDNN: a row's bits depend on no other row, nor on how many there are.
+
+    `takes_long_products` says whether it can be called, and is faster.
+
+    Shapes: x [..., I], w [O, I], bias [O] -> [..., O].
+    """
+    x_NI = x.reshape(-1, x.shape[-1])
+    rows = len(x_NI)
+    if rows % ROWS_TOGETHER:
+        x_NI = F.pad(x_NI, (0, 0, 0, -rows % ROWS_TOGETHER))
+    multiply = torch.ops.mkldnn._linear_pointwise
+    parts = [multiply(some, w_OI, bias_O, "none", [], "") for some in x_NI.split(MOST_ROWS)]
+    y_NO: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return y_NO[:rows].view(*x.shape[:-1], -1)
+
+
+@cache
+def _mkl_takes_short_vectors() -> bool:
+    """Return whether this is a processor of AMD with AVX-512."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
