@@ -429,7 +429,7 @@ def test_work_that_would_wait_too_long(tmp_path: Path, when_busy: str) -> None:
 
 
 def test_a_service_that_stops_goes_on_where_it_was(tmp_path: Path) -> None:
-    """What runs is handed back; after the next start the rows that are there stay, the others follow, none twice."""
+    """What runs is handed back; after the next start the rows that are there stay and others follow, as events say."""
     engine = FakeEngine(stingy=True, credit=1000)
     with running_service(tmp_path, engine, jobs=JobSettings(**QUICK)) as service:
         name = hand_in(service, b"x" * 5000, "window=100")
@@ -443,6 +443,8 @@ def test_a_service_that_stops_goes_on_where_it_was(tmp_path: Path) -> None:
         lines = lines_of(get(f"{service.url}/v1/jobs/{name}/result").content)
         assert [line["index"] for line in lines[:-1]] == list(range(50))
         assert vectors.stat().st_ino == changed and vectors.read_bytes().startswith(kept)
+        told = [event["rows"] for event in events(service, name) if event["event"] == "progress"]
+        assert told == sorted(told) and 10 in told
         assert "resumed" in [event["event"] for event in events(service, name)]
         assert sum(is_session(message) for message in again.received) == 1
 

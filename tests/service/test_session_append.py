@@ -102,6 +102,21 @@ def test_a_file_is_read_to_its_end_without_its_client(tmp_path: Path) -> None:
         assert both.status_code == 400 and both.json()["error"]["param"] == "file_id"
 
 
+def test_lines_say_how_far_an_append_is(tmp_path: Path) -> None:
+    """They come also while nothing moves, and the text goes on behind them."""
+    with running_service(tmp_path, FakeEngine(), ping_seconds=0.1) as service:
+        client = SessionClient(service.url)
+        path = f"/v1/sessions/{client.make()}/append"
+        with service.connect() as connection, connection.makefile("rb") as answer:
+            begin = head(path, "Content-Type: application/octet-stream", CHUNKED)
+            connection.sendall(begin + chunk(BOOK[:1024]))
+            lines = (json.loads(line) for line in answer if line.startswith(b"{"))
+            places = [next(lines)["position"] for _ in range(4)]
+            connection.sendall(chunk(b"x") + LAST_CHUNK)
+            assert next(line["position"] for line in lines if "tokens" in line) == 1025
+    assert places == sorted(places) and places[-1] <= 1024
+
+
 def test_each_append_is_tokenised_by_itself(service: RunningService) -> None:
     """A second text goes on after the first; a character that is cut between two of them is refused where it begins."""
     client = SessionClient(service.url)
