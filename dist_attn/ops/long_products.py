@@ -3,9 +3,10 @@
 On processors of AMD torch's products, which are MKL's, take vectors of AVX2, half as long as those of AVX-512: on an
 EPYC (family 26) a core does 100 GFLOP/s, and 235 by oneDNN.
 
-Shape letters: N rows, I inputs, O outputs.
+Shape letters: N rows, of which R are multiplied together, I inputs, O outputs.
 """
 
+from bisect import bisect_left
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 
 __all__ = ["long_products", "takes_long_products"]
 
-ROWS_TOGETHER, MOST_ROWS = 16, 512
-"""oneDNN keeps up to 1 MiB of code for each number of rows: these are multiples of ROWS_TOGETHER up to MOST_ROWS."""
+ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""The numbers of rows that are multiplied together: oneDNN keeps up to 1 MiB of code for each, and for each matrix."""
 MANY_PRODUCTS = 1 << 20  # what MKL multiplies in the 10 microseconds that oneDNN takes to begin
 
 
@@ -25,7 +26,7 @@ def takes_long_products(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
         not torch.compiler.is_compiling()
         and x.dtype == w_OI.dtype == torch.float32
         and x.device.type == w_OI.device.type == "cpu"
-        and x.numel() >= ROWS_TOGETHER * x.shape[-1]
+        and x.numel() >= ROWS[0] * x.shape[-1]
         and x.numel() * len(w_OI) >= MANY_PRODUCTS
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
@@ -42,14 +43,18 @@ def long_products(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | No
 
     Shapes: x [..., I], w [O, I], bias [O] -> [..., O].
     """
-    x_NI = x.reshape(-1, x.shape[-1])
-    rows = len(x_NI)
-    if rows % ROWS_TOGETHER:
-        x_NI = F.pad(x_NI, (0, 0, 0, -rows % ROWS_TOGETHER))
-    multiply = torch.ops.mkldnn._linear_pointwise
-    parts = [multiply(some, w_OI, bias_O, "none", [], "") for some in x_NI.split(MOST_ROWS)]
-    y_NO: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return y_NO[:rows].view(*x.shape[:-1], -1)
+    parts = [_filled_up(some_RI, w_OI, bias_O) for some_RI in x.reshape(-1, x.shape[-1]).split(ROWS[-1])]
+    y_NO = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return y_NO.view(*x.shape[:-1], -1)
+
+
+def _filled_up(x_RI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """The product of at most as many rows as are multiplied together, with zeros behind them."""
+    rows = len(x_RI)
+    room = ROWS[bisect_left(ROWS, rows)] - rows
+    filled_RI = F.pad(x_RI, (0, 0, 0, room)) if room else x_RI
+    y_RO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(filled_RI, w_OI, bias_O, "none", [], "")
+    return y_RO[:rows]
 
 
 @cache
