@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 __all__ = ["long_products", "takes_long_products"]
 
-ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""The numbers of rows that are multiplied together: oneDNN keeps up to 1 MiB of code for each, and for each matrix."""
+ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+"""The numbers of rows that are multiplied at once: oneDNN keeps up to 1 MiB of code for each, and for each matrix."""
+TOGETHER = 512  # of numbers of rows that are none of these
 MANY_PRODUCTS = 1 << 20  # what MKL multiplies in the 10 microseconds that oneDNN takes to begin
 
 
@@ -43,7 +44,9 @@ def long_products(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | No
 
     Shapes: x [..., I], w [O, I], bias [O] -> [..., O].
     """
-    parts = [_filled_up(some_RI, w_OI, bias_O) for some_RI in x.reshape(-1, x.shape[-1]).split(ROWS[-1])]
+    x_NI = x.reshape(-1, x.shape[-1])
+    together = len(x_NI) if len(x_NI) in ROWS else TOGETHER
+    parts = [_filled_up(some_RI, w_OI, bias_O) for some_RI in x_NI.split(together)]
     y_NO = parts[0] if len(parts) == 1 else torch.cat(parts)
     return y_NO.view(*x.shape[:-1], -1)
 

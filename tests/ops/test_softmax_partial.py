@@ -100,6 +100,26 @@ def test_parts_of_the_keys_merge_to_the_whole(causal):
     _compare(got, _run(lambda *x: softmax_attention_naive(*x, causal=causal), leaves))
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("causal", [True, False])
+def test_products_by_long_vectors_change_nothing(causal, monkeypatch):
+    """Large tiles of even sizes have the same outputs and gradients by oneDNN."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(1, 4, 300, 64), (1, 1, 1280, 64), (1, 1, 1280, 128)]
+    leaves = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+    placement = QueryPlacement(torch.arange(980, 1280), torch.arange(1280))
+
+    def attend(*qkv):
+        return _partial(*qkv, causal=causal, placement=placement).out
+
+    found = []
+    for takes in (False, True):
+        monkeypatch.setattr(tiled, "takes_long_products", lambda *_, takes=takes: takes)
+        found.append(_run(attend, leaves))
+    assert not torch.equal(found[0][0], found[1][0])  # other bits, by another product
+    _compare(*found)
+
+
 def test_gradcheck_of_output_and_weight():
     """Output and log-sum-exp have the gradients of finite differences, also where a query sees nothing."""
     placement = QueryPlacement(torch.tensor([3, 0, 6]), torch.tensor([1, 5, 3, 8]))
