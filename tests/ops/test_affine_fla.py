@@ -124,7 +124,7 @@ def test_over_ranks(kind: str, channels: bool, documents, exchange: str, monkeyp
     want, want_state, want_gradients = gradients_of(
         inputs.leaves(), LocalSequenceOps(layout.documents, "streaming"), 0, 30, last=True
     )
-    ranks = run_simulated(on_rank, 3)
+    ranks = run_simulated(on_rank, 3, timeout_s=300.0)  # interpreted kernels take long on a busy machine
     assert_close(torch.cat([out for out, _, _ in ranks], 2), want)
     for _, state, _ in ranks:
         assert_close(state, want_state, kind="state")
