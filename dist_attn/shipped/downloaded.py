@@ -58,6 +58,7 @@ SUPPORTED: Final[dict[str, Accepted]] = {
     "gemma3": GEMMA,
     "gemma3_text": GEMMA,
     "mistral": {},
+    "gemma2": {},
     "gpt_neox": {},
 }
 """The values of `model_type` that are served as they were downloaded, each with options of its own.

@@ -116,6 +116,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": WINDOWS, "vision_config": SEEING},
     "gemma3_text": WINDOWS,
     "mistral": HEADS | {"num_hidden_layers": 2, "sliding_window": 16},
+    "gemma2": HEADS | {"num_hidden_layers": 2, "sliding_window": 16, "query_pre_attn_scalar": 8},
     "gpt_neox": SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
 }  # fmt: skip
 """By type: what is smaller than in transformers' own configuration of it, and multipliers that its folders have."""
