@@ -22,15 +22,18 @@ MANY_PRODUCTS = 1 << 20  # what MKL multiplies in the 10 microseconds that oneDN
 
 
 def takes_long_products(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
-    """Return whether oneDNN's product of these is faster: many rows in float32 on a CPU of AMD, without gradients."""
+    """Return whether there is a product by oneDNN of these that is mostly faster: many rows, without gradients."""
     return (
         not torch.compiler.is_compiling()
         and x.dtype == w_OI.dtype == torch.float32
         and x.device.type == w_OI.device.type == "cpu"
+        and w_OI.dim() == 2
+        and w_OI.layout == torch.strided
         and x.numel() >= ROWS[0] * x.shape[-1]
         and x.numel() * len(w_OI) >= MANY_PRODUCTS
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
+        and not torch._C._is_torch_function_mode_enabled()  # such as those of `whole_vectors`
         and type(x) is torch.Tensor  # and no other that acts as one, over ranks for example
         and type(w_OI) in (torch.Tensor, torch.nn.Parameter)
         and _mkl_takes_short_vectors()
@@ -38,26 +41,27 @@ def takes_long_products(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
 
 
 def long_products(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` by oneDNN: a row's bits depend on no other row, nor on how many there are.
+    """`F.linear` by oneDNN, where `takes_long_products`.
 
-    `takes_long_products` says whether it can be called, and is faster.
+    On one thread a row's bits depend on no other row, nor on how many there are.
 
     Shapes: x [..., I], w [O, I], bias [O] -> [..., O].
     """
-    x_NI = x.reshape(-1, x.shape[-1])
-    together = len(x_NI) if len(x_NI) in ROWS else TOGETHER
-    parts = [_filled_up(some_RI, w_OI, bias_O) for some_RI in x_NI.split(together)]
-    y_NO = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return y_NO.view(*x.shape[:-1], -1)
+    x_NI, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], len(w_OI))
+    bias_O = None if bias_O is None else bias_O.expand(len(w_OI)).contiguous()
+    if len(x_NI) in ROWS:
+        return _multiplied(x_NI, w_OI, bias_O).view(shape)
+    y_NO = x.new_empty((len(x_NI), len(w_OI)))
+    for some_RI, place_RO in zip(x_NI.split(TOGETHER), y_NO.split(TOGETHER), strict=True):
+        rows = len(some_RI)
+        filled_up_RI = F.pad(some_RI, (0, 0, 0, ROWS[bisect_left(ROWS, rows)] - rows))
+        place_RO.copy_(_multiplied(filled_up_RI, w_OI, bias_O)[:rows])
+    return y_NO.view(shape)
 
 
-def _filled_up(x_RI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """The product of at most as many rows as are multiplied together, with zeros behind them."""
-    rows = len(x_RI)
-    room = ROWS[bisect_left(ROWS, rows)] - rows
-    filled_RI = F.pad(x_RI, (0, 0, 0, room)) if room else x_RI
-    y_RO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(filled_RI, w_OI, bias_O, "none", [], "")
-    return y_RO[:rows]
+def _multiplied(x_RI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    y_RO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_RI, w_OI, bias_O, "none", [], "")
+    return y_RO
 
 
 @cache

@@ -17,7 +17,8 @@ from dist_attn.sharded.prefix_scan.exchanges import LABEL, tied
 from dist_attn.sharded.sharding import Sharding
 
 HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
-# Of a thread's turn on a CPU, tokens times numbers of their states: some milliseconds, where a message takes one.
+# Of the turns of a thread that the last rank waits for on a CPU, tokens times numbers of their states: milliseconds, where
+# a message takes one.
 TURN_NUMBERS = 1 << 26
 
 Work = Callable[[slice, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
@@ -123,7 +124,7 @@ def heads_of_a_turn(
         return None
     if device.type != "cpu":
         return together
-    numbers = max(1, batch * max(sharding.layout.lengths) * size * values)
+    numbers = max(1, batch * max(sharding.layout.lengths) * size * values) * max(1, sharding.comm.size - 1)
     return _divisor(heads, max(together, -(-TURN_NUMBERS * sharding.threads // numbers)))
 
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from dist_attn.adapters import modules
 from dist_attn.adapters.model import AdaptedModel, load_adapted_model
 from dist_attn.generation import CapturedStep, StepGraphs
 from dist_attn.models import ModelState
 from tests.generation.test_captured_step import Recaptured, assert_same
+from tests.support.closeness import assert_close
 from tests.support.downloaded import llama, mamba2, qwen3_next, save
 from tests.support.foreign_models import TYPES, written
 from tests.support.one_device import META, OneDevice
@@ -51,3 +53,17 @@ def test_the_host_waits_for_nothing(kind):
             captured.step(tokens_BL[:, 31])
     assert {t.device for t in (scores_BLV, logits_BV, *both.tensors(), *captured.state.tensors())} == {META}
     assert captured.how == "a CUDA graph"
+
+
+@torch.no_grad()
+def test_a_layer_around_another_keeps_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has the name and the weight of the other, as those of peft have, is called as it is."""
+
+    class Linear(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    layer, x_NI = Linear(64, 64), torch.randn(32, 64)
+    monkeypatch.setattr(modules, "takes_long_products", lambda *_: True)
+    modules.linear(layer)
+    assert_close(layer(x_NI), 2 * torch.nn.functional.linear(x_NI, layer.weight, layer.bias))

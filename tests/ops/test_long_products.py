@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from dist_attn.ops import long_products as module
 from dist_attn.ops.long_products import long_products, takes_long_products
+from dist_attn.ops.whole_vectors import RowBlocks
 from tests.support.closeness import assert_close
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -32,8 +33,16 @@ def test_weights_may_lie_anywhere(w_OI):
     assert_close(long_products(x_NI, w_OI), F.linear(x_NI, w_OI))
 
 
+@pytest.mark.parametrize("bias_O", [torch.randn(160, 2)[:, 1], torch.randn(1).expand(160), torch.randn(1)])
+@torch.inference_mode()
+def test_biases_may_lie_anywhere(bias_O):
+    """Every other number, and one for all outputs."""
+    x_NI, w_OI = torch.randn(600, 400), torch.randn(160, 400)
+    assert_close(long_products(x_NI, w_OI, bias_O), F.linear(x_NI, w_OI) + bias_O)
+
+
 def test_it_takes_many_rows_for_inference_in_float32(monkeypatch):
-    """Neither gradients nor autocast, few rows, other types and other devices."""
+    """Neither gradients nor autocast, blocks of rows, few rows, other types and other devices."""
     monkeypatch.setattr(module, "_mkl_takes_short_vectors", lambda: True)
     x_NI, w_OI = torch.randn(64, 256), torch.nn.Parameter(torch.randn(256, 256))
     assert not takes_long_products(x_NI, w_OI)
@@ -43,4 +52,6 @@ def test_it_takes_many_rows_for_inference_in_float32(monkeypatch):
         assert not takes_long_products(x_NI.bfloat16(), w_OI.bfloat16())
         assert not takes_long_products(x_NI.to("meta"), w_OI.to("meta"))
         with torch.autocast("cpu", torch.bfloat16):
+            assert not takes_long_products(x_NI, w_OI)
+        with RowBlocks():
             assert not takes_long_products(x_NI, w_OI)
