@@ -17,8 +17,8 @@ from dist_attn.sharded.prefix_scan.exchanges import LABEL, tied
 from dist_attn.sharded.sharding import Sharding
 
 HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
-# Of the turns of a thread that the last rank waits for on a CPU, tokens times numbers of their states: milliseconds, where
-# a message takes one.
+# Of a thread's turns that the last rank waits for on a CPU, tokens times numbers of their states: some milliseconds,
+# where a message takes one.
 TURN_NUMBERS = 1 << 26
 
 Work = Callable[[slice, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
