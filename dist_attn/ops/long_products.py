@@ -49,19 +49,21 @@ def long_products(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | No
     """
     x_NI, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], len(w_OI))
     bias_O = None if bias_O is None else bias_O.expand(len(w_OI)).contiguous()
-    if len(x_NI) in ROWS:
-        return _multiplied(x_NI, w_OI, bias_O).view(shape)
+    if len(x_NI) <= TOGETHER or len(x_NI) in ROWS:
+        return _filled_up(x_NI, w_OI, bias_O).view(shape)
     y_NO = x.new_empty((len(x_NI), len(w_OI)))
     for some_RI, place_RO in zip(x_NI.split(TOGETHER), y_NO.split(TOGETHER), strict=True):
-        rows = len(some_RI)
-        filled_up_RI = F.pad(some_RI, (0, 0, 0, ROWS[bisect_left(ROWS, rows)] - rows))
-        place_RO.copy_(_multiplied(filled_up_RI, w_OI, bias_O)[:rows])
+        place_RO.copy_(_filled_up(some_RI, w_OI, bias_O))
     return y_NO.view(shape)
 
 
-def _multiplied(x_RI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    y_RO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_RI, w_OI, bias_O, "none", [], "")
-    return y_RO
+def _filled_up(x_RI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """The product of some rows with zeros behind them, up to the next number of `ROWS`."""
+    rows = len(x_RI)
+    room = ROWS[bisect_left(ROWS, rows)] - rows
+    filled_RI = F.pad(x_RI, (0, 0, 0, room)) if room else x_RI
+    y_RO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(filled_RI, w_OI, bias_O, "none", [], "")
+    return y_RO[:rows]
 
 
 @cache
