@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from dist_attn.ops.long_products import long_products, takes_long_products
+from dist_attn.ops.onednn import onednn_linear, takes_onednn_linear
 from dist_attn.ops.step_products import step_products, takes_step_products
 
 Tensor = torch.Tensor
@@ -64,4 +64,4 @@ def _plain(module: Any) -> bool:
 def _products(x_RI: Tensor, weights_EOI: Tensor, numbers: list[int], counts: list[int]) -> Tensor:
     """Rows that lie one expert after the other, each times the weights of its own."""
     parts = zip(x_RI.split(counts), (weights_EOI[number] for number in numbers), strict=True)
-    return torch.cat([(long_products if takes_long_products(*part) else F.linear)(*part) for part in parts])
+    return torch.cat([(onednn_linear if takes_onednn_linear(*part) else F.linear)(*part) for part in parts])

@@ -16,7 +16,7 @@ from torch import nn
 
 from dist_attn.adapters import operations
 from dist_attn.adapters.passes import Pass, current_pass, either
-from dist_attn.ops.long_products import long_products, takes_long_products
+from dist_attn.ops.onednn import onednn_linear, takes_onednn_linear
 from dist_attn.ops.step_products import step_products, takes_step_products
 
 Tensor = torch.Tensor
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 def linear(module: nn.Module) -> None:
     """A linear layer, whose products of decode steps are those for few rows, and of a pass those for many."""
-    if type(module) is not nn.Linear:  # but an adapter around one, for example
+    if type(module) is not nn.Linear:  # peft's layers are called Linear too, and add to the one inside
         return
     own: Any = module
     compute = module.forward
@@ -32,8 +32,8 @@ def linear(module: nn.Module) -> None:
     def forward(input: Tensor) -> Tensor:
         one = current_pass()
         if one is None or not one.step or not takes_step_products(input, own.weight):
-            if takes_long_products(input, own.weight):
-                return long_products(input, own.weight, own.bias)
+            if takes_onednn_linear(input, own.weight):
+                return onednn_linear(input, own.weight, own.bias)
             theirs: Tensor = compute(input)
             return theirs
         y = step_products(input.reshape(-1, input.shape[-1]), own.weight).view(*input.shape[:-1], -1)

@@ -64,6 +64,6 @@ def test_a_layer_around_another_keeps_what_it_adds(monkeypatch: pytest.MonkeyPat
             return 2 * super().forward(input)
 
     layer, x_NI = Linear(64, 64), torch.randn(32, 64)
-    monkeypatch.setattr(modules, "takes_long_products", lambda *_: True)
+    monkeypatch.setattr(modules, "takes_onednn_linear", lambda *_: True)
     modules.linear(layer)
     assert_close(layer(x_NI), 2 * torch.nn.functional.linear(x_NI, layer.weight, layer.bias))

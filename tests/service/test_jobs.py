@@ -443,8 +443,8 @@ def test_a_service_that_stops_goes_on_where_it_was(tmp_path: Path) -> None:
         lines = lines_of(get(f"{service.url}/v1/jobs/{name}/result").content)
         assert [line["index"] for line in lines[:-1]] == list(range(50))
         assert vectors.stat().st_ino == changed and vectors.read_bytes().startswith(kept)
-        told = [event["rows"] for event in events(service, name) if event["event"] == "progress"]
-        assert told == sorted(told) and 10 in told
+        rows = [event["rows"] for event in events(service, name) if event["event"] == "progress"]
+        assert rows == sorted(rows) and 10 in rows
         assert "resumed" in [event["event"] for event in events(service, name)]
         assert sum(is_session(message) for message in again.received) == 1
 

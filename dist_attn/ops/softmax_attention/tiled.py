@@ -19,14 +19,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dist_attn.ops.device import without_autocast
-from dist_attn.ops.long_products import long_products, takes_long_products
+from dist_attn.ops.onednn import onednn_linear, takes_onednn_linear
 from dist_attn.ops.softmax_attention.call import QueryPlacement, SoftmaxCall
 
 TILE_QUERIES = 256
 TILE_KEYS = 1024
 # Scores of so many head groups are computed at once as fit into this many elements, which a cache of a few MB holds.
 TILE_ELEMENTS = 1 << 19
-EVEN = 64  # sizes that are no multiple of it are too many for `long_products`, which has code for each
+SIZE_STEP = 64  # products by oneDNN are of multiples of it, since oneDNN keeps code for every size
 
 
 class TileTerms(NamedTuple):
@@ -383,9 +383,12 @@ def _over_batch(rows_NRWK: torch.Tensor | None, batch: int) -> torch.Tensor | No
 def _weighted(x_NRLK: torch.Tensor, y_NKS: torch.Tensor) -> torch.Tensor:
     """x y for each of the R query heads, as one product: [N, R, L, K], [N, K, S] -> [N, R, L, S]."""
     x_NPK, (number, inputs, outputs) = x_NRLK.flatten(1, 2), y_NKS.shape
-    alone = number == 1 and inputs % EVEN == outputs % EVEN == 0  # as large ones are
-    long = alone and takes_long_products(x_NPK[0], y_NKS[0].mT)
-    y_NPS = long_products(x_NPK[0], y_NKS[0].mT)[None] if long else x_NPK @ y_NKS
+    # Tiles that are large enough for oneDNN are of one head of keys.
+    one_head = number == 1 and inputs % SIZE_STEP == outputs % SIZE_STEP == 0
+    if one_head and takes_onednn_linear(x_NPK[0], y_NKS[0].mT):
+        y_NPS = onednn_linear(x_NPK[0], y_NKS[0].mT)[None]
+    else:
+        y_NPS = x_NPK @ y_NKS
     return cast(torch.Tensor, y_NPS.unflatten(1, x_NRLK.shape[1:3]))
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dist_attn.ops import long_products as module
-from dist_attn.ops.long_products import long_products, takes_long_products
+from dist_attn.ops import onednn
+from dist_attn.ops.onednn import onednn_linear, takes_onednn_linear
 from dist_attn.ops.whole_vectors import RowBlocks
 from tests.support.closeness import assert_close
 
@@ -18,11 +18,11 @@ def test_rows_do_not_depend_on_each_other(bias):
     """Batches of any number of rows, also such as are not in order in memory, and any first rows of them."""
     w_OI, bias_O = torch.randn(160, 400) / 20, torch.randn(160) if bias else None
     x_BLI = torch.randn(541, 3, 400).transpose(0, 1)
-    y_BLO = long_products(x_BLI, w_OI, bias_O)
+    y_BLO = onednn_linear(x_BLI, w_OI, bias_O)
     want_BLO = F.linear(x_BLI.double(), w_OI.double(), None if bias_O is None else bias_O.double())
     assert_close(y_BLO, want_BLO.float())
     for rows in (16, 17, 31, 64, 541):
-        assert torch.equal(long_products(x_BLI[:1, :rows], w_OI, bias_O), y_BLO[:1, :rows])
+        assert torch.equal(onednn_linear(x_BLI[:1, :rows], w_OI, bias_O), y_BLO[:1, :rows])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_rows_do_not_depend_on_each_other(bias):
 def test_weights_may_lie_anywhere(w_OI):
     """Weights of experts, transposed ones and every other row."""
     x_NI = torch.randn(50, 400)
-    assert_close(long_products(x_NI, w_OI), F.linear(x_NI, w_OI))
+    assert_close(onednn_linear(x_NI, w_OI), F.linear(x_NI, w_OI))
 
 
 @pytest.mark.parametrize("bias_O", [torch.randn(160, 2)[:, 1], torch.randn(1).expand(160), torch.randn(1)])
@@ -40,20 +40,20 @@ def test_weights_may_lie_anywhere(w_OI):
 def test_biases_may_lie_anywhere(bias_O):
     """Every other number, and one for all outputs."""
     x_NI, w_OI = torch.randn(600, 400), torch.randn(160, 400) / 20
-    assert_close(long_products(x_NI, w_OI, bias_O), F.linear(x_NI, w_OI) + bias_O)
+    assert_close(onednn_linear(x_NI, w_OI, bias_O), F.linear(x_NI, w_OI) + bias_O)
 
 
 def test_it_takes_many_rows_for_inference_in_float32(monkeypatch):
     """Neither gradients nor autocast, blocks of rows, few rows, other types and other devices."""
-    monkeypatch.setattr(module, "_mkl_takes_short_vectors", lambda: True)
+    monkeypatch.setattr(onednn, "_mkl_lacks_avx512", lambda: True)
     x_NI, w_OI = torch.randn(64, 256), torch.nn.Parameter(torch.randn(256, 256))
-    assert not takes_long_products(x_NI, w_OI)
+    assert not takes_onednn_linear(x_NI, w_OI)
     with torch.no_grad():
-        assert takes_long_products(x_NI, w_OI)
-        assert not takes_long_products(x_NI[:15], w_OI)
-        assert not takes_long_products(x_NI.bfloat16(), w_OI.bfloat16())
-        assert not takes_long_products(x_NI.to("meta"), w_OI.to("meta"))
+        assert takes_onednn_linear(x_NI, w_OI)
+        assert not takes_onednn_linear(x_NI[:15], w_OI)
+        assert not takes_onednn_linear(x_NI.bfloat16(), w_OI.bfloat16())
+        assert not takes_onednn_linear(x_NI.to("meta"), w_OI.to("meta"))
         with torch.autocast("cpu", torch.bfloat16):
-            assert not takes_long_products(x_NI, w_OI)
+            assert not takes_onednn_linear(x_NI, w_OI)
         with RowBlocks():
-            assert not takes_long_products(x_NI, w_OI)
+            assert not takes_onednn_linear(x_NI, w_OI)

@@ -1,7 +1,7 @@
-"""float32 products of many rows by the longest vectors that a processor has.
+"""float32 products of many rows by oneDNN, for processors of AMD.
 
-On processors of AMD torch's products, which are MKL's, take vectors of AVX2, half as long as those of AVX-512: on an
-EPYC (family 26) a core does 100 GFLOP/s, and 235 by oneDNN.
+There MKL, which torch multiplies with, uses AVX2 where oneDNN uses AVX-512: on an EPYC (family 26) a core does 100
+GFLOP/s by MKL and 235 by oneDNN.
 
 Shape letters: N rows, of which R are multiplied together, I inputs, O outputs.
 """
@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-__all__ = ["long_products", "takes_long_products"]
+__all__ = ["onednn_linear", "takes_onednn_linear"]
 
 ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 """The numbers of rows that are multiplied at once: oneDNN keeps up to 1 MiB of code for each, and for each matrix."""
-TOGETHER = 512  # of numbers of rows that are none of these
+TOGETHER = 512  # rows of a part, where there are more and `ROWS` does not have their number
 MANY_PRODUCTS = 1 << 20  # what MKL multiplies in the 10 microseconds that oneDNN takes to begin
 
 
-def takes_long_products(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
-    """Return whether there is a product by oneDNN of these that is mostly faster: many rows, without gradients."""
+def takes_onednn_linear(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
+    """Return whether to multiply these by oneDNN: many rows in float32, without gradients, where that is faster."""
     return (
         not torch.compiler.is_compiling()
         and x.dtype == w_OI.dtype == torch.float32
@@ -36,12 +36,12 @@ def takes_long_products(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
         and not torch._C._is_torch_function_mode_enabled()  # such as those of `whole_vectors`
         and type(x) is torch.Tensor  # and no other that acts as one, over ranks for example
         and type(w_OI) in (torch.Tensor, torch.nn.Parameter)
-        and _mkl_takes_short_vectors()
+        and _mkl_lacks_avx512()
     )
 
 
-def long_products(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` by oneDNN, where `takes_long_products`.
+def onednn_linear(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` by oneDNN, where `takes_onednn_linear`.
 
     On one thread a row's bits depend on no other row, nor on how many there are.
 
@@ -67,7 +67,7 @@ def _filled_up(x_RI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | No
 
 
 @cache
-def _mkl_takes_short_vectors() -> bool:
+def _mkl_lacks_avx512() -> bool:
     """Return whether this is a processor of AMD with AVX-512."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
