@@ -1,8 +1,8 @@
 """Ranks that take turns: each goes on from the state that the one before it has left, for one group of heads at a time.
 
 While a rank works on its second group of heads the next one works on the first, so that with G groups P ranks are done
-after G + P - 1 turns of 1 / (G P) of the work. Every token is walked once and nothing is computed that one rank alone
-would not compute, so that the bits do not depend on the number of ranks where those of `work` do not depend on cuts.
+after G + P - 1 turns of 1 / (G P) of the work. Nothing is computed in another way than by one rank alone, so that the
+bits do not depend on the number of ranks where those of `work` do not depend on cuts.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ HEADS_OF_A_GPU = 16  # of all sequences together: fewer leave most of it idle
 TURN_NUMBERS = 1 << 26
 
 Work = Callable[[slice, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
+Absorb = Callable[[slice, torch.Tensor], torch.Tensor]
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 WhenThere = Callable[[Callable[[], None]], None]
 
@@ -33,6 +34,7 @@ def in_turn(
     work: Work,
     join: Join = lambda outputs: outputs[0],
     *,
+    absorb: Absorb | None = None,
     when_there: WhenThere | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The messages of the states before this rank's first token, the outputs, and the messages of the global last ones.
@@ -41,7 +43,8 @@ def in_turn(
     are any, and the message of their state after these. `first` is the one before the first global token; it depends on
     all inputs, so that ranks without tokens have a graph like the others. `heads_at_once` divides the heads. `join`
     puts groups' outputs side by side; by default there is one group. With `when_there`, that of a `Sharding`, nothing
-    has gradients, and the last messages are filled in when what it is given is called.
+    has gradients, and the last messages are filled in when what it is given is called. `absorb`, where nothing has
+    gradients, gives the message of `work` sooner: the next rank begins earlier, and the first outputs are taken last.
 
     Every rank makes all exchanges, and whatever is used of the results, the backward pass goes through all of them.
 
@@ -52,14 +55,18 @@ def in_turn(
     befores, outputs, afters = [], [], []
     under_way: list[Pending] = []
     rows = first_BHX[None, :, :heads_at_once][:0]
+    ahead = absorb if comm.rank + 1 < comm.size else None
     for turn in range(len(groups) + comm.size - 1):
         at = turn - comm.rank
         works, receives = 0 <= at < len(groups), comm.rank > 0 and 0 <= at + 1 < len(groups)
         if works:
             befores.append(rows[0] if comm.rank else first_BHX[:, groups[at]])
-            out, after = work(groups[at], befores[-1])
-            outputs += [] if out is None else [out]
-            afters.append(after)
+            if ahead is not None and at == 0:
+                afters.append(ahead(groups[0], befores[0]))
+            else:
+                out, after = work(groups[at], befores[-1])
+                outputs += [] if out is None else [out]
+                afters.append(after)
         if turn + 2 == len(groups) + comm.size:
             break  # nobody takes a turn after this one
         sends = works and comm.rank + 1 < comm.size
@@ -70,6 +77,8 @@ def in_turn(
         else:
             under_way.append(comm.send_receive_start(sent, send, recv, label=LABEL))
             rows = under_way[-1].arrived()
+    if ahead is not None and (out := work(groups[0], befores[0])[0]) is not None:
+        outputs.insert(0, out)
     before_BHX, after_BHX = torch.cat(befores, dim=1), torch.cat(afters, dim=1)
     out_BHLV = join(outputs) if outputs else None
     if when_there is not None:

@@ -14,6 +14,7 @@ from dist_attn.ops import KeyValueCache, LinearState, linear_attention
 from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.ops.whole_vectors import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded.in_turn import in_turn
 from dist_attn.sharded.linear import attention_in_turn
 from dist_attn.sharded.sharding import Sharding
 from tests.support.attention import Inputs
@@ -140,6 +141,32 @@ def test_turns_of_heads_without_gradients_have_the_bits_of_one_rank(gate, togeth
             assert_close(*log_decay_BH)
             for got, field in exact:
                 assert_close(got, field, kind="exact")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_absorb_the_first_heads_for_the_next_one(ranks):
+    """Their outputs come last, but from the last rank, which nobody waits for."""
+
+    def body(comm: Communicator) -> list[str]:
+        done = []
+
+        def absorb(some: slice, before_BHX: torch.Tensor) -> torch.Tensor:
+            done.append(f"absorb {some.start}")
+            return before_BHX + 1
+
+        def work(some: slice, before_BHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            done.append(f"work {some.start}")
+            return before_BHX + 10 * comm.rank, before_BHX + 1
+
+        first_BHX, join = torch.arange(3.0)[None, :, None], partial(torch.cat, dim=1)
+        before, out, after = in_turn(comm, first_BHX, 1, work, join, absorb=absorb, when_there=lambda fill: fill())
+        assert torch.equal(before, first_BHX + comm.rank) and torch.equal(out, first_BHX + 11 * comm.rank)
+        assert torch.equal(after, first_BHX + ranks)
+        return done
+
+    *others, last = run_simulated(body, ranks)
+    assert last == ["work 0", "work 1", "work 2"]
+    assert others == [["absorb 0", "work 1", "work 2", "work 0"]] * (ranks - 1)
 
 
 @needs_kernels
