@@ -25,13 +25,14 @@ from dist_attn_service.schemas.completions import CompletionRequest
 
 from dist_attn.errors import ConfigError
 from dist_attn.settings import EncoderSettings
-from dist_attn.wire.messages import AnyMessage, OpenWork, RowSpec
+from dist_attn.wire.messages import AnyMessage, BeginState, Checkpoint, OpenWork, RowSpec
 from dist_attn.wire.sockets import check_address
-from tests.support.begun import begin_encoding
+from tests.support.begun import begin_encoding, begin_session
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller
 from tests.support.fake_sessions import MANIFEST
 from tests.support.opening import is_opening
 from tests.support.service_server import model_folder
+from tests.support.waiting import until
 
 SECONDS = 60
 ENCODING = OpenWork("", rows=RowSpec())
@@ -57,13 +58,6 @@ def test_addresses_that_cannot_be_used_are_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         for address in Settings(api_address=given, model=Path("m"), data_dir=Path("d")).addresses:
             check_address(address)
-
-
-async def until(check: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(SECONDS):
-        while not check():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 def test_one_engine_beside_a_model_with_several_refuses_as_ever(tmp_path: Path) -> None:
@@ -206,6 +200,26 @@ def test_work_that_is_one_of_several_keeps_to_its_kind() -> None:
         one.manifest = two.manifest = OTHER
         with pytest.raises(EngineUnavailable, match="of the model that the request began with"):
             pool.open(ENCODING, only=only)
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_append_goes_on_once_its_state_is_recorded() -> None:
+    """Not before: the store lets go of bytes that it has already, and another engine would look for them."""
+
+    async def scenario() -> None:
+        engines = one, _ = FakeEngine(), FakeEngine()
+        pool = pool_of(*engines)
+        await pool.start()
+        with begin_session(pool) as stream:
+            stream.deliver(Checkpoint(stream.request_id, 0, 0, "ab", "cd", 9))
+            one.ready = not stream.hold()
+            pool._changed()
+            assert stream.held and taken(*engines) == [1, 0]
+            stream.recorded_as(BeginState(0, "ef", "cd", 9))
+            pool._changed()
+            assert not stream.held and taken(*engines) == [1, 1]
         await pool.close()
 
     asyncio.run(scenario())

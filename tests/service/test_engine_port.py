@@ -15,6 +15,7 @@ from dist_attn_service.engine.stream import EngineStream, StreamLimits
 from dist_attn.wire.messages import Credit, Done, Generated, Rows, RowSpec, SamplingSpec, Tokens
 from tests.support.begun import begin_completion, begin_encoding
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller, row_vector
+from tests.support.waiting import until
 
 SECONDS = 60
 LIMITS = StreamLimits(silence_seconds=SECONDS, message_tokens=300)
@@ -37,13 +38,6 @@ async def opened(
         await until(lambda: port.health().status is not None)
         yield port
         await port.close()
-
-
-async def until(check: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(SECONDS):
-        while not check():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 def run(kind: str, engine: FakeEngine, folder: Path, use: Callable[[EnginePort], object], **limits: float) -> None:

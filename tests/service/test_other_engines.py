@@ -1,13 +1,18 @@
 """Several engines: what one leaves undone another goes on with, from the right state, and not for ever."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.engine.resending import EngineEvent, GivenMemory
 from dist_attn_service.engine.stream import StreamLimits
+from dist_attn_service.sessions.writer import TextRun
+from dist_attn_service.text.tokenising import Piece, TextMark
 
+from dist_attn.store.entries import Append
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import (
     Accepted,
@@ -26,6 +31,7 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from tests.support.begun import Desk, begin_encoding, begin_session
+from tests.support.waiting import until
 
 SECONDS = 60
 TOKENS = np.arange(900, dtype=np.int32) % 257
@@ -39,7 +45,7 @@ def of_several() -> Desk:
 
 
 def test_an_append_goes_on_at_another_engine_from_its_newest_stored_state() -> None:
-    """Only the tokens after that state are sent again, and to the other engine alone; the first one is told to stop."""
+    """Once the store has named it; only the tokens after it are sent again; the first engine is told to stop."""
 
     async def scenario() -> None:
         first, other = of_several(), of_several()
@@ -52,11 +58,16 @@ def test_an_append_goes_on_at_another_engine_from_its_newest_stored_state() -> N
         await stream.send(TOKENS[700:], final=True)
         assert not stream.any_model
         first.streams.route(Failed(old, "engine_not_ready", "it ends"))
-        assert stream.held
+        assert stream.held and not stream.recorded and not first.streams.do_again()
+        stream.recorded_as(BeginState(256, "12", "34", 9))  # an earlier one
+        assert not stream.recorded
+        known = BeginState(512, "same bytes", "cd", 9)
+        stream.recorded_as(known)
+        assert stream.recorded
         other.streams.take_over(stream, other.posted.append)
         assert first.posted[-1] == Cancel(old) and not len(first.streams)
         opened, new = other.posted[0], stream.request_id
-        assert opened.begin == BeginState(512, "ab", "cd", 9) and opened.keep.end
+        assert opened.begin == known and opened.keep.end
         other.streams.route(Credit(new, 5_000))
         again = [message for message in other.posted if isinstance(message, Tokens)]
         assert b"".join(message.tokens for message in again) == TOKENS[512:].astype("<i4").tobytes()
@@ -66,6 +77,61 @@ def test_an_append_goes_on_at_another_engine_from_its_newest_stored_state() -> N
         assert [(await stream.next()).position for _ in range(3)] == [512, 900, 900]
         stream.close()
         assert not len(other.streams)
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+class Writer:
+    """The writer of a new session over a store that is slow."""
+
+    append = Append("", 0, 0)
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def keep(self, _: Checkpoint) -> str:
+        """As the real one, later."""
+        self.asked.set()
+        await self.go_on.wait()
+        return "a snapshot"
+
+    async def begin_at(self, position: int, _: str) -> BeginState:
+        """As the real one."""
+        return BeginState(position, "same bytes", "cd", 9)
+
+
+def test_a_state_at_which_the_text_turns_out_to_end_is_recorded() -> None:
+    """Its engine is lost before the end is known: another one begins there, and answers."""
+
+    async def scenario() -> None:
+        first, other, writer, ended = of_several(), of_several(), Writer(), asyncio.Event()
+        context = SimpleNamespace(engine=SimpleNamespace(engines=lambda: {"one": None, "other": None}))
+
+        async def pieces() -> AsyncGenerator[Piece]:
+            yield Piece(TOKENS[:512], np.ones(512), TextMark(tokens=512))
+            await ended.wait()
+
+        with begin_session(first.streams, post=first.posted.append) as stream:
+            run = TextRun(context, writer, advance=None)
+            work = asyncio.create_task(run.work(stream, pieces()))
+            first.streams.route(Credit(stream.request_id, 5_000))
+            await until(lambda: stream.sent == 512)
+            first.streams.route(Checkpoint(stream.request_id, 512, 0, "ab", "cd", 9))
+            await writer.asked.wait()
+            first.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
+            ended.set()
+            await until(lambda: stream.final_sent)
+            assert not stream.recorded
+            writer.go_on.set()
+            await until(lambda: stream.recorded)
+            other.streams.take_over(stream, other.posted.append)
+            other.streams.route(Credit(stream.request_id, 5_000))
+            opened, end = other.posted
+            assert opened.begin.blob == "same bytes" and end == Tokens(stream.request_id, 512, b"", True)
+            other.streams.route(Checkpoint(stream.request_id, 512, 0, "ef", "cd", 9))
+            other.streams.route(Done(stream.request_id, 512, 0, 0))
+            await work
+        assert run.snapshot == "a snapshot"
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
 
@@ -82,6 +148,7 @@ def test_an_inexact_start_stays_in_the_report() -> None:
         await stream.send(TOKENS[:500], final=False)
         first.streams.route(Checkpoint(old, 512, 0, "ab", "cd", 9))
         first.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
+        stream.recorded_as(BeginState(512, "ab", "cd", 9))
         other.streams.take_over(stream, other.posted.append)
         other.streams.route(Restored(stream.request_id, RestoreReport(512, 0, True, "")))
         other.streams.route(Credit(stream.request_id, 5_000))
@@ -161,6 +228,7 @@ def test_an_append_without_room_is_kept_again_from_a_state_at_its_end() -> None:
         await stream.send(np.zeros(1024, dtype=np.int32), final=False)
         assert not stream.hold()
         first.streams.route(Checkpoint(stream.request_id, 1024, 0, "ab", "cd", 9))
+        stream.recorded_as(BeginState(1024, "ab", "cd", 9))
         await stream.send(TOKENS[:100], final=True)
         assert stream.hold()
         other.streams.take_over(stream, other.posted.append)

@@ -1,5 +1,6 @@
 """Waiting for what must come: a busy machine is not a failure."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -13,3 +14,10 @@ def eventually(check: Callable[[], bool], what: str, seconds: float = PATIENCE_S
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {seconds:g} s for {what}")
         time.sleep(0.01)
+
+
+async def until(check: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Let other tasks work until `check` holds."""
+    async with asyncio.timeout(seconds):
+        while not check():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)

@@ -136,9 +136,12 @@ class EnginePool:
         self._reassign()
 
     def _reassign(self) -> None:
-        """Give what waits at an engine that is lost, or has refused it, to another one that is ready."""
+        """Give what waits at an engine that is lost, or has refused it, to another one that is ready.
+
+        What is not recorded yet waits for the next look.
+        """
         for port in self._ports:
-            for stream in port.held:
+            for stream in (one for one in port.held if one.recorded):
                 able = (
                     self._alike() if stream.any_model else [one for one in self._ready() if one.kind() == port.kind()]
                 )

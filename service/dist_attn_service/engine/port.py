@@ -109,11 +109,11 @@ class OpenStreams:
         return [stream for stream in self._streams.values() if stream.held]
 
     def do_again(self) -> int:
-        """Give the work of the streams that wait to another controller; return how many they are."""
-        held = self.held
-        for stream in held:
+        """Give the work of the streams that wait, and may go on, to another controller; return how many they are."""
+        recorded = [stream for stream in self.held if stream.recorded]
+        for stream in recorded:
             self.take_over(stream)
-        return len(held)
+        return len(recorded)
 
     def take_over(self, stream: EngineStream, post: Callable[[AnyMessage], None] | None = None) -> None:
         """Give the work of a stream that waits, perhaps on another engine, to the controller that `post` reaches."""

@@ -102,6 +102,8 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         self._changed = Changes()
         self.bound = False
         """True where it is to have no other model, as it is one of several of a request."""
+        self.recorded = True
+        """False while the store may still let go of the bytes of the state that another controller would begin with."""
         self.on_state: Callable[[Checkpoint], None] | None = None
         """Takes the states of a completion's prompt; None: they are not waited for, and discarded."""
 
@@ -242,14 +244,14 @@ class EngineStream(AbstractContextManager["EngineStream"]):
         at, work = state.position, self._work
         if state.blob and work.draw is None and work.rows is None and not (self.final_sent and at == self.sent):
             begin = BeginState(at, state.blob, state.digest, state.num_bytes)
-            self._work = msgspec.structs.replace(work, begin=begin)
+            self._work, self.recorded = msgspec.structs.replace(work, begin=begin), False
             self._tokens.begin_at(at)
 
     def recorded_as(self, state: BeginState) -> None:
         """Name a state as the store has recorded it: bytes that it had already are kept where they were."""
         begin = self._work.begin
         if begin is not None and begin.digest == state.digest:
-            self._work = msgspec.structs.replace(self._work, begin=state)
+            self._work, self.recorded = msgspec.structs.replace(self._work, begin=state), True
 
     def do_again(
         self, request_id: str, post: Callable[[AnyMessage], None] | None, forget: Callable[[str], None]

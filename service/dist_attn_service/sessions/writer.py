@@ -45,11 +45,16 @@ class SessionWriter:
         Raises: ServiceError when the state is gone.
         """
         point = self.session.checkpoint()
-        if point is None:
-            return None
+        return None if point is None else await self.begin_at(point.position, point.snapshot)
+
+    async def begin_at(self, position: int, snapshot: str) -> BeginState:
+        """The state of this snapshot, to go on from.
+
+        Raises: ServiceError when it is gone.
+        """
         with store_refusals():
-            check_position(point.position)
-            return await begin_from(self.store, self.caller, point.position, point.snapshot)
+            check_position(position)
+            return await begin_from(self.store, self.caller, position, snapshot)
 
     async def maker(self, context: ServiceContext) -> Manifest | None:
         """The manifest of the state to go on from, as `ServiceContext.maker`; None at the beginning of a text."""
@@ -152,9 +157,9 @@ class TextRun:
             self.snapshot = await self._writer.keep(state)
             if not run.ends_at(state.position):
                 await self._advance(state.position, self.snapshot)
-                if self._context.engine.engines() and (begin := await self._writer.begin()) is not None:
-                    stream.recorded_as(begin)  # another engine may have to read it
                 self.moved.set()
+            if self._context.engine.engines():  # another one may have to read it
+                stream.recorded_as(await self._writer.begin_at(state.position, self.snapshot))
 
         run.on_state = on_state
         await run.work(self._tokens(pieces))
