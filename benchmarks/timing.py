@@ -14,7 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["COPY", "MATMUL", "MATMUL_SIZE", "RATES", "Roofline", "Times", "interleaved", "matmul_flops", "rate_works"]
+__all__ = [
+    "COPY",
+    "LEAST_ROUNDS",
+    "MATMUL",
+    "MATMUL_SIZE",
+    "RATES",
+    "Roofline",
+    "Times",
+    "interleaved",
+    "matmul_flops",
+    "rate_works",
+]
 
 LEAST_ROUNDS = 3
 

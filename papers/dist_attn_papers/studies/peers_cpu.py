@@ -13,7 +13,7 @@ from benchmarks.measured import Found, Panel, Table
 from benchmarks.peers import require
 from benchmarks.rank_passes import on_ranks
 from benchmarks.setting import own_cores
-from benchmarks.timing import Times
+from benchmarks.timing import LEAST_ROUNDS, Times, interleaved
 from dist_attn.comm import Communicator
 from dist_attn.generation.decode import prefill
 from dist_attn.layout import SequenceLayout
@@ -91,11 +91,12 @@ SHAPES: Shapes = {
 NOTES = (
     "Ours: seconds around prefill and steps, tokens chosen greedily; llama.cpp: seconds that its server counts itself, "
     "greedy too, its cache of keys and values as it comes, in float16. Steps follow a prompt of one token. Medians of "
-    "rounds in turns; prompts of more than 1e12 parameters times tokens once. Prompts of 32,768: peers-cpu-long.",
+    "rounds in turns; prompts on one rank of more than 1e12 parameters times tokens once. Prompts of 32,768: "
+    "peers-cpu-long.",
     "1B: layers, heads and experts as wide to each other as in mamba2-1.3b and Qwen3-Next-80B, and fewer of them.",
-    "Two ranks: processes over gloo, a thread and a core each, a block of 512 tokens each at a time; the first "
-    "rank reads alone, once, before both do. Between these each reads the whole prompt by itself, at the same time, "
-    "without a message: what two cores of this machine allow.",
+    "Two ranks: processes over gloo, a thread and a core each, a block of 512 tokens each at a time. In each of "
+    "three rounds the first rank reads alone, then each reads the whole prompt by itself, at the same time, without a "
+    "message: what two cores of this machine allow; then both read it together. Medians.",
     "llama.cpp is the wheel xllamacpp from PyPI, built for AVX2; on a processor with more, its own build is faster.",
 )
 
@@ -229,24 +230,30 @@ def _random_tokens(model: CausalModel, length: int) -> torch.Tensor:
 
 
 def _on_rank(comm: Communicator, name: str, shape: Mapping[str, Any], length: int) -> tuple[float, ...]:
-    """Seconds for a prompt read by the first rank alone, by every rank by itself, and by all together."""
+    """Median seconds for a prompt read by the first rank alone, by every rank by itself, and by all together."""
     model = adapted(random_model(name, shape))
     prompt_L = _random_tokens(model, length)
 
-    def together(tokens_L: torch.Tensor) -> None:
+    def copies() -> None:
+        prefill(model, prompt_L)
+        comm.barrier()
+
+    def alone() -> None:
+        if comm.rank == 0:
+            prefill(model, prompt_L)
+        comm.barrier()
+
+    def together() -> None:
         state = model.initial_state(1)
-        for block_L in tokens_L.split(GRAIN * comm.size):
+        for block_L in prompt_L.split(GRAIN * comm.size):
             layout = SequenceLayout.even(len(block_L), comm.size)
             own_L = block_L[slice(*layout.range(comm.rank))]
             _, state = model.hidden(own_L[None], ShardedSequenceOps(comm, layout), state)
         comm.barrier()
 
-    _timed(lambda: together(prompt_L[: GRAIN * comm.size]))  # once uncounted
-    alone = _timed(lambda: prefill(model, prompt_L)) if comm.rank == 0 else 0.0
-    comm.barrier()
-    copies = _timed(lambda: prefill(model, prompt_L))
-    comm.barrier()
-    return alone, copies, _timed(lambda: together(prompt_L))
+    with torch.inference_mode():
+        times = interleaved({"alone": alone, "copies": copies, "together": together}, LEAST_ROUNDS)
+    return tuple(one.median for one in times.values())
 
 
 def _seconds_a_step(model: CausalModel, batch: int) -> float:
