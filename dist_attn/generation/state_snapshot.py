@@ -20,6 +20,7 @@ from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.mixers import GrowingState, MixerState
 from dist_attn.models import ModelState, StreamingModel, weight_precision_of
 from dist_attn.ops.device import send
+from dist_attn.ops.onednn import mkl_lacks_avx512
 from dist_attn.ops.processor import flushes_denormals
 from dist_attn.shipped import sha256, without_classes
 from dist_attn.text import load_tokeniser
@@ -143,7 +144,7 @@ def computation_of(model: StreamingModel, *, chunk_tokens: int, decode_slots: in
     if device.type == "cuda":
         kind = f"cuda_{torch.cuda.get_device_name(device)}"
     else:
-        kind = f"{device.type}_{torch.backends.cpu.get_cpu_capability()}"
+        kind = f"{device.type}_{torch.backends.cpu.get_cpu_capability()}" + "_onednn" * mkl_lacks_avx512()
     return Computation(
         chunk_tokens=chunk_tokens,
         decode_slots=decode_slots,

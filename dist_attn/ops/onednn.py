@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-__all__ = ["onednn_linear", "takes_onednn_linear"]
+__all__ = ["mkl_lacks_avx512", "onednn_linear", "takes_onednn_linear"]
 
 ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 """The numbers of rows that are multiplied at once: oneDNN keeps up to 1 MiB of code for each, and for each matrix."""
@@ -36,7 +36,7 @@ def takes_onednn_linear(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
         and not torch._C._is_torch_function_mode_enabled()  # such as those of `whole_vectors`
         and type(x) is torch.Tensor  # and no other that acts as one, over ranks for example
         and type(w_OI) in (torch.Tensor, torch.nn.Parameter)
-        and _mkl_lacks_avx512()
+        and mkl_lacks_avx512()
     )
 
 
@@ -67,7 +67,7 @@ def _filled_up(x_RI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | No
 
 
 @cache
-def _mkl_lacks_avx512() -> bool:
+def mkl_lacks_avx512() -> bool:
     """Return whether this is a processor of AMD with AVX-512."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False

@@ -16,14 +16,14 @@ from dist_attn.checkpoints import load_model, save_model
 from dist_attn.comm import run_simulated
 from dist_attn.commands.states import show_state
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
-from dist_attn.generation import computation_of, identity_of, pack_state, restore_state
+from dist_attn.generation import computation_of, identity_of, pack_state, restore_state, state_snapshot
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.models import ModelState
 from dist_attn.ops import KeyValueCache
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped import SHIPPED, without_classes
-from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.manifest import Manifest, why_other_bits
 from dist_attn.wire.snapshot import read_snapshot
 from tests.support.closeness import assert_close
 from tests.support.model_cases import MODEL_CASES, small_model
@@ -186,6 +186,15 @@ def test_other_circumstances_are_said():
     snapshot = written(read(model)[0], manifest(model))
     report = restore_state(snapshot, model, manifest(model, ranks=4, decode_slots=16)).report
     assert (report.bit_exact, report.reason) == (False, "decode_slots was 8 and is 16; ranks was 1 and is 4")
+
+
+def test_a_library_of_products_is_a_circumstance(monkeypatch):
+    """Float32 is multiplied by oneDNN where MKL lacks AVX-512, and rounds otherwise."""
+    model, found = small_model("gated"), []
+    for lacks in (False, True):
+        monkeypatch.setattr(state_snapshot, "mkl_lacks_avx512", lambda lacks=lacks: lacks)
+        found.append(manifest(model).computed)
+    assert why_other_bits(*found) == f"device was {found[0].device} and is {found[0].device}_onednn"
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8"])
