@@ -4,7 +4,7 @@ import contextvars
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread, local
 from typing import TypeVar, final
 
 import torch
@@ -16,6 +16,7 @@ from dist_attn.errors import CommError, InputError, MismatchError
 
 __all__ = ["SimulatedCommunicator", "run_simulated"]
 
+TURN_S = 0.02  # within which a small computation ends, and after which large ones go side by side
 POISON = 0xFF  # as any float type, bytes of ones are NaN: a part that was never written shows
 
 Result = TypeVar("Result")
@@ -40,12 +41,36 @@ class _Meeting:
 
 
 @final
+class _Turns:
+    """Ranks compute one after another, until they wait in an exchange: at once they fight for Python's lock.
+
+    torch gives that lock up in every operation, so that threads which compute at once change places each time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._own = local()
+
+    def take(self) -> None:
+        """Wait for a turn of the calling thread, but not for one that computes long or waits outside exchanges."""
+        if not getattr(self._own, "held", False):
+            self._own.held = self._lock.acquire(timeout=TURN_S)
+
+    def end(self) -> None:
+        """Let another rank go on, if the calling thread has the turn."""
+        if getattr(self._own, "held", False):
+            self._own.held = False
+            self._lock.release()
+
+
+@final
 class _Group:
     """The place where the ranks meet; the first failure ends all present and future waits."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, turns: _Turns) -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self.turns = turns
         self.failure: BaseException | None = None
         self._changed = Condition()
         self._meetings: dict[int, _Meeting] = {}
@@ -57,7 +82,7 @@ class _Group:
     def part(self, step: int, ranks: tuple[int, ...]) -> "_Group":
         """Find the group of ranks that was split off before exchange number `step`; the first rank to come makes it."""
         with self._changed:
-            return self._parts.setdefault((step, ranks), _Group(len(ranks), self.timeout_s))
+            return self._parts.setdefault((step, ranks), _Group(len(ranks), self.timeout_s, self.turns))
 
     def arrive(self, rank: int, step: int, call: ExchangeCall, parcel: _Parcel) -> None:
         """Bring a parcel to exchange number `step`; every rank must come with the same call."""
@@ -99,6 +124,7 @@ class _Group:
                             f"{', '.join(map(str, missing))}: it hangs, or needs a longer deadline"
                         )
                     )
+                self.turns.end()
                 self._changed.wait(left_s)
             meeting.collected += 1
             if meeting.collected == self.size:
@@ -177,7 +203,7 @@ class SimulatedCommunicator(Communicator):
         step = self._bring(call, _Parcel(sent.clone()))
 
         def finish() -> Tensor:
-            parcels = self._group.collect(self.rank, step, call, self.timeout_s)
+            parcels = self._collect(step, call)
             received = torch.full((self.size, sent.numel()), POISON, dtype=torch.uint8, device=sent.device)
             for row, parcel in zip(received, parcels, strict=True):
                 row.copy_(parcel.data)
@@ -203,7 +229,7 @@ class SimulatedCommunicator(Communicator):
         def finish() -> Tensor:
             received = torch.full((sum(recv_bytes),), POISON, dtype=torch.uint8, device=sent.device)
             place = 0
-            for parcel in self._group.collect(self.rank, step, call, self.timeout_s, senders):
+            for parcel in self._collect(step, call, senders):
                 start, count = sum(parcel.send_bytes[: self.rank]), parcel.send_bytes[self.rank]
                 received[place : place + count].copy_(parcel.data[start : start + count])
                 place += count
@@ -213,7 +239,7 @@ class SimulatedCommunicator(Communicator):
 
     def _broadcast(self, call: ExchangeCall, sent: Tensor, source: int) -> Tensor:
         step = self._bring(call, _Parcel(sent.clone()))
-        return self._group.collect(self.rank, step, call, self.timeout_s)[source].data.to(sent.device, copy=True)
+        return self._collect(step, call)[source].data.to(sent.device, copy=True)
 
     def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
@@ -232,6 +258,12 @@ class SimulatedCommunicator(Communicator):
         self._group.arrive(self.rank, step, call, parcel)
         return step
 
+    def _collect(self, step: int, call: ExchangeCall, senders: Collection[int] | None = None) -> list[_Parcel]:
+        try:
+            return self._group.collect(self.rank, step, call, self.timeout_s, senders)
+        finally:
+            self._group.turns.take()
+
 
 def run_simulated(fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 30.0) -> list[Result]:
     """Run `fn(comm)` on `size` ranks, one thread each, and give back what each returned, in order of rank.
@@ -244,13 +276,14 @@ def run_simulated(fn: Callable[[Communicator], Result], size: int, *, timeout_s:
     """
     if size < 1:
         raise InputError(f"run_simulated needs at least 1 rank, got {size}")
-    group = _Group(size, timeout_s)
+    group = _Group(size, timeout_s, _Turns())
     results: dict[int, Result] = {}
     escaped: list[BaseException] = []
     grad_enabled = torch.is_grad_enabled()
 
     def rank_main(rank: int) -> None:
         comm = SimulatedCommunicator(group, rank)
+        group.turns.take()
         try:
             with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
                 results[rank] = fn(comm)
@@ -260,6 +293,7 @@ def run_simulated(fn: Callable[[Communicator], Result], size: int, *, timeout_s:
             group.fail(error)
         finally:
             comm.close()
+            group.turns.end()
 
     threads = [
         Thread(target=contextvars.copy_context().run, args=(rank_main, rank), name=f"rank-{rank}", daemon=True)
