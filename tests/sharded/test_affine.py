@@ -14,12 +14,10 @@ from dist_attn.sharded.prefix_scan import ScanExchange
 from tests.support.affine import KINDS, AffineInputs
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
-from tests.support.ranks import run_ranks
 
 LENGTHS = (70, 0, 5, 64, 1)
 EXCHANGES = ("auto", "gather", "exscan", "log_step", "serial_ring", "pipelined_ring", "two_level")
 OPTIONS = [(channels, documents) for channels in (False, True) for documents in (None, (0, 9, 71, 139))]
-OVER_PROCESSES = [(kind, exchange) for kind in ("decay", "delta rule") for exchange in ("auto", "exscan")]
 
 
 def run(inputs: AffineInputs, ops: object, start: int, stop: int, last: bool):
@@ -66,21 +64,6 @@ def test_ranks_equal_one_rank(kind, exchange, channels, documents):
     inputs = AffineInputs.random(kind, layout.total, channels=channels)
     body = partial(on_rank, inputs=inputs, layout=layout, exchange=exchange)
     check(inputs, layout, run_simulated(body, layout.size))
-
-
-def over_processes(comm: Communicator, layout: SequenceLayout):
-    """Every run on one group, so that processes are started once."""
-    cases = [(AffineInputs.random(kind, layout.total, channels=True), exchange) for kind, exchange in OVER_PROCESSES]
-    return [on_rank(comm, inputs, layout, exchange) for inputs, exchange in cases]
-
-
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_processes_equal_one_rank(transport):
-    """Over gloo and MPI too, in turn and by the back end's own scan."""
-    layout = SequenceLayout.from_lengths((40, 0, 25))
-    ranks = run_ranks(transport, partial(over_processes, layout=layout), layout.size)
-    for (kind, _), results in zip(OVER_PROCESSES, zip(*ranks, strict=True), strict=True):
-        check(AffineInputs.random(kind, layout.total, channels=True), layout, list(results))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Every operation and mode between real processes, over gloo and over MPI, has the bits of simulated ranks."""
+"""Every operation, mode and exchange between real processes, over gloo and over MPI, is that of simulated ranks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,11 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache
 from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
+from dist_attn.sharded.prefix_scan import ScanExchange
 from tests.sharded.operation_cases import CASES, inputs_of
+from tests.sharded.test_affine import on_rank
+from tests.sharded.test_prefix_scan import EXCHANGES, hosts, on_a_rank
+from tests.support.affine import AffineInputs
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
 
@@ -86,15 +90,33 @@ def _stream(comm: Communicator) -> list[Tensor]:
     return [first, second]
 
 
-def everything(comm: Communicator) -> list[list[Tensor]]:
+def _affine(comm: Communicator, kind: str, exchange: str) -> list[Tensor]:
+    """An affine recurrence in turn, or by the back end's own scan."""
+    layout = SequenceLayout.from_lengths((40, 0, 25))
+    inputs = AffineInputs.random(kind, layout.total, channels=True)
+    out, state, gradients = on_rank(comm, inputs, layout, exchange)
+    return [out, state, *gradients.values()]
+
+
+def _scan(comm: Communicator, exchange: ScanExchange) -> list[Tensor]:
+    """What every rank gets before and after its state, and gradients."""
+    return [t for tensors in on_a_rank(comm, exchange, "both") for t in tensors]
+
+
+def everything(comm: Communicator) -> list[tuple[str, list[Tensor]]]:
     """All runs on one group, so that processes are started once."""
-    return [*(_results(comm, run) for run in RUNS), _stream(comm)]
+    return [
+        *((f"{run}", _results(comm, run)) for run in RUNS),
+        ("stream", _stream(comm)),
+        *((f"{kind} {by}", _affine(comm, kind, by)) for kind in ("decay", "delta rule") for by in ("auto", "exscan")),
+        *((f"{by}", _scan(comm, by)) for by in (*EXCHANGES, ScanExchange("two_level", hosts=hosts(2, 1)))),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
 def test_every_operation_and_mode(kind: Kind) -> None:
-    """Outputs, states and gradients of each operation in each mode are, between processes, those of simulated ranks."""
+    """Between processes all have the results of simulated ranks, bit for bit but where MPI scans itself."""
     for simulated, processes in zip(run_simulated(everything, 3), run_ranks(kind, everything, 3), strict=True):
-        for run, want, got in zip([*RUNS, "stream"], simulated, processes, strict=True):
+        for (what, want), (_, got) in zip(simulated, processes, strict=True):
             for index, (one, other) in enumerate(zip(want, got, strict=True)):
-                assert_close(other, one, kind="exact", what=f"{run} {index}")
+                assert_close(other, one, kind="gradient" if "exscan" in what else "exact", what=f"{what} {index}")

@@ -23,7 +23,7 @@ from dist_attn.sharded.prefix_scan import (
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.pairs import each_pair
-from tests.support.ranks import Kind, run_ranks
+from tests.support.ranks import run_ranks
 
 Depends = Literal["before", "after", "both"]
 SIZES = range(1, 9)
@@ -128,24 +128,6 @@ def test_a_pair(depends: Depends) -> None:
 def test_two_levels(sizes: tuple[int, ...], depends: Depends) -> None:
     """Hosts of equal or different size give the fold's results and gradients."""
     check("simulated", ScanExchange("two_level", hosts=hosts(*sizes)), sum(sizes), depends)
-
-
-OVER_PROCESSES = [*EXCHANGES, ScanExchange("two_level", hosts=hosts(2, 1))]
-
-
-def over_processes(comm: Communicator):
-    """Every exchange on one group of processes."""
-    return [on_a_rank(comm, exchange, "both") for exchange in OVER_PROCESSES]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_over_processes(kind: Kind) -> None:
-    """Real processes give for every exchange what simulated ranks give, bit for bit but where MPI scans itself."""
-    for simulated, processes in zip(run_simulated(over_processes, 3), run_ranks(kind, over_processes, 3), strict=True):
-        for exchange, one, other in zip(OVER_PROCESSES, simulated, processes, strict=True):
-            for got, want in zip((*other[0], *other[1], *other[2]), (*one[0], *one[1], *one[2]), strict=True):
-                assert_close(got, want, kind="exact" if exchange.algorithm != "exscan" else "gradient")
 
 
 @pytest.mark.parametrize("exchange", [*EXCHANGES, ScanExchange("two_level", hosts=hosts(2, 1))], ids=name_of)
