@@ -264,9 +264,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_ended", False)
 
 
-def few_tokens(patch: pytest.MonkeyPatch) -> None:
-    """A chunk of 64 and a part, where a real trial has two and a part: the interpreter takes its time for each."""
-    for name, value in (("TOKENS", 80), ("STARTS", (30, 70)), ("CLOSED", 66)):
+def few_tokens(patch: pytest.MonkeyPatch, chunks: int = 1) -> None:
+    """Chunks of 64 and a part, where a real trial has two and a part: the interpreter takes its time for each."""
+    first = 64 * chunks
+    for name, value in (("TOKENS", first + 16), ("STARTS", (first // 2 + 1, first + 6)), ("CLOSED", first + 2)):
         patch.setattr(linear_trial, name, value)
 
 
@@ -302,7 +303,7 @@ def test_trials_find_the_kernels_right(
 )
 def test_trials_find_what_kernels_get_wrong(kernels: str, faulty: str, words: str, monkeypatch) -> None:
     """A gradient that is twice itself, a state that is half, and what a compiler raises; such a kind streams."""
-    few_tokens(monkeypatch)
+    few_tokens(monkeypatch, chunks=0)
     module, _, name = kernels.partition(".")
     where = import_module(f"dist_attn.ops.linear_attention.{module}")
     compute = getattr(where, name)
