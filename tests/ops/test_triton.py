@@ -192,7 +192,7 @@ def test_a_long_sequence_goes_by_stretches(monkeypatch):
 def test_splits_are_walked_from_the_states_between_them(programs, monkeypatch):
     """One walk over all chunks, and splits of several with a shorter last one, leave the oracle's states."""
     monkeypatch.setattr(forward, "SUM_PROGRAMS", programs)
-    inputs = few(16 * 7 + 5, gate=True, scale=True, state=True)
+    inputs = few(16 * 4 + 5, gate=True, scale=True, state=True)
     assert_like_the_oracle(inputs, documents=(3, 50))
 
 
