@@ -1,13 +1,9 @@
 """Models of transformers of every supported type with random weights, and how far ours are from them.
 
-`python -m tests.support.foreign_models FOLDER...` goes on from the states that `restored_elsewhere` has written.
-
 Shape letters: B batch, L tokens, D model width, V vocabulary.
 """
 
 import io
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +22,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.models import ModelState
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.wire.snapshot import read_snapshot
+from tests.support.ranks import forkserver
 from tests.support.snapshots import manifest
 
 __all__ = [
@@ -273,18 +270,17 @@ def restored_elsewhere() -> dict[str, Tensor]:
         (case.folder / "state").write_bytes(b"".join(packed.pieces()))
         torch.save(case.tokens_BL[:1, BLOCK:], case.folder / "tokens")
         folders.append(case.folder)
-    subprocess.run([sys.executable, "-m", "tests.support.foreign_models", *folders], check=True)
+    process = forkserver().Process(target=_go_on, args=(folders,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     return {folder.name: torch.load(folder / "hidden") for folder in folders}
 
 
 @torch.inference_mode()
-def _go_on(folder: Path) -> None:
-    model = load_adapted_model(folder)
-    snapshot = read_snapshot(io.BytesIO((folder / "state").read_bytes()))
-    state = restore_state(snapshot, model, manifest(mixers=model.kinds)).state
-    torch.save(model.hidden(torch.load(folder / "tokens"), None, state)[0], folder / "hidden")
-
-
-if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        _go_on(Path(each))
+def _go_on(folders: list[Path]) -> None:
+    for folder in folders:
+        model = load_adapted_model(folder)
+        snapshot = read_snapshot(io.BytesIO((folder / "state").read_bytes()))
+        state = restore_state(snapshot, model, manifest(mixers=model.kinds)).state
+        torch.save(model.hidden(torch.load(folder / "tokens"), None, state)[0], folder / "hidden")
