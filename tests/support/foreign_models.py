@@ -52,7 +52,9 @@ SEEING = {
     "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
 WINDOWS = HEADS | {"num_hidden_layers": 6, "sliding_window": 16}
-MAMBA2 = HEADS | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+MAMBA2 = HEADS | {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32,
+}  # fmt: skip
 
 TYPES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | EXPERTS,
@@ -61,10 +63,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"text_config": DELTA | EXPERTS, "vision_config": SEEING},
     "qwen3_5_moe_text": DELTA | EXPERTS,
     "kimi_linear": LATENT | {"linear_head_dim": 8, "linear_num_heads": 4},
-    "mamba2": SIZES | {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2},
+    "mamba2": SIZES | {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32},
     "nemotron_h": HEADS
     | {
-        "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "num_hidden_layers": 4,
         "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
     },
@@ -92,7 +94,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "zamba2": SIZES
     | {
         "mamba_d_state": 16, "n_mamba_heads": 8, "num_attention_heads": 4, "num_mem_blocks": 2, "use_mem_rope": True,
-        "use_shared_attention_adapter": True, "adapter_rank": 4,
+        "use_shared_attention_adapter": True, "adapter_rank": 4, "chunk_size": 32,
         "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
     },
     "recurrent_gemma": HEADS | {"lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 16},
