@@ -6,6 +6,7 @@ Bad input, and a file or disk that cannot be read or written, ends with exit cod
 of the work with exit code 1 and one line.
 """
 
+import gc
 import json
 import os
 import sys
@@ -158,9 +159,15 @@ def _usage(error: Exception) -> str:
 
 
 def _compute_here() -> None:
-    """Tell OpenMP, before torch loads it, how this process shares the host with those of its launcher."""
+    """Load torch, once OpenMP is told how this process shares the host with those of its launcher."""
     _, of_host = place_on_host(os.environ) or (0, 0)
     os.environ |= compute_environment(of_host or 1)
+    if "torch" not in sys.modules:
+        gc.disable()  # nothing of it is garbage; looking for some takes a quarter of the time of a short command,
+        import torch  # noqa: F401
+
+        gc.freeze()  # most of it at the exit
+        gc.enable()
 
 
 def _wait_for_rank_0_error() -> None:

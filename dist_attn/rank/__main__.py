@@ -16,6 +16,7 @@ def make_executor(settings: RankSettings, pulse: Pulse) -> Executor:
     gc.disable()  # nothing of a library that loads is garbage; looking for some takes a tenth of the time
     from dist_attn.rank.executor import open_executor
 
+    gc.freeze()  # nor does it become any: a search would hold up a step for a tenth of a second
     gc.enable()
     return open_executor(settings, pulse)
 
