@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import dist_attn
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError, InputError, ModelFolderError
+from dist_attn.host_limits import load
 from dist_attn.model_config.folder import kind_of_model, read_any_config, read_config
 from dist_attn.model_config.language_model import CODE_FOR_OTHERS, CODE_NAME, NAMES_FOR_OTHERS
 from dist_attn.model_config.model import MODELS
@@ -99,7 +100,8 @@ def load_causal_model(
             )
         return load_model(folder, weights=weights)
     check_precision(weights)
-    from dist_attn.adapters.model import load_adapted_model  # transformers takes seconds to import
+    load("dist_attn.adapters.model")  # transformers takes seconds
+    from dist_attn.adapters.model import load_adapted_model
 
     return load_adapted_model(folder, dtype, weights, over)
 

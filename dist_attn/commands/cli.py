@@ -6,7 +6,6 @@ Bad input, and a file or disk that cannot be read or written, ends with exit cod
 of the work with exit code 1 and one line.
 """
 
-import gc
 import json
 import os
 import sys
@@ -37,7 +36,7 @@ from dist_attn.commands.options import (
     taking,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
-from dist_attn.host_limits import compute_environment
+from dist_attn.host_limits import compute_environment, load
 from dist_attn.launchers import MEETING_VARIABLE, ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 from dist_attn.shipped.gguf_file import is_gguf
@@ -162,12 +161,7 @@ def _compute_here() -> None:
     """Load torch, once OpenMP is told how this process shares the host with those of its launcher."""
     _, of_host = place_on_host(os.environ) or (0, 0)
     os.environ |= compute_environment(of_host or 1)
-    if "torch" not in sys.modules:
-        gc.disable()  # nothing of it is garbage; looking for some takes a quarter of the time of a short command,
-        import torch  # noqa: F401
-
-        gc.freeze()  # most of it at the exit
-        gc.enable()
+    load("torch")
 
 
 def _wait_for_rank_0_error() -> None:

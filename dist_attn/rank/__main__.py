@@ -1,10 +1,10 @@
 """`python -m dist_attn.rank`: one rank, started by the agent."""
 
-import gc
 import os
 import sys
 
 from dist_attn.errors import ConfigError
+from dist_attn.host_limits import load
 from dist_attn.rank.worker import Executor, run_rank
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -13,11 +13,9 @@ from dist_attn.rank_link.tether import die_with_parent
 
 def make_executor(settings: RankSettings, pulse: Pulse) -> Executor:
     """Load torch and the model only now: the heartbeat already beats meanwhile."""
-    gc.disable()  # nothing of a library that loads is garbage; looking for some takes a tenth of the time
+    load("dist_attn.rank.executor")
     from dist_attn.rank.executor import open_executor
 
-    gc.freeze()  # nor does it become any: a search would hold up a step for a tenth of a second
-    gc.enable()
     return open_executor(settings, pulse)
 
 
