@@ -4,8 +4,6 @@ import os
 import sys
 from typing import Any, Literal, TextIO
 
-import structlog
-
 LogFormat = Literal["auto", "plain", "json"]
 
 
@@ -14,6 +12,8 @@ def line_processors(stream: TextIO, form: LogFormat = "auto") -> list[Any]:
 
     A plain line has the local time of day and no colours where NO_COLOR is set or no terminal is.
     """
+    import structlog  # which takes longer to load than many a program that only says a line
+
     terminal = stream.isatty()
     if form == "json" or (form == "auto" and not terminal):
         shape: list[Any] = [
@@ -38,6 +38,8 @@ def line_processors(stream: TextIO, form: LogFormat = "auto") -> list[Any]:
 
 def configure_logs(process: str, level: str, form: LogFormat = "auto", **more: str) -> None:
     """Write what is of `level` or worse to stderr; `process`, and what is given more, stand in each line."""
+    import structlog
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

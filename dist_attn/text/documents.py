@@ -21,8 +21,8 @@ from typing import IO, NamedTuple, cast
 
 import msgspec
 
+from dist_attn.bounded_process import bound_here, limit, run_bounded
 from dist_attn.errors import InputError, extra_hint
-from dist_attn.text.bounded_process import bound_here, limit, run_bounded
 from dist_attn.text.plain import HEAD_BYTES, extracted_as, only_names_html, refusal_of
 
 __all__ = ["Extracted", "Section", "open_text", "read_answer", "refusal_of_kind", "refusal_or_need", "sections_at"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dist_attn.bounded_process import run_bounded
 from dist_attn.errors import InputError
 from dist_attn.text import documents
-from dist_attn.text.bounded_process import run_bounded
 from dist_attn.text.documents import Extracted, open_text
 
 pytestmark = pytest.mark.skipif(find_spec("kreuzberg") is None, reason="needs the extra documents")
@@ -118,7 +118,7 @@ def test_the_text_and_its_sections_are_taken_out(name: str, tmp_path: Path) -> N
 
 LAUGHS = "<!DOCTYPE d [<!ENTITY a0 'ha'>" + "".join(f"<!ENTITY a{n + 1} '{f'&a{n};' * 10}'>" for n in range(9)) + "]>"
 FILE = "<!DOCTYPE d [<!ENTITY f SYSTEM 'file:///etc/passwd'>]>"
-ZEROS = bytes(1 << 28)
+ZEROS = bytes(1 << 27)
 BAD: dict[str, Callable[[], bytes]] = {
     "a head of a PDF": lambda: b"%PDF-1.7\n",
     "half a PDF of noise": lambda: pdf(40)[:2000] + bytes(range(256)) * 200,
@@ -128,10 +128,10 @@ BAD: dict[str, Callable[[], bytes]] = {
     "an EPUB without its book": lambda: epub(**{"META-INF__containerDOTxml": CONTAINER}),
     "an EPUB without its chapters": lambda: book(),
     "an EPUB with a chapter elsewhere": lambda: book(OPS__bookDOTopf=BOOK.replace("one.xhtml", "../../../etc/passwd")),
-    "an EPUB of 256 MiB of zeros": lambda: book(OPS__oneDOTxhtml=ZEROS, OPS__twoDOTxhtml=""),
+    "an EPUB of 128 MiB of zeros": lambda: book(OPS__oneDOTxhtml=ZEROS, OPS__twoDOTxhtml=""),
     "an EPUB with a file for an entity": lambda: epub(**{"META-INF__containerDOTxml": f"{FILE}<c>&f;</c>"}),
     "a DOCX file without a document": lambda: archive("[Content_Types].xml=<Types/>", xl__workbookDOTxml="<x/>"),
-    "a DOCX file of 256 MiB of zeros": lambda: docx(ZEROS),
+    "a DOCX file of 128 MiB of zeros": lambda: docx(ZEROS),
     "half a DOCX file": lambda: docx("<w:p/>" * 10_000)[:200],
     "a DOCX file of a billion laughs": lambda: docx("<w:p><w:r><w:t>&a9;</w:t></w:r></w:p>", LAUGHS),
     "a DOCX file with a file for an entity": lambda: docx("<w:p><w:r><w:t>&f;</w:t></w:r></w:p>", FILE),
@@ -140,7 +140,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "a web page of a script": lambda: b"<html><script>var words</script>",
     "a web page of 70 MiB": lambda: b"<html><p>" + b"word " * (14 << 20),
 }  # fmt: skip
-QUICK = ("half a PDF of noise", "a DOCX file of 256 MiB of zeros", "a DOCX file of a billion laughs")
+QUICK = ("half a PDF of noise", "a DOCX file of 128 MiB of zeros", "a DOCX file of a billion laughs")
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[] if what in QUICK else pytest.mark.slow) for what in BAD])

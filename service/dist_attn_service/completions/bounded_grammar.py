@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from dist_attn.bounded_process import run_bounded
 from dist_attn.errors import GrammarError, MissingExtraError
-from dist_attn.text.bounded_process import run_bounded
 from dist_attn.text.grammars import GrammarKind, find_library
 from dist_attn_service.base.errors import NO_RETRY, Code, ServiceError, retry_after
 from dist_attn_service.completions import form_program

@@ -8,9 +8,9 @@ The form is a JSON list on stdin: its kind and its content. The answer on stdout
 import json
 import sys
 
+from dist_attn.bounded_process import bound_here
 from dist_attn.errors import GrammarError
 from dist_attn.text import ByteTokeniser
-from dist_attn.text.bounded_process import bound_here
 from dist_attn.text.grammars import FollowedGrammar, Grammars, written_grammar
 
 __all__ = ["MEMORY_BYTES", "MOST_SECONDS"]

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from dist_attn.text.bounded_process import bound_here, limit
+from dist_attn.bounded_process import bound_here, limit
 from dist_attn_service.completions.traced_text import SpecialTokens, TracedText, joined
 
 __all__ = ["LENGTH_BYTES", "MEMORY_BYTES", "MOST_CHARACTERS", "MOST_SECONDS"]

@@ -8,10 +8,10 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dist_attn.bounded_process import bounded_command
 from dist_attn.errors import InputError
 from dist_attn.store.files import BlobFile
 from dist_attn.text import documents
-from dist_attn.text.bounded_process import bounded_command
 from dist_attn.text.documents import MOST_ANSWER, MOST_FILE, WALL_SECONDS, Section, read_answer, refusal_of_kind
 from dist_attn.text.plain import HEAD_BYTES, extracted_as
 from dist_attn_service.base.errors import Code, ServiceError, TooLarge, disk_code, retry_after
