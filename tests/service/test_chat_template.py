@@ -236,7 +236,7 @@ def test_a_template_that_makes_too_much_is_refused(
     async def work() -> None:
         async with warm(tmp_path) as made:
             with monkeypatch.context() as patch, pytest.raises(TemplateRefusal, match=TOO_MUCH_WORDS):
-                patch.setattr(chat_template, "MOST_SECONDS", 1)
+                patch.setattr(chat_template, "MOST_SECONDS", 0.5)
                 await made.render(CHAT)
             assert await made.render(CHAT[:1]) == ["a"]
 
@@ -251,7 +251,7 @@ def test_a_template_that_cannot_be_compiled_is_refused_in_words(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However deep, and however long what it makes of its own constants: an error of the folder."""
-    monkeypatch.setattr(chat_template, "START_SECONDS", 5)
+    monkeypatch.setattr(chat_template, "START_SECONDS", 1)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ModelFolderError, match="cannot be read: "):
         read(tmp_path)
