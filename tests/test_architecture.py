@@ -33,7 +33,8 @@ TORCH_FREE = (
     "dist_attn.wire.sockets",
 )
 SERVICE_MAY_IMPORT = {
-    "wire", "text", "store", "shipped", "costs", "settings", "log_lines", "bounded_process", "errors", "__version__",
+    "wire", "text", "store", "shipped", "costs", "settings", "host_limits", "bounded_process", "log_lines", "errors",
+    "__version__",
 }  # fmt: skip
 UNTRUSTED_LOADERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 # What torch.distributed sends as pickles.

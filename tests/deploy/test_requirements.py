@@ -47,7 +47,7 @@ def test_the_app_loads_with_nothing_but_the_list(tmp_path: Path) -> None:
     """In an environment that holds the listed packages alone, the app is imported, and torch cannot be."""
     python = make_image_environment(tmp_path / "venv")
     code = (
-        "import importlib.util as u, sys, dist_attn_service.app, dist_attn_service.__main__\n"
+        "import importlib.util as u, sys, dist_attn_service.app, dist_attn_service.api_process\n"
         "sys.exit(str([m for m in ('torch', 'transformers', 'pytest') if u.find_spec(m)] or '') or 0)"
     )
     done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from dist_attn_service import __main__
+from dist_attn_service import api_process
 from dist_attn_service.http import protocol
 from dist_attn_service.http.protocol import PIPELINED, BoundedProtocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -115,7 +115,7 @@ def test_an_unread_answer_that_is_cut_off_has_its_last_words(tmp_path: Path, mon
     to go on, though the service was stopped while it sent, and rows filled all buffers.
     """
     monkeypatch.setattr(protocol, "LINGER_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(__main__, "LAST_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(api_process, "LAST_SECONDS", PATIENCE_SECONDS)
     engine = FakeEngine()
     with ThreadPoolExecutor(1) as threads, running_service(tmp_path, engine, shutdown_seconds=1) as service:
 

@@ -115,7 +115,7 @@ def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
         eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
-            connection.sendall(head("/v1/encodings?window=8", TEXT, "Content-Length: 9000000") + b"x" * 600_000)
+            connection.sendall(head("/v1/encodings?window=64", TEXT, "Content-Length: 9000000") + b"x" * 600_000)
             answer = Answer(connection)
             assert answer.read_head() == 200
             process.send_signal(signal.SIGTERM)

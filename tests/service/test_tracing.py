@@ -124,7 +124,7 @@ def test_every_group_of_ranks_has_a_span(service: RunningService) -> None:
 def test_nothing_is_imported_where_tracing_is_off() -> None:
     """A service without an endpoint loads neither the SDK nor an exporter; the interface alone comes with FastAPI."""
     program = (
-        "import dist_attn_service.app, dist_attn_service.__main__, sys\n"
+        "import dist_attn_service.app, dist_attn_service.api_process, sys\n"
         "from dist_attn_service.base.tracing import Tracing, engine_trace\n"
         "with Tracing().request({'path': '/x'}): engine_trace('x').ended(0, '')\n"
         "print([n for n in sys.modules if n.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from dist_attn_service.__main__ import main
+from dist_attn_service.api_process import main
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.engine.port import ZmqEnginePort

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvicorn.server
-from dist_attn_service import __main__ as main
-from dist_attn_service.__main__ import ApiServer, server_config
+from dist_attn_service import api_process
+from dist_attn_service.api_process import ApiServer, server_config
 from dist_attn_service.app import create_app, stream_limits
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.base.settings import Settings
@@ -34,7 +34,7 @@ async def _nap(seconds: float) -> None:
 
 # uvicorn and ours look every tenth of a second whether a service is to stop and is done; a thousand tests stop one.
 uvicorn.server.asyncio = SimpleNamespace(**{**vars(asyncio), "sleep": _nap})
-main.POLL_SECONDS = 0.01
+api_process.POLL_SECONDS = 0.01
 
 
 def model_folder(folder: Path, tokeniser: Tokeniser | None = None) -> Path:
