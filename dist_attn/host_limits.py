@@ -5,7 +5,6 @@ import gc
 import importlib
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -47,18 +46,14 @@ def compute_environment(ranks: int, environ: Mapping[str, str] = os.environ) -> 
 
 
 def load(module: str) -> None:
-    """Import a module that brings large libraries, and never look for garbage in them: all of it stays.
-
-    To look for some, most of it at the exit, takes a quarter of the time of a short command.
-    """
-    if module in sys.modules or not gc.isenabled():
-        return
+    """Import a module that brings large libraries, without looking for garbage meanwhile: all of it stays."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         importlib.import_module(module)
     finally:
-        gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def given_threads(environ: Mapping[str, str]) -> int | None:

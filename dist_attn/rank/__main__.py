@@ -1,5 +1,6 @@
 """`python -m dist_attn.rank`: one rank, started by the agent."""
 
+import gc
 import os
 import sys
 
@@ -14,6 +15,7 @@ from dist_attn.rank_link.tether import die_with_parent
 def make_executor(settings: RankSettings, pulse: Pulse) -> Executor:
     """Load torch and the model only now: the heartbeat already beats meanwhile."""
     load("dist_attn.rank.executor")
+    gc.freeze()
     from dist_attn.rank.executor import open_executor
 
     return open_executor(settings, pulse)
