@@ -13,7 +13,8 @@ PYTHON ?= $(or $(firstword $(shell for p in python3 python3.13 python3.12 python
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done)),python3)
 # Images of containers set it: each of hundreds of processes would compile the modules of this tree anew.
 unexport PYTHONDONTWRITEBYTECODE
-WORKERS ?= 2
+# One more than the smallest machine has cores: tests wait for processes a third of the time.
+WORKERS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Measured: 96 % of lines and branches of the engine and control packages.
 ENGINE_COVERAGE := 95
