@@ -74,7 +74,7 @@ def _attend_without_documents(sharding: Sharding, call: LinearCall) -> tuple[tor
 
     In bfloat16 in turn even if it is not: what comes next rounds outputs, and sums in the order of a scan would often
     round to another number. Gates that forget leave a scan little to complete: where the last state is waited for at
-    once, two ranks scanned in 0.95 of the time.
+    once, two ranks scanned in 0.87 of the time.
     """
     comm, v_BHSV = sharding.comm, call.v_BHSV
     call.check()
