@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS = np.random.default_rng(2).integers(0, 250, 20_000)
 SAMPLING = SamplingSpec(12, temperature=0.8, top_k=50, seed=11)
+SCORED = SamplingSpec(3, temperature=0.0, logprobs=0, prompt_logprobs=2)
 # What a rank needs to load torch on a busy machine; its own failures are noticed by other means much sooner.
 REAL = {"rank_command": (), "heartbeat_deadline_s": 10.0, "stall_limit_s": 30.0}
 
@@ -31,11 +33,25 @@ def folder(tmp_path_factory):
     return write_small_folder(tmp_path_factory.mktemp("models") / "small")
 
 
+@cache
 def mean_rows(window):
     """The rows that the model itself gives."""
     with torch.inference_mode():
         h_LD = small_model().encode(torch.from_numpy(TOKENS)[None])[0]
     return torch.stack([run_LD.mean(0) for run_LD in h_LD.split(window)])
+
+
+@cache
+def drawn(start, stop, *, scored=False):
+    """The tokens that the model itself draws after some of `TOKENS`."""
+    return generate(small_model(), TOKENS[start:stop], SCORED if scored else SAMPLING)
+
+
+@cache
+def logprobs(tokens):
+    """The log-probabilities [L, V] that the model itself gives, after each of the first `TOKENS`."""
+    with torch.inference_mode():
+        return small_model().logits(torch.from_numpy(TOKENS[:tokens])[None])[0].double().log_softmax(1)
 
 
 def work_is_right(client, name):
@@ -46,17 +62,14 @@ def work_is_right(client, name):
     request = client.encode(f"{name}e", TOKENS, RowSpec("window", 300), timeout_s=60)
     assert_close(torch.from_numpy(request.rows.copy()), mean_rows(300))
     for n in (0, 1):
-        assert client.finish(f"{name}{n}", 60).tokens == generate(small_model(), TOKENS[n : n + 1300], SAMPLING)
+        assert client.finish(f"{name}{n}", 60).tokens == drawn(n, n + 1300)
 
 
 def scores_are_right(client, name):
     """The scores of a prompt, and what is drawn after it, are those of the model alone; so is a prompt of one token."""
-    prompt = TOKENS[:7000]
-    with torch.inference_mode():
-        logprobs_LV = small_model().logits(torch.from_numpy(prompt)[None])[0].double().log_softmax(1)
-    spec = SamplingSpec(3, temperature=0.0, logprobs=0, prompt_logprobs=2)
-    scored = client.complete(f"{name}s", prompt, spec, timeout_s=60)
-    assert scored.starts == list(range(len(prompt) - 1)) and scored.tokens == generate(small_model(), prompt, spec)
+    prompt, logprobs_LV = TOKENS[:7000], logprobs(7000)
+    scored = client.complete(f"{name}s", prompt, SCORED, timeout_s=60)
+    assert scored.starts == list(range(len(prompt) - 1)) and scored.tokens == drawn(0, 7000, scored=True)
     scores = torch.from_numpy(scored.rows.copy())
     wanted_L = logprobs_LV[:-1].gather(1, torch.from_numpy(prompt[1:])[:, None])[:, 0]
     torch.testing.assert_close(scores[:, 0].double(), wanted_L, rtol=0, atol=1e-4)

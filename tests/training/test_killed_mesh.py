@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +78,21 @@ def _digests(config: TrainingConfig) -> dict[str, str]:
     return digests
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], tuple[Path | None, dict[str, str]]]:
+    """The folder of a downloaded model, if the kind is one, and the digests of a mesh that nobody kills."""
+
+    @cache
+    def end(kind: str, sharded: bool) -> tuple[Path | None, dict[str, str]]:
+        place = tmp_path_factory.mktemp(kind)
+        folder = save(qwen3_next(257), place / "downloaded") if kind == "folder" else None
+        whole = _config(place / "whole", sharded=sharded, folder=folder)
+        assert run_ranks("gloo", partial(_trained, whole, False, ""), 4) == [8] * 4
+        return folder, _digests(whole)
+
+    return end
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sharded", "moment"),
@@ -87,11 +103,16 @@ def _digests(config: TrainingConfig) -> dict[str, str]:
         ("folder", False, "step"),
     ],
 )
-def test_a_killed_mesh_ends_like_an_undisturbed_one(tmp_path: Path, kind: str, sharded: bool, moment: Moment) -> None:
+def test_a_killed_mesh_ends_like_an_undisturbed_one(
+    tmp_path: Path,
+    undisturbed: Callable[[str, bool], tuple[Path | None, dict[str, str]]],
+    kind: str,
+    sharded: bool,
+    moment: Moment,
+) -> None:
     """2 x 2 processes of which one is killed in a step, or while it saves, end with the same sha256, sharded or not."""
-    folder = save(qwen3_next(257), tmp_path / "downloaded") if kind == "folder" else None
-    whole, killed = (_config(tmp_path / name, sharded=sharded, folder=folder) for name in ("whole", "killed"))
-    assert run_ranks("gloo", partial(_trained, whole, False, ""), 4) == [8] * 4
+    folder, whole = undisturbed(kind, sharded)
+    killed = _config(tmp_path / "killed", sharded=sharded, folder=folder)
     outcomes = run_processes(partial(_trained, killed, False, moment), 4)
     dead = 2 if moment == "step" else 0
     assert isinstance(outcomes[dead], EOFError)
@@ -100,7 +121,7 @@ def test_a_killed_mesh_ends_like_an_undisturbed_one(tmp_path: Path, kind: str, s
     assert newest is not None
     assert newest.name == "step-000004"
     assert run_ranks("gloo", partial(_trained, killed, True, ""), 4) == [8] * 4
-    assert _digests(killed) == _digests(whole)
+    assert _digests(killed) == whole
 
 
 @pytest.mark.slow
