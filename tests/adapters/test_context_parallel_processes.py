@@ -163,7 +163,7 @@ COMPILED = [("qwen3_next", "layers"), ("mamba2", "whole"), ("mamba2", "computed 
 
 
 def second_step(kind: str, way: str) -> tuple[float, Gradients]:
-    """Of a model that torch.compile has taken, as layers or whole, perhaps with layers computed again."""
+    """The second loss of a compiled model, and its gradients: layer by layer, whole, or with layers computed again."""
     torch.compiler.reset()
     counters.clear()
     model = made(kind, **SHORT[kind])
@@ -185,13 +185,13 @@ def second_step(kind: str, way: str) -> tuple[float, Gradients]:
 
 
 def second_steps(comm: Communicator) -> dict[tuple[str, str], tuple[float, Gradients]]:
-    """Of all that is compiled, in processes that load the compiler once."""
+    """The second steps of all `COMPILED`, in processes that load the compiler once."""
     return {(kind, way): second_step(kind, way) for kind, way in COMPILED}
 
 
 @cache
 def compiled() -> list[dict[tuple[str, str], tuple[float, Gradients]]]:
-    """What each of three ranks has after a second step of every compiled model."""
+    """The second steps on each of three ranks."""
     return run(second_steps, 3)
 
 
