@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers.heads import ShortConvolution, linear_float32
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.mixers.recurrent import (
     GatedNorm,
     LowRankGate,
@@ -31,7 +32,7 @@ class GatedLinearAttention(RecurrentMixer):
     def __init__(self, config: GlaConfig) -> None:
         super().__init__(config)
         size, keys, values = config.hidden_size, config.keys_size, config.values_size
-        self.inputs = nn.Linear(size, 2 * keys + 2 * values, bias=False)
+        self.inputs = Linear(size, 2 * keys + 2 * values, bias=False)
         self.decay = LowRankGate(size, config.gate_rank, keys, bias=torch.zeros(keys))
         self.norm = GatedNorm(config.value_size, config.value_size, config.norm_eps, F.silu)
 
@@ -65,7 +66,7 @@ class LightningAttention(RecurrentMixer):
     def __init__(self, config: LightningConfig) -> None:
         super().__init__(config)
         keys, values = config.keys_size, config.values_size
-        self.inputs = nn.Linear(config.hidden_size, 2 * keys + 2 * values, bias=False)
+        self.inputs = Linear(config.hidden_size, 2 * keys + 2 * values, bias=False)
         group = values if config.norm == "whole" else config.value_size
         self.norm = GatedNorm(values, group, config.norm_eps, torch.sigmoid)
 
@@ -91,7 +92,7 @@ class Mamba2(RecurrentMixer):
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__(config)
         heads, values = config.num_heads, config.values_size
-        self.inputs = nn.Linear(config.hidden_size, config.convolved_size + values, bias=False)
+        self.inputs = Linear(config.hidden_size, config.convolved_size + values, bias=False)
         self.convolution = ShortConvolution(config.convolved_size, config.short_convolution)
         self.convolution_bias_C = nn.Parameter(torch.zeros(config.convolved_size)) if config.convolution_bias else None
         self.gate = nn.Linear(config.hidden_size, heads)

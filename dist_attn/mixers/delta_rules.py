@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers.heads import ShortConvolution, linear_float32
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.mixers.recurrent import (
     KEY_EPS,
     GatedNorm,
@@ -36,7 +37,7 @@ class GatedDeltaNet(RecurrentMixer):
     def __init__(self, config: GatedDeltaConfig) -> None:
         super().__init__(config)
         size, heads = config.hidden_size, config.num_heads
-        self.inputs = nn.Linear(size, config.convolved_size + config.values_size, bias=False)
+        self.inputs = Linear(size, config.convolved_size + config.values_size, bias=False)
         self.convolution = ShortConvolution(config.convolved_size, config.short_convolution)
         self.gate = nn.Linear(size, 2 * heads, bias=False)  # beta's, then the steps'
         self.step_bias_H = nn.Parameter(first_step_biases(heads))
@@ -75,7 +76,7 @@ class KimiDeltaAttention(RecurrentMixer):
     def __init__(self, config: KimiDeltaConfig) -> None:
         super().__init__(config)
         size, rank = config.hidden_size, config.rank
-        self.inputs = nn.Linear(size, config.convolved_size, bias=False)
+        self.inputs = Linear(size, config.convolved_size, bias=False)
         self.convolution = ShortConvolution(config.convolved_size, config.short_convolution)
         self.gate = nn.Linear(size, config.num_heads, bias=False)  # beta's
         self.steps = LowRankGate(size, rank, config.keys_size, bias=first_step_biases(config.keys_size))
@@ -121,8 +122,8 @@ class Rwkv7(RecurrentMixer):
         self.convolution = TokenShift()
         # Shares of the token before in what makes r, the decay, k, v, the rate a and the output gate.
         self.share_6D = nn.Parameter(torch.full((6, size), 0.5))
-        self.receptance, self.key = (nn.Linear(size, keys, bias=False) for _ in range(2))
-        self.value = nn.Linear(size, values, bias=False)
+        self.receptance, self.key = (Linear(size, keys, bias=False) for _ in range(2))
+        self.value = Linear(size, values, bias=False)
         spread = torch.linspace(-6.0, 0.0, keys)
         self.decay = LowRankGate(size, config.decay_rank, keys, bias=spread, between=torch.tanh)
         self.rate = LowRankGate(size, config.rate_rank, keys, bias=torch.zeros(keys))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers.base import Paradigm, TokenMixer, state_zeros
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.heads import HeadsConfig, RelativeConfig, RotaryConfig
 from dist_attn.ops import RelativePositions, SequenceOps
@@ -111,8 +112,8 @@ class ProjectedAttention(TokenMixer):
         self.config = config
         size = config.hidden_size
         self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
-        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
-        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
+        self.qkv = Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
+        self.out = Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
 
     def convolved(
         self, x_BLD: torch.Tensor, ops: SequenceOps, tail_BKD: torch.Tensor

@@ -17,6 +17,7 @@ from torch import nn
 from dist_attn.mixers.base import MixerState, Paradigm
 from dist_attn.mixers.heads import HeadInputs, in_units, linear_float32, merge_heads, split_heads, step_key_weights
 from dist_attn.mixers.kernel_attention import KernelMixer, KernelState
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.scans import MLstmConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
@@ -81,15 +82,15 @@ class MatrixMemory(KernelMixer):
         super().__init__()
         self.config = config
         size, heads, values, bias = config.hidden_size, config.num_heads, config.outputs_size, config.projection_bias
-        self.qk = nn.Linear(size, 2 * config.keys_size, bias=bias)
-        self.vo = nn.Linear(size, 2 * values, bias=bias)
+        self.qk = Linear(size, 2 * config.keys_size, bias=bias)
+        self.vo = Linear(size, 2 * values, bias=bias)
         self.gate = nn.Linear(size, config.gates)
         with torch.no_grad():
             self.gate.weight.normal_(std=0.02)
             self.gate.bias.copy_(torch.cat([torch.zeros(heads), torch.linspace(*FORGET_BIASES, heads)]))
         self.norm_E = nn.Parameter(torch.ones(values))
         self.norm_bias_E = nn.Parameter(torch.zeros(values)) if bias else None
-        self.out = nn.Linear(values, size, bias=bias)
+        self.out = Linear(values, size, bias=bias)
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None

@@ -16,6 +16,7 @@ from torch import nn
 
 from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own
 from dist_attn.mixers.heads import ShortConvolution
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.recurrent import RecurrentConfig
 from dist_attn.ops import SequenceOps
@@ -64,7 +65,7 @@ class RecurrentMixer(TokenMixer):
         super().__init__()
         self.config = config
         self.convolution: ShortConvolution | TokenShift | None = None
-        self.out = nn.Linear(config.values_size, config.hidden_size, bias=False)
+        self.out = Linear(config.values_size, config.hidden_size, bias=False)
 
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Project x into the input of the convolution, [..., C], and the rest, which passes by it."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from dist_attn.mixers.base import FieldsState, MixerState, Paradigm, TokenMixer, require_own, state_zeros
 from dist_attn.mixers.heads import ShortConvolution
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.model_config.mixers.scans import MambaConfig, RgLruConfig
 from dist_attn.ops import SequenceOps, gated_step, selective_step
 from dist_attn.ops.device import send, without_autocast
@@ -54,9 +55,9 @@ class Mamba(TokenMixer):
         super().__init__()
         self.config = config
         size, inner, rank = config.hidden_size, config.inner_size, config.step_rank
-        self.in_proj = nn.Linear(size, 2 * inner, bias=config.projection_bias)
+        self.in_proj = Linear(size, 2 * inner, bias=config.projection_bias)
         self.convolution = ShortConvolution(inner, config.short_convolution, bias=config.convolution_bias)
-        self.x_proj = nn.Linear(inner, rank + 2 * config.state_size, bias=False)
+        self.x_proj = Linear(inner, rank + 2 * config.state_size, bias=False)
         self.dt_ER = nn.Parameter((2 * torch.rand(inner, rank) - 1) * rank**-0.5)
         low, high = math.log(config.dt_min), math.log(config.dt_max)
         first_E = (low + (high - low) * torch.rand(inner)).exp()
@@ -64,7 +65,7 @@ class Mamba(TokenMixer):
         numbers_N = torch.arange(1, config.state_size + 1, dtype=torch.float32, device=first_E.device)
         self.log_a_EN = nn.Parameter(numbers_N.log().expand(inner, -1).clone())
         self.skip_E = nn.Parameter(torch.ones(inner))
-        self.out = nn.Linear(inner, size, bias=config.projection_bias)
+        self.out = Linear(inner, size, bias=config.projection_bias)
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
@@ -134,7 +135,7 @@ class RecurrentBlock(TokenMixer):
         super().__init__()
         self.config = config
         size, inner, heads = config.hidden_size, config.inner_size, config.num_heads
-        self.in_proj = nn.Linear(size, 2 * inner)
+        self.in_proj = Linear(size, 2 * inner)
         self.convolution = ShortConvolution(inner, config.short_convolution, bias=True)
         width = inner // heads
         self.gates_2HWW = nn.Parameter(torch.randn(2, heads, width, width) * width**-0.5)
@@ -142,7 +143,7 @@ class RecurrentBlock(TokenMixer):
         low, high = FIRST_DECAYS
         log_a_E = (low + (high - low) * torch.rand(inner)).log()
         self.decay_E = nn.Parameter(torch.expm1(-log_a_E / SHARPNESS).log())
-        self.out = nn.Linear(inner, size)
+        self.out = Linear(inner, size)
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_attn.mixers import MixerConfig, MixerState, build_mixer
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxSlots, SoftmaxState
 from dist_attn.model_config.language_model import BlockConfig, NormConfig
 from dist_attn.models.dropout import Dropout
@@ -84,8 +85,8 @@ class Block(Recomputable):
         self.mixer_norm = build_norm(self.config.norm, size)
         self.mixer = build_mixer(mixer)
         self.mlp_norm = build_norm(self.config.norm, size)
-        self.mlp_in = nn.Linear(size, mlp_size * (2 if mlp.kind == "gated" else 1), bias=mlp.bias)
-        self.mlp_out = nn.Linear(mlp_size, size, bias=mlp.bias)
+        self.mlp_in = Linear(size, mlp_size * (2 if mlp.kind == "gated" else 1), bias=mlp.bias)
+        self.mlp_out = Linear(mlp_size, size, bias=mlp.bias)
         self.mixer_dropout, self.mlp_dropout = Dropout(), Dropout()
 
     def forward(

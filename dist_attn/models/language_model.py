@@ -1,13 +1,14 @@
 """The causal language model: encode, score, and decode from a state."""
 
 import math
+from contextlib import nullcontext
 from typing import Self, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers import MixerState, redraw_pools
+from dist_attn.mixers.linear_layers import Linear, linear_layer
 from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
 from dist_attn.model_config.language_model import LanguageModelConfig, LearnedPositions, mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm, contiguous_state, watched
@@ -16,6 +17,10 @@ from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
 from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.device import one_thread
+
+WEIGHTS_OF_ONE_THREAD = 1 << 26
+"""A step of fewer weights on a CPU is hundreds of small operations, for each of which others would be woken."""
 
 
 class LanguageModel(CausalModel, Model):
@@ -36,7 +41,8 @@ class LanguageModel(CausalModel, Model):
         self.dropout = Dropout()
         self.unembedding: nn.Linear | None = None
         if config.readout == "own":
-            self.unembedding = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.unembedding = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._steps_alone = sum(p.numel() for p in self.parameters()) < WEIGHTS_OF_ONE_THREAD
         self._initialise()
 
     @property
@@ -82,7 +88,7 @@ class LanguageModel(CausalModel, Model):
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
         table: nn.Embedding | nn.Linear | NarrowLayer = self.embedding if self.unembedding is None else self.unembedding
-        return table.project(h) if isinstance(table, NarrowLayer) else F.linear(h, table.weight)
+        return table.project(h) if isinstance(table, NarrowLayer) else linear_layer(h, table.weight)
 
     def train(self, mode: bool = True) -> Self:
         """Raises: InputError for `mode` where weights are held in fewer bits; the model is then what it was."""
@@ -107,10 +113,11 @@ class LanguageModel(CausalModel, Model):
 
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
         states = []
-        for block, before in zip(watched(self.blocks), state.layers, strict=True):
-            x_BD, after = block.step(x_BD, before)
-            states.append(contiguous_state(after))
-        return self.readout(self.norm(x_BD)), tuple(states)
+        with one_thread() if self._steps_alone else nullcontext():
+            for block, before in zip(watched(self.blocks), state.layers, strict=True):
+                x_BD, after = block.step(x_BD, before)
+                states.append(contiguous_state(after))
+            return self.readout(self.norm(x_BD)), tuple(states)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
         """Tokens and their positions as vectors; `end_B` is where all ranks' tokens end."""

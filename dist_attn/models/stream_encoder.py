@@ -80,7 +80,7 @@ class StreamEncoder(StreamingModel, Model):
         """
         size = self.config.block
         for layer in self.context.modules() if torch.is_autocast_enabled("cpu") else ():
-            if type(layer) is nn.Linear:
+            if isinstance(layer, nn.Linear):
                 _round_weights(layer)
         self.sentence.pack_weights(GRAIN // size * (size + self.config.sentence.frame_tokens))
 

@@ -73,7 +73,7 @@ class TextEncoder(Model):
         if not rows or processor not in ("AVX2", "AVX512") or not torch.backends.mkldnn.is_available():
             return
         for layer in self.encoder.modules():
-            if type(layer) is nn.Linear:
+            if isinstance(layer, nn.Linear):
                 _pack_weights(layer, rows)
 
     def hidden(self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:

@@ -1,0 +1,30 @@
+"""Linear layers, of which a decode step takes the products for few rows.
+
+Shape letters: B sequences, I inputs, O outputs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dist_attn.ops.step_products import step_products, takes_step_products
+
+STEP_ROWS = 16
+"""Of more sequences weights are read often enough for torch's products to be as fast."""
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes by `linear_layer`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., I] -> [..., O]."""
+        return linear_layer(x, self.weight, self.bias)
+
+
+def linear_layer(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute x w^T + bias, [..., I] -> [..., O]; of few tokens [B, I], a decode step, by kernels of their own."""
+    is_step = x.dim() == 2 and len(x) <= STEP_ROWS and takes_step_products(x, w_OI)
+    if not is_step or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, w_OI, bias_O)
+    y_BO = step_products(x, w_OI)
+    return y_BO if bias_O is None else y_BO + bias_O

@@ -1,0 +1,46 @@
+"""Linear layers of our models, of which a decode step takes other products than a pass."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dist_attn.mixers.linear_layers import STEP_ROWS, Linear, linear_layer
+from dist_attn.ops.step_products import takes_step_products
+
+
+@pytest.mark.parametrize("shape", [(1,), (STEP_ROWS,), (STEP_ROWS + 1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_steps_and_passes_are_the_same_layer(shape: tuple[int, ...], bias: bool) -> None:
+    """Whatever the shape and the bias, outputs are those of the weights in float64."""
+    layer = Linear(40, 24, bias=bias)
+    x = torch.randn(*shape, 40)
+    want = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_a_step_has_the_bits_that_it_has_alone() -> None:
+    """What is decoded beside a sequence changes no bit of it."""
+    x, w = torch.randn(STEP_ROWS, 40), torch.randn(24, 40)
+    if not takes_step_products(x, w):
+        pytest.skip("there is no C compiler, or none of these kernels for this processor")
+    together = linear_layer(x, w)
+    for row in range(STEP_ROWS):
+        assert torch.equal(linear_layer(x[row : row + 1], w)[0], together[row])
+
+
+def test_a_step_that_is_trained_has_gradients_of_everything() -> None:
+    """Where gradients are asked for, inputs, weights and biases have them."""
+    layer, x = Linear(8, 4).double(), torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w, b: linear_layer(x, w, b), (x, layer.weight, layer.bias))
+    x_float = torch.randn(3, 8)
+    own = Linear(8, 4)
+    own(x_float).sum().backward()
+    torch.testing.assert_close(own.weight.grad, x_float.sum(0).expand(4, 8))
+
+
+def test_autocast_decides_the_type_of_a_step() -> None:
+    """Under autocast a step computes in its type, as a pass does."""
+    layer, x = Linear(8, 4), torch.randn(3, 8)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
