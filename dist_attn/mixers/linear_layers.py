@@ -1,4 +1,4 @@
-"""Linear layers, of which a decode step takes the products for few rows.
+"""Linear layers, multiplied as is fastest for few rows of a decode step and for many of a pass.
 
 Shape letters: B sequences, I inputs, O outputs.
 """
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dist_attn.ops.onednn import onednn_linear, takes_onednn_linear
 from dist_attn.ops.step_products import step_products, takes_step_products
 
 STEP_ROWS = 16
@@ -22,9 +23,10 @@ class Linear(nn.Linear):
 
 
 def linear_layer(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute x w^T + bias, [..., I] -> [..., O]; of few tokens [B, I], a decode step, by kernels of their own."""
+    """Compute x w^T + bias, [..., I] -> [..., O]; few tokens [B, I] are a decode step."""
     is_step = x.dim() == 2 and len(x) <= STEP_ROWS and takes_step_products(x, w_OI)
-    if not is_step or torch.is_autocast_enabled("cpu"):
-        return F.linear(x, w_OI, bias_O)
-    y_BO = step_products(x, w_OI)
-    return y_BO if bias_O is None else y_BO + bias_O
+    if is_step and not torch.is_autocast_enabled("cpu"):
+        y_BO = step_products(x, w_OI)
+        return y_BO if bias_O is None else y_BO + bias_O
+    multiply = onednn_linear if takes_onednn_linear(x, w_OI) else F.linear
+    return multiply(x, w_OI, bias_O)

@@ -59,12 +59,19 @@ def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, Langua
     assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) <= costs.state_bytes(300)
 
 
-@pytest.mark.parametrize("case", KERNEL_CASES)
-def test_prefill_operations(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too."""
-    # It sees the products of its own operations, and none of C kernels.
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models compute by operations that torch counts: none of C kernels and of oneDNN."""
     for one in (implementation, affine_implementation):
         monkeypatch.setattr(one, "why_no_library", lambda: "torch counts its own operations")
+    for takes in ("takes_step_products", "takes_onednn_linear"):
+        monkeypatch.setattr(linear_layers, takes, lambda x, w: False)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+@pytest.mark.usefixtures("torch_alone")
+def test_prefill_operations(case: str, tmp_path: Path) -> None:
+    """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too."""
     costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
     tokens = 1024
     counted = _count(lambda: model.encode(torch.zeros(1, tokens, dtype=torch.int64)))
@@ -73,9 +80,9 @@ def test_prefill_operations(case: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("case", KERNEL_CASES)
-def test_decoding_operations(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("torch_alone")
+def test_decoding_operations(case: str, tmp_path: Path) -> None:
     """Matrix products of one decoding step are those that torch counts, which adds to the state without a product."""
-    monkeypatch.setattr(linear_layers, "takes_step_products", lambda x, w: False)  # it sees none of C kernels either
     costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
     state = model.initial_state(1)
     counted = _count(lambda: model.step(torch.zeros(1, dtype=torch.int64), state))
@@ -114,10 +121,9 @@ def test_peak_of_activations(case: str, size: tuple[int, WeightPrecision], tmp_p
 
 
 @pytest.mark.parametrize("tokens", [512, 2048])
-def test_a_stream_encoder(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("torch_alone")
+def test_a_stream_encoder(tokens: int) -> None:
     """Numbers, state, operations and the peak of one that reads blocks with a frame, and context behind them."""
-    for one in (implementation, affine_implementation):
-        monkeypatch.setattr(one, "why_no_library", lambda: "torch counts its own operations")
     model = small(MIXERS["rfa_gate"]).float()
     costs, tokens_BL = StreamEncoderCosts(model.config), torch.zeros(1, tokens, dtype=torch.int64)
     tensors = [*model.parameters(), *model.buffers()]
