@@ -18,6 +18,7 @@ from dist_attn.mixers.heads import (
     split_heads,
     stable_key_weights,
 )
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.mixers.random_matrices import RandomFeatures
 from dist_attn.model_config.mixers.attention import ATTENTIONS, AttentionConfig, BidirectionalConfig
 from dist_attn.model_config.mixers.heads import DenominatorConfig
@@ -153,8 +154,8 @@ class BidirectionalAttention(WholeSequenceMixer):
         super().__init__()
         self.config = config
         size = config.hidden_size
-        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
-        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
+        self.qkv = Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
+        self.out = Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
         self.attend = build_attention(config)
 
     def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dist_attn.mixers.base import (
     require_own,
     state_zeros,
 )
+from dist_attn.mixers.linear_layers import Linear
 from dist_attn.model_config.mixers.convolutions import ConvolutionConfig
 from dist_attn.ops import SequenceOps
 
@@ -42,7 +43,7 @@ class CausalConvolution(TokenMixer):
         super().__init__()
         self.config = config
         self.weight_KD = _filters(config)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.out = Linear(config.hidden_size, config.hidden_size)
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
@@ -80,7 +81,7 @@ class CentredConvolution(WholeSequenceMixer):
         super().__init__()
         self.config = config
         self.weight_KD = _filters(config)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.out = Linear(config.hidden_size, config.hidden_size)
 
     def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
         mixed: torch.Tensor = self.out(ops.convolve(x_BLD, self.weight_KD, centred=True))
