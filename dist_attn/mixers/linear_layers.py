@@ -1,4 +1,4 @@
-"""Linear layers, multiplied as is fastest for few rows of a decode step and for many of a pass.
+"""Linear layers whose products are those that take least time for the rows at hand.
 
 Shape letters: B sequences, I inputs, O outputs.
 """
@@ -11,7 +11,7 @@ from dist_attn.ops.onednn import onednn_linear, takes_onednn_linear
 from dist_attn.ops.step_products import step_products, takes_step_products
 
 STEP_ROWS = 16
-"""Of more sequences weights are read often enough for torch's products to be as fast."""
+"""With more rows torch's products take as little time."""
 
 
 class Linear(nn.Linear):
@@ -23,9 +23,9 @@ class Linear(nn.Linear):
 
 
 def linear_layer(x: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute x w^T + bias, [..., I] -> [..., O]; few tokens [B, I] are a decode step."""
-    is_step = x.dim() == 2 and len(x) <= STEP_ROWS and takes_step_products(x, w_OI)
-    if is_step and not torch.is_autocast_enabled("cpu"):
+    """Compute x w^T + bias, [..., I] -> [..., O]: [B, I] of few sequences as a decode step, [B, L, I] as a pass."""
+    is_step = x.dim() == 2 and len(x) <= STEP_ROWS and not torch.is_autocast_enabled("cpu")
+    if is_step and takes_step_products(x, w_OI):
         y_BO = step_products(x, w_OI)
         return y_BO if bias_O is None else y_BO + bias_O
     multiply = onednn_linear if takes_onednn_linear(x, w_OI) else F.linear

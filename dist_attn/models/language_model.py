@@ -1,7 +1,6 @@
 """The causal language model: encode, score, and decode from a state."""
 
 import math
-from contextlib import nullcontext
 from typing import Self, cast
 
 import torch
@@ -17,10 +16,6 @@ from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
 from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.device import one_thread
-
-WEIGHTS_OF_ONE_THREAD = 1 << 26
-"""A step of fewer weights on a CPU is hundreds of small operations, for each of which others would be woken."""
 
 
 class LanguageModel(CausalModel, Model):
@@ -42,7 +37,6 @@ class LanguageModel(CausalModel, Model):
         self.unembedding: nn.Linear | None = None
         if config.readout == "own":
             self.unembedding = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._steps_alone = sum(p.numel() for p in self.parameters()) < WEIGHTS_OF_ONE_THREAD
         self._initialise()
 
     @property
@@ -113,11 +107,10 @@ class LanguageModel(CausalModel, Model):
 
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
         states = []
-        with one_thread() if self._steps_alone else nullcontext():
-            for block, before in zip(watched(self.blocks), state.layers, strict=True):
-                x_BD, after = block.step(x_BD, before)
-                states.append(contiguous_state(after))
-            return self.readout(self.norm(x_BD)), tuple(states)
+        for block, before in zip(watched(self.blocks), state.layers, strict=True):
+            x_BD, after = block.step(x_BD, before)
+            states.append(contiguous_state(after))
+        return self.readout(self.norm(x_BD)), tuple(states)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
         """Tokens and their positions as vectors; `end_B` is where all ranks' tokens end."""

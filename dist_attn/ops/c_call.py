@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from dist_attn.ops.c_library import NoLibraryError, load_library
 
@@ -47,6 +48,18 @@ def view(x: torch.Tensor) -> View:
     """The view of a tensor [B, H, L] or [B, H, L, size] whose last dimension of size is contiguous."""
     batch, head, token = x.stride()[:3]
     return View(x.data_ptr(), batch, head, token, TYPES[x.dtype])
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Return whether a kernel may read x at its address, and nothing follows what is done to it but autograd."""
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)  # and no other that acts as one, over ranks for example
+        and x.layout == torch.strided
+        and not x.is_neg()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
 
 
 @lru_cache(maxsize=8)

@@ -1,14 +1,13 @@
 """Working on a device other than the CPU: precision kept, numbers sent without waiting, sums in a fixed order."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-__all__ = ["one_thread", "products_in", "running_sums", "send", "sum_rows", "take_rows", "without_autocast"]
+__all__ = ["products_in", "running_sums", "send", "sum_rows", "take_rows", "without_autocast"]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -26,19 +25,6 @@ def products_in(dtype: torch.dtype, device: torch.device) -> AbstractContextMana
     if dtype not in (torch.bfloat16, torch.float16) or not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute inside on one thread of the CPU; a graph that is compiled keeps to what it was told outside."""
-    threads = 1 if torch.compiler.is_compiling() else torch.get_num_threads()
-    if threads > 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if threads > 1:
-            torch.set_num_threads(threads)
 
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:

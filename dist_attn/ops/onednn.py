@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from dist_attn.ops.c_call import is_plain
+
 __all__ = ["mkl_lacks_avx512", "onednn_linear", "takes_onednn_linear"]
 
 ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
@@ -28,14 +30,14 @@ def takes_onednn_linear(x: torch.Tensor, w_OI: torch.Tensor) -> bool:
         and x.dtype == w_OI.dtype == torch.float32
         and x.device.type == w_OI.device.type == "cpu"
         and w_OI.dim() == 2
-        and w_OI.layout == torch.strided
+        and x.shape[-1] == w_OI.shape[-1]
         and x.numel() >= ROWS[0] * x.shape[-1]
         and x.numel() * len(w_OI) >= MANY_PRODUCTS
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._is_torch_function_mode_enabled()  # such as those of `whole_vectors`
-        and type(x) is torch.Tensor  # and no other that acts as one, over ranks for example
-        and type(w_OI) in (torch.Tensor, torch.nn.Parameter)
+        and is_plain(x)
+        and is_plain(w_OI)
         and mkl_lacks_avx512()
     )
 

@@ -1,4 +1,4 @@
-"""Denormal numbers and memory on CPUs, which are slow at both: at first touching pages, and at giving them back.
+"""What CPUs are slow at: denormal numbers, waking threads, first touching pages, and giving them back.
 
 Gates make such numbers, and a CPU takes many times as long over them. By pages of 4 kB, first touching a big tensor
 takes as long as the work that fills it: on Linux with 67 MB, 23 ms to fill newly allocated memory, 5 ms by large pages.
@@ -34,6 +34,21 @@ def flushes_denormals() -> bool:
     """Return whether this thread takes denormals for 0: torch does not say, so one of them is tried."""
     smallest = torch.finfo(torch.float32).tiny
     return not bool(torch.tensor(smallest, device="cpu") * 0.5)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes on this thread alone.
+
+    Threads of Python that begin meanwhile will compute on one too, as torch tells them: it is for processes in which
+    one thread computes.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 WORTHWHILE_BYTES = 8 * 2**20

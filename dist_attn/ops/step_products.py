@@ -12,19 +12,24 @@ from pathlib import Path
 
 import torch
 
+from dist_attn.ops.c_call import is_plain
 from dist_attn.ops.c_library import NoLibraryError, load_library
 
 __all__ = ["step_products", "step_products_naive", "takes_step_products"]
 
 
 def takes_step_products(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Return whether there are kernels of these: float32, plain memory of a processor, no gradients asked for."""
+    """Return whether there are kernels of these: float32 in plain memory of a processor, no derivatives asked for."""
     return (
         x.dtype == w.dtype == torch.float32
         and x.device.type == w.device.type == "cpu"
+        and x.shape[-1] == w.shape[-1]
+        and w.numel() > 0
         and w.is_contiguous()
         and not torch.compiler.is_compiling()
         and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
+        and is_plain(x)
+        and is_plain(w)
         and _kernel() is not None
     )
 

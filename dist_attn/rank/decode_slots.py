@@ -28,8 +28,9 @@ from dist_attn.generation import (
 from dist_attn.generation.captured_step import GROWS, SLOT_BYTES, slot_bytes
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.figures import SLOTS
-from dist_attn.models import CausalModel, ModelState
+from dist_attn.models import CausalModel, LanguageModel, ModelState
 from dist_attn.ops import current_watch
+from dist_attn.ops.processor import one_thread
 from dist_attn.ops.softmax_attention import places_for
 from dist_attn.ops.state import steps_in_place
 from dist_attn.ops.whole_vectors import WholeVectors
@@ -39,6 +40,9 @@ from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 from dist_attn_api.errors import Code
 
+WEIGHTS_OF_ONE_THREAD = 1 << 26
+"""A step of a model of ours with fewer weights is hundreds of small operations on a CPU, and to wake threads for each
+of them takes longer than they help."""
 KEPT_STEPS = 4
 """Captured steps that are kept for batches to come: to capture one takes longer than many tokens."""
 
@@ -110,6 +114,8 @@ class DecodeSlots:
         self._most_bytes = most_bytes
         self._free: list[CapturedStep] = []  # those of batches that are no more
         self._whole: WholeVectors | None = WholeVectors() if device.type == "cpu" else None
+        few = isinstance(model, LanguageModel) and sum(p.numel() for p in model.parameters()) < WEIGHTS_OF_ONE_THREAD
+        self._threads = one_thread if few and device.type == "cpu" else nullcontext
 
     @property
     def how(self) -> frozenset[str]:
@@ -224,7 +230,7 @@ class DecodeSlots:
             if watch.finite is not None:
                 watch.finite.first_tokens = tuple(batch.state.position_B.tolist())
         looked_at = watch is not None and watch.finite is not None  # also at the state before
-        with self._whole or nullcontext():
+        with self._threads(), self._whole or nullcontext():
             if batch.captured is not None:
                 logits_BV = batch.captured.step(token_B)
                 batch.state = batch.captured.state

@@ -282,21 +282,3 @@ def test_the_block_is_the_pre_norm_one():
     no_bias, _ = block(x, LocalSequenceOps())
     tanh = torch.nn.functional.gelu(block.mlp_in(block.mlp_norm(x + mixed)), approximate="tanh")
     assert_close(no_bias, x + mixed + block.mlp_out(tanh))
-
-
-def test_a_step_of_a_small_model_has_the_same_bits_on_any_threads():
-    """It computes on one thread, and the process has as many afterwards as before."""
-    model, before = small_model(small_config("gated_delta")), torch.get_num_threads()
-    tokens_BL = torch.randint(model.vocab_size, (8, 5))
-    made = []
-    try:
-        for threads in (1, 3):
-            with torch.inference_mode():
-                _, state = model.hidden(tokens_BL)
-                torch.set_num_threads(threads)
-                made.append(model.step(tokens_BL[:, 0], state)[0])
-            assert torch.get_num_threads() == threads
-            torch.set_num_threads(before)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*made)
