@@ -1,4 +1,4 @@
-"""What CPUs are slow at: denormal numbers, waking threads, first touching pages, and giving them back.
+"""Denormal numbers, threads and memory on CPUs, which are slow to compute, to wake, and to touch and give back.
 
 Gates make such numbers, and a CPU takes many times as long over them. By pages of 4 kB, first touching a big tensor
 takes as long as the work that fills it: on Linux with 67 MB, 23 ms to fill newly allocated memory, 5 ms by large pages.
