@@ -79,11 +79,11 @@ KERNELS = [name for name in PAPERS_CASES if kinds_of(name) <= {"scaleformer", "p
 
 
 @pytest.mark.parametrize("case", KERNELS)
-def test_costs_of_kernels(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed_by: str) -> None:
+def test_costs_of_kernels(case: str, tmp_path: Path, computed_by: str) -> None:
     """Operations, the peak of temporary tensors, and bytes between ranks are those of the formulas."""
     for name in ("operations", "steps", "memory", "traffic"):
         (tmp_path / name).mkdir()
-    costs_of.test_prefill_operations(case, tmp_path / "operations", monkeypatch)
+    costs_of.test_prefill_operations(case, tmp_path / "operations")
     costs_of.test_decoding_operations(case, tmp_path / "steps")
     for size in ((512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")):
         costs_of.test_peak_of_activations(case, size, tmp_path / "memory", computed_by)

@@ -59,17 +59,7 @@ def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, Langua
     assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) <= costs.state_bytes(300)
 
 
-@pytest.fixture
-def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models compute by operations that torch counts: none of C kernels and of oneDNN."""
-    for one in (implementation, affine_implementation):
-        monkeypatch.setattr(one, "why_no_library", lambda: "torch counts its own operations")
-    for takes in ("takes_step_products", "takes_onednn_linear"):
-        monkeypatch.setattr(linear_layers, takes, lambda x, w: False)
-
-
 @pytest.mark.parametrize("case", KERNEL_CASES)
-@pytest.mark.usefixtures("torch_alone")
 def test_prefill_operations(case: str, tmp_path: Path) -> None:
     """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too."""
     costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
@@ -80,7 +70,6 @@ def test_prefill_operations(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", KERNEL_CASES)
-@pytest.mark.usefixtures("torch_alone")
 def test_decoding_operations(case: str, tmp_path: Path) -> None:
     """Matrix products of one decoding step are those that torch counts, which adds to the state without a product."""
     costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
@@ -121,9 +110,10 @@ def test_peak_of_activations(case: str, size: tuple[int, WeightPrecision], tmp_p
 
 
 @pytest.mark.parametrize("tokens", [512, 2048])
-@pytest.mark.usefixtures("torch_alone")
-def test_a_stream_encoder(tokens: int) -> None:
+def test_a_stream_encoder(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers, state, operations and the peak of one that reads blocks with a frame, and context behind them."""
+    for one in (implementation, affine_implementation):
+        monkeypatch.setattr(one, "why_no_library", lambda: "the formula is of torch's operations")
     model = small(MIXERS["rfa_gate"]).float()
     costs, tokens_BL = StreamEncoderCosts(model.config), torch.zeros(1, tokens, dtype=torch.int64)
     tensors = [*model.parameters(), *model.buffers()]
@@ -197,10 +187,16 @@ def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
 
 
 def _count(run: object) -> int:
+    """The operations that torch counts, which sees none of C kernels and of oneDNN: without these."""
     assert callable(run)
     solves = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
-    with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=solves) as counter:
-        run()
+    with pytest.MonkeyPatch.context() as patch:
+        for one in (implementation, affine_implementation):
+            patch.setattr(one, "why_no_library", lambda: "torch counts its own operations")
+        for takes in ("takes_step_products", "takes_onednn_linear"):
+            patch.setattr(linear_layers, takes, lambda x, w: False)
+        with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=solves) as counter:
+            run()
     return counter.get_total_flops()
 
 
