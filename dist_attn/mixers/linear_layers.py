@@ -1,4 +1,4 @@
-"""Linear layers whose products are those that take least time for the rows at hand.
+"""Linear layers that choose the fastest product for their number of rows.
 
 Shape letters: B sequences, I inputs, O outputs.
 """

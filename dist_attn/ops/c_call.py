@@ -51,9 +51,9 @@ def view(x: torch.Tensor) -> View:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Return whether a kernel may read x at its address, and nothing follows what is done to it but autograd."""
+    """Return whether a kernel may read x at its address: no subclass, no negated view, no transform and no tracer."""
     return (
-        type(x) in (torch.Tensor, torch.nn.Parameter)  # and no other that acts as one, over ranks for example
+        type(x) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no memory of its own
         and x.layout == torch.strided
         and not x.is_neg()
         and not torch._C._are_functorch_transforms_active()

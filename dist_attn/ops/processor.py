@@ -1,4 +1,4 @@
-"""Denormal numbers, threads and memory on CPUs, which are slow to compute, to wake, and to touch and give back.
+"""Costs of CPUs that can be avoided: denormal numbers, waking threads, touching memory first and giving it back.
 
 Gates make such numbers, and a CPU takes many times as long over them. By pages of 4 kB, first touching a big tensor
 takes as long as the work that fills it: on Linux with 67 MB, 23 ms to fill newly allocated memory, 5 ms by large pages.
@@ -40,8 +40,8 @@ def flushes_denormals() -> bool:
 def one_thread() -> Iterator[None]:
     """Inside, torch computes on this thread alone.
 
-    Threads of Python that begin meanwhile will compute on one too, as torch tells them: it is for processes in which
-    one thread computes.
+    For processes in which one thread computes: torch sets the default of the process too, so that other threads of
+    Python that begin meanwhile keep to one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
