@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dist_attn.model_config.mixer import registered_mixers
+from dist_attn.rank import decode_slots
 from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry
@@ -28,8 +29,10 @@ def test_every_mixer_has_the_same_bits_in_full_batches(kind):
         assert len(set(digests(model, vocabulary=VOCABULARY))) == 1, f"{heads} heads"
 
 
-def test_a_small_model_steps_on_one_thread():
-    """The process has its threads again behind each step, and behind one that fails."""
+@pytest.mark.parametrize(("bound", "threads"), [(decode_slots.WEIGHTS_OF_ONE_THREAD, 1), (0, 3)])
+def test_a_small_model_steps_on_one_thread(bound, threads, monkeypatch):
+    """Others keep all; the process has its threads again behind each step, and behind one that fails."""
+    monkeypatch.setattr(decode_slots, "WEIGHTS_OF_ONE_THREAD", bound)
     model, before = small_model(small_config("rfa_gate")), torch.get_num_threads()
     seen: list[int] = []
 
@@ -51,4 +54,4 @@ def test_a_small_model_steps_on_one_thread():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert seen == [1, 1]
+    assert seen == [threads, threads]
