@@ -11,7 +11,7 @@ from dist_attn.ops.onednn import onednn_linear, takes_onednn_linear
 from dist_attn.ops.step_products import step_products, takes_step_products
 
 STEP_ROWS = 16
-"""With more rows torch's products take as little time."""
+"""For 32 rows torch takes 0.8 of the time with weights that lie in cache, 1.2 with others (EPYC, one thread)."""
 
 
 class Linear(nn.Linear):
