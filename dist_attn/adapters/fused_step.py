@@ -24,6 +24,7 @@ from dist_attn.adapters.weights import NarrowLinear, current_blocks
 from dist_attn.mixers import MixerState
 from dist_attn.mixers.narrow_layers import Int8Linear
 from dist_attn.mixers.softmax import SoftmaxRows, SoftmaxState
+from dist_attn.models.fused_step import Columns, MadeOf
 from dist_attn.ops import LocalSequenceOps, current_watch
 from dist_attn.ops.decode_step import (
     ACTIVATIONS,
@@ -90,22 +91,7 @@ class FusedStep:
         narrow = dtype == torch.bfloat16  # and so are caches
         self._prompts = PromptLayers(of_prompts, rotated, dtype) if narrow and takes_prompts(of_prompts) else None
         self._vocabulary = vocabulary
-        # It has addresses and copies of weights.
-        self._weights = [p for p in model.parameters() if not p.is_inference()]
-        self._tables = [table for m in model.modules() for table in (m._modules, m._parameters) if table]
-        self._hooks = _hooks(base)
-        self._held = [held for table in self._tables for held in table.values()]  # whose `id` is thus no other's
-        self._made_of = self._present()
-
-    @property
-    def current(self) -> bool:
-        """Return whether no weight has been trained or moved since, no module or weight exchanged, no hook added."""
-        return self._made_of == self._present()
-
-    def _present(self) -> tuple[list[int], list[int], list[int]]:
-        held = [id(held) for table in self._tables for held in table.values()]
-        held.append(sum(map(len, self._hooks)))
-        return held, [p._version for p in self._weights], [p.data_ptr() for p in self._weights]
+        self.made_of = MadeOf(model, _parts(base))
 
     def step(
         self, x_BD: torch.Tensor, layers: Sequence[MixerState], position_B: torch.Tensor
@@ -172,11 +158,12 @@ def fused_step(model: PreTrainedModel) -> FusedStep | None:
     last_norm, rotary = getattr(base, "norm", None) or base.norm_f, getattr(base, "rotary_emb", None)
     if not _is_norm(last_norm) or not (rotary is None or _known("rotary", rotary)):
         return None
-    if model.config.hidden_act not in ACTIVATIONS or any(_hooks(base)):
+    parts = _parts(base)
+    if model.config.hidden_act not in ACTIVATIONS or any(p._forward_pre_hooks or p._forward_hooks for p in parts):
         return None
-    if any("forward" in vars(part) for part in _parts(base) if type(part) is not nn.Linear):
+    if any("forward" in vars(part) for part in parts if type(part) is not nn.Linear):
         return None  # linear layers have one of ours
-    columns = _Columns()
+    columns = Columns()
     x = columns.take(model.config.hidden_size)
     operations = [operation for layer in base.layers for operation in _layer(layer, model.config, x, columns)]
     of_prompts: list[Operation] = []
@@ -189,21 +176,7 @@ def fused_step(model: PreTrainedModel) -> FusedStep | None:
     return FusedStep(model, operations, of_prompts, columns.width, vocabulary) if takes(operations) else None
 
 
-class _Columns:
-    """Columns of working memory, given out by name once and used by all layers, whole vectors each."""
-
-    def __init__(self) -> None:
-        self.width, self._named = 0, dict[tuple[str, int], int]()
-
-    def take(self, count: int, name: str = "") -> int:
-        if name and (name, count) in self._named:
-            return self._named[name, count]
-        begin = self.width
-        self.width += count
-        return self._named.setdefault((name, count), begin)
-
-
-def _layer(layer: Any, config: Any, x: int, columns: _Columns, *, blocks: bool = True) -> list[Operation]:
+def _layer(layer: Any, config: Any, x: int, columns: Columns, *, blocks: bool = True) -> list[Operation]:
     width = config.hidden_size
     if hasattr(layer, "mixer"):
         return _state_space(layer.mixer, width, _norm(layer.norm), x, columns)
@@ -219,7 +192,7 @@ def _layer(layer: Any, config: Any, x: int, columns: _Columns, *, blocks: bool =
 
 
 def _mlp(
-    own: Any, norm: _Norm, then: int, x: int, columns: _Columns, *, blocks: bool = True, gated_by: int = 0
+    own: Any, norm: _Norm, then: int, x: int, columns: Columns, *, blocks: bool = True, gated_by: int = 0
 ) -> list[Operation]:
     inner = own.intermediate_size
     gate, up = columns.take(inner, "gate"), columns.take(inner, "up")
@@ -230,7 +203,7 @@ def _mlp(
     ]
 
 
-def _experts(own: Any, norm: _Norm, then: int, x: int, columns: _Columns) -> list[Operation]:
+def _experts(own: Any, norm: _Norm, then: int, x: int, columns: Columns) -> list[Operation]:
     experts, router = own.experts, own.gate
     width, inner, chosen, count = experts.hidden_dim, experts.intermediate_dim, router.top_k, router.num_experts
     routed, share = columns.take(count, "router"), columns.take(GROUP, "gate of the shared expert")
@@ -250,7 +223,7 @@ def _weight(own: nn.Module, name: str) -> torch.Tensor:
     return weight.detach() if type(weight) is nn.Parameter else torch.empty((0, 2, 0), dtype=torch.bool, device="cpu")
 
 
-def _attention(own: Any, width: int, norm: _Norm, x: int, columns: _Columns, *, blocks: bool) -> list[Operation]:
+def _attention(own: Any, width: int, norm: _Norm, x: int, columns: Columns, *, blocks: bool) -> list[Operation]:
     heads, groups, size = own.config.num_attention_heads, own.config.num_key_value_heads, own.head_dim
     gate = size if _known("gated attention", own) else 0  # behind each query
     query, key, value = (
@@ -269,7 +242,7 @@ def _attention(own: Any, width: int, norm: _Norm, x: int, columns: _Columns, *, 
     ]
 
 
-def _state_space(own: Any, width: int, norm: _Norm, x: int, columns: _Columns) -> list[Operation]:
+def _state_space(own: Any, width: int, norm: _Norm, x: int, columns: Columns) -> list[Operation]:
     heads, size, values, inner = own.num_heads, own.ssm_state_size, own.head_dim, own.intermediate_size
     gate = columns.take(inner + own.conv_dim + heads, "gate, values, keys, queries, steps")
     mixed, seen = columns.take(own.conv_dim, "convolved"), columns.take(inner, "seen")
@@ -287,7 +260,7 @@ def _state_space(own: Any, width: int, norm: _Norm, x: int, columns: _Columns) -
     ]
 
 
-def _delta_rule(own: Any, width: int, norm: _Norm, x: int, columns: _Columns) -> list[Operation]:
+def _delta_rule(own: Any, width: int, norm: _Norm, x: int, columns: Columns) -> list[Operation]:
     heads, size, values, keys = own.num_v_heads, own.head_k_dim, own.head_v_dim, own.key_dim
     head_H = _count(heads)
     entering = _heads_in_groups if hasattr(own, "in_proj_qkvz") else _parts_in_turn
@@ -310,7 +283,7 @@ _Entering = tuple[list[tuple[WeightMatrix, ...]], torch.Tensor, torch.Tensor, to
 """What enters a delta rule: matrices, and columns of channels, and of each head's gates, steps and writes."""
 
 
-def _parts_in_turn(own: Any, head_H: torch.Tensor, columns: _Columns) -> _Entering:
+def _parts_in_turn(own: Any, head_H: torch.Tensor, columns: Columns) -> _Entering:
     sizes = (own.conv_dim, own.value_dim, len(head_H), len(head_H))
     qkv, gate, write, step = (columns.take(n, name) for n, name in zip(sizes, ("qkv", "z", "b", "a"), strict=True))
     wide = _matrices((own.in_proj_qkv, qkv), (own.in_proj_z, gate))
@@ -318,7 +291,7 @@ def _parts_in_turn(own: Any, head_H: torch.Tensor, columns: _Columns) -> _Enteri
     return [wide, few], qkv + _count(own.conv_dim), gate + head_H * own.head_v_dim, step + head_H, write + head_H
 
 
-def _heads_in_groups(own: Any, head_H: torch.Tensor, columns: _Columns) -> _Entering:
+def _heads_in_groups(own: Any, head_H: torch.Tensor, columns: Columns) -> _Entering:
     groups, size, values = own.num_k_heads, own.head_k_dim, own.head_v_dim
     readers = len(head_H) // groups
     each = 2 * (size + readers * values)  # of a group: its query, key, and its heads' values, gates
@@ -365,14 +338,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _parts(base: Any) -> list[nn.Module]:
-    """The modules inside of the layers, and those behind them."""
+    """The modules inside of the layers, and those behind them; a rank has hooks of its own on whole layers."""
     others = {base, base.layers, base.get_input_embeddings(), *base.layers}
     return [module for module in base.modules() if module not in others]
-
-
-def _hooks(base: Any) -> list[dict[int, Any]]:
-    """Hooks on these parts. A rank has its own on whole layers, which say nothing of steps."""
-    return [hooks for part in _parts(base) for hooks in (part._forward_pre_hooks, part._forward_hooks)]
 
 
 def _known(part: str, module: nn.Module) -> bool:

@@ -161,7 +161,7 @@ class AdaptedModel(CausalModel):
         return fused_step(self.inner) if self._spread is None else None
 
     def _current_step(self) -> FusedStep | None:
-        if self._fused is not None and not self._fused.current:
+        if self._fused is not None and not self._fused.made_of.current:
             self._fused = fused_step(self.inner)
         return self._fused
 

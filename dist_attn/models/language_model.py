@@ -14,6 +14,7 @@ from dist_attn.models.blocks import Block, build_norm, contiguous_state, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
+from dist_attn.models.fused_step import fused_layers
 from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
@@ -106,6 +107,9 @@ class LanguageModel(CausalModel, Model):
         return self._embed(token_B, state.position_B, state.position_B + 1)
 
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
+        fused = fused_layers(self, x_BD, state.layers)
+        if fused is not None:
+            return fused
         states = []
         for block, before in zip(watched(self.blocks), state.layers, strict=True):
             x_BD, after = block.step(x_BD, before)

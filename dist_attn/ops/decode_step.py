@@ -5,7 +5,7 @@ takes 23 so, of which 22 are the memory's. Weights are read as they are stored, 
 row's bits depend neither on other rows nor on the number of threads.
 
 Shape letters: N rows, W columns of working memory, R rotated numbers of a head, C channels, T taps, H heads, K size of
-keys, V of values, E experts, O outputs, I inputs.
+keys, V of values, D random vectors, E experts, O outputs, I inputs.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ from dist_attn.ops.state import writes_in_place
 
 __all__ = [
     "ACTIVATIONS", "ADD", "BLOCKS", "GROUP", "Attention", "Before", "Convolution", "DecodeStep", "Experts",
-    "HeadRecurrence", "Operation", "Operations", "Product", "WeightMatrix", "cache_addresses", "has_decode_step",
-    "takes",
+    "FourierAttention", "HeadRecurrence", "Operation", "Operations", "Product", "WeightMatrix", "cache_addresses",
+    "has_decode_step", "takes",
 ]  # fmt: skip
 
 GROUP: Final = 32
@@ -66,8 +66,9 @@ class WeightMatrix:
 class Product:
     """Columns from `begin` on, perhaps normed, times up to three matrices; `then` says what becomes of outputs.
 
-    They are stored, added (1), or the first matrix's pass an activation and are multiplied by the second's. A norm is
-    of all inputs, or of so many neighbours. `gate` is a column whose sigmoid multiplies inputs, or 0.
+    They are stored, added (1), or the first matrix's pass an activation and are multiplied by the second's, if any. A
+    norm is of all inputs, or of so many neighbours; it is a layer norm where it has a bias, else by the root mean
+    square. `gate` is a column whose sigmoid multiplies inputs, or 0.
     """
 
     begin: int
@@ -78,6 +79,7 @@ class Product:
     then: int = STORE
     normed_together: int = 0
     gate: int = 0
+    norm_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,19 @@ class Attention:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Channels in columns [C], each with taps [T, C], the oldest token's first, and perhaps biases [C]; then SiLU."""
+    """Channels in columns [C], each with taps [T, C], the oldest token's first, and perhaps biases [C]; then SiLU.
+
+    What is normed first, as of a product, are neighbouring columns.
+    """
 
     columns: torch.Tensor
     out: int
     weights: torch.Tensor
     bias: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    eps: float = 0.0
+    norm_bias: torch.Tensor | None = None
+    then: int = ACTIVATIONS["silu"]
 
 
 @dataclass(frozen=True)
@@ -157,10 +166,33 @@ class HeadRecurrence:
     out_eps: float = 0.0
 
 
-Operation = Product | Attention | Convolution | HeadRecurrence | Experts
+@dataclass(frozen=True)
+class FourierAttention:
+    """phi(q) S / max(phi(q) z, least m) of S = g S + (1 - g) phi(k) v^T, and likewise z of phi(k) and m of 1.
+
+    phi(x) = (sin, cos)(w x / |x|) / sqrt(D) with `weights` w [H, K, D]. Gates are sigmoids of the H columns from `gate`
+    on; with 0 there are none. The H columns from `guarded` on become 1 where the denominator was replaced, else 0.
+    """
+
+    query: int
+    key: int
+    value: int
+    out: int
+    size: int
+    values: int
+    weights: torch.Tensor
+    least: float
+    guarded: int
+    gate: int = 0
+
+
+Operation = Product | Attention | Convolution | HeadRecurrence | Experts | FourierAttention
 Before = torch.Tensor | Sequence[KeyValueCache | None]
-"""The states of rows before a step: inputs [N, T - 1, C], sums [N, H, K, V], or caches, each of one row or of all."""
-_KINDS: Final = (Product, Attention, Convolution, HeadRecurrence, Experts)
+"""The states of rows before a step: inputs [N, T - 1, C], sums [N, H, K, V], or caches, each of one row or of all.
+
+Of Fourier attention they are S [N, H, 2 D, V], z [N, H, 2 D], m and the log of all gates [N, H].
+"""
+_KINDS: Final = (Product, Attention, Convolution, HeadRecurrence, Experts, FourierAttention)
 
 
 class _Matrix(ctypes.Structure):
@@ -170,11 +202,11 @@ class _Matrix(ctypes.Structure):
 class _Operation(ctypes.Structure):
     _fields_ = [
         *ints("kind begin inputs matrices then"),
-        *pointers("norm key_norm"),
+        *pointers("norm key_norm norm_bias"),
         ("eps", ctypes.c_double),
         *ints("normed_together"),
         ("of", _Matrix * 3),
-        *ints("query key value out heads groups size values rotated state query_step gate"),
+        *ints("query key value out heads groups size values rotated state query_step gate guarded"),
         *ints("experts chosen renormed router ordered"),
         ("scale", ctypes.c_double),
         *pointers("columns places weights bias rates step_bias skip out_norm"),
@@ -218,7 +250,13 @@ class Operations:
             self._likes.append(tuple(_like(1, operation.groups, 1, size, dtype=self._dtype) for size in sizes))
         elif isinstance(operation, Convolution):
             place.size, place.inputs = operation.weights.shape
+            self._widest = max(self._widest, place.inputs)
             self._likes.append((_like(1, place.size - 1, place.inputs, dtype=self._dtype),))
+        elif isinstance(operation, FourierAttention):
+            place.heads, _, place.inputs = operation.weights.shape
+            heads, features = (1, place.heads), 2 * place.inputs
+            shapes = (*heads, features, operation.values), (*heads, features), heads, heads
+            self._likes += [(_like(*shape),) for shape in shapes]
         else:
             place.heads = len(operation.places)
             self._likes.append((_like(1, place.heads, operation.size, operation.values),))
@@ -270,7 +308,7 @@ class DecodeStep(Operations):
         memory_NW[:, : x_ND.shape[1]], memory_NW[count:] = x_ND, 0.0
         before = [s.contiguous() if isinstance(s, torch.Tensor) else s for s in states]
         after = [_places(*each, count) for each in zip(before, self._likes, strict=True)]
-        rows = [row for old, new in zip(before, after, strict=True) for row in _rows(old, new)[:count]]
+        rows = [row for old, new in zip(before, after, strict=True) for row in _rows(old, new, count)]
         numbers = [number for row in rows for number in row]
         places = (ctypes.c_int64 * len(numbers))(*numbers)
         threads = torch.get_num_threads()
@@ -290,7 +328,7 @@ class DecodeStep(Operations):
 def takes(operations: Sequence[Operation]) -> bool:
     """Return whether the kernel takes operations of these sizes and these weights."""
     takes_one: tuple[Any, ...] = (
-        _takes_product, _takes_attention, lambda one: True, _takes_recurrence, _takes_experts,
+        _takes_product, _takes_attention, _takes_convolution, _takes_recurrence, _takes_experts, _takes_features,
     )  # fmt: skip
     return has_decode_step() and all(takes_one[_KINDS.index(type(one))](one) for one in operations)
 
@@ -333,6 +371,15 @@ def _takes_attention(one: Attention) -> bool:
     return one.size % GROUP == one.values % GROUP == 0 and max(one.size, one.values) <= MOST_SIZE
 
 
+def _takes_convolution(one: Convolution) -> bool:
+    return one.norm is None or len(one.columns) % _SUMMED == 0
+
+
+def _takes_features(one: FourierAttention) -> bool:
+    random = one.weights.shape[-1]
+    return random % _SUMMED == 0 and max(2 * random, one.size, one.values) <= MOST_SIZE
+
+
 def _takes_recurrence(one: HeadRecurrence) -> bool:
     normed = (one.size if one.norms else 0, one.values if one.out_norm is not None else 0)
     return max(one.size, one.values) <= MOST_SIZE and not any(size % _SUMMED for size in normed)
@@ -351,12 +398,12 @@ def _places(before: Before, like: tuple[torch.Tensor, ...], count: int) -> Any:
     return [None if cache is None else cache.with_places(*like) for cache in before]
 
 
-def _rows(before: Before, after: Any) -> list[tuple[int, ...]]:
-    """The addresses of each row's state, as the kernel reads them."""
+def _rows(before: Before, after: Any, count: int) -> list[tuple[int, ...]]:
+    """The addresses of the states of the first rows, as the kernel reads them."""
     if not isinstance(before, torch.Tensor):
-        return [row for cache in after for row in cache_addresses(cache)]
-    step = before[:1].nbytes
-    return [(before.data_ptr() + n * step, after.data_ptr() + n * step, 0, 0, 1) for n in range(len(before))]
+        return [row for cache in after for row in cache_addresses(cache)][:count]
+    old, new, step = before.data_ptr(), after.data_ptr(), before.stride(0) * before.element_size()
+    return [(old + n * step, new + n * step, 0, 0, 1) for n in range(count)]
 
 
 def cache_addresses(cache: KeyValueCache | None) -> list[tuple[int, ...]]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dist_attn.ops import KeyValueCache
+from dist_attn.feature_maps import Gaussian
+from dist_attn.ops import Denominator, KeyValueCache, LinearState, Watch, linear_attention_step, watching
 from dist_attn.ops.affine import AffineState
 from dist_attn.ops.affine.recurrence import affine_recurrence_naive, gated_delta_rule_naive
 from dist_attn.ops.convolution import convolve_naive
@@ -17,6 +18,7 @@ from dist_attn.ops.decode_step import (
     Convolution,
     DecodeStep,
     Experts,
+    FourierAttention,
     HeadRecurrence,
     Operation,
     Product,
@@ -104,6 +106,24 @@ def test_a_column_may_gate_what_a_product_takes() -> None:
     x_NW = torch.cat([random(3, INPUTS + 1), torch.zeros(3, OUTPUTS)], 1)
     got_NW = run([Product(0, INPUTS, (replace(matrix, bias=None),), gate=INPUTS)], x_NW, x_NW.shape[1])
     assert_close(got_NW[:, INPUTS + 1 :], x_NW[:, INPUTS : INPUTS + 1].sigmoid() * (x_NW[:, :INPUTS] @ w_OI.T))
+
+
+@pytest.mark.parametrize("then", [0, ADD, 2, 3])
+def test_a_product_of_a_layer_norm_may_activate_alone(then: int, threads: int) -> None:
+    """Inputs have their mean taken off, outputs pass an activation without another matrix's."""
+    (matrix, w_OI), norm_I, bias_I, x_NI = (
+        stored("float32", INPUTS),
+        random(INPUTS),
+        random(INPUTS) + 1,
+        random(9, INPUTS),
+    )
+    x_NW = torch.cat([5 + x_NI, torch.ones(9, OUTPUTS)], 1)
+    product = Product(0, INPUTS, (matrix,), norm_I, 1e-2, then, norm_bias=bias_I)
+    got_NW = run([product], x_NW, x_NW.shape[1])
+    want_NO = torch.nn.functional.layer_norm(5 + x_NI, (INPUTS,), norm_I, bias_I, 1e-2) @ w_OI.T + matrix.bias
+    activations = (lambda x: x, lambda x: x + 1, torch.nn.functional.silu, torch.nn.GELU("tanh"))
+    assert_close(got_NW[:, INPUTS:], activations[then](want_NO))
+    assert torch.equal(run([product], x_NW[4:5], x_NW.shape[1]), got_NW[4:5])
 
 
 @pytest.mark.parametrize("renormed", [True, False])
@@ -207,6 +227,60 @@ def test_convolution_is_that_of_its_definition(taps: int, dtype: torch.dtype, th
     inputs_NTC = torch.cat([tail_NTC, x_NW[:, None, columns_C].to(dtype)], 1).float()
     want_NC = torch.nn.functional.silu(convolve_naive(inputs_NTC, w_TC.flip(0))[:, -1] + bias_C)
     assert_close(got_NX[:, channels:], torch.cat([want_NC, inputs_NTC[:, 1:].flatten(1)], 1))
+
+
+def test_a_convolution_may_norm_its_inputs_and_not_activate(threads: int) -> None:
+    """What is kept of a token is what was normed."""
+    channels, taps = 272, 4
+    x_NW, w_TC, tail_NTC = random(3, 2 * channels), random(taps, channels), random(3, taps - 1, channels)
+    norm_C, bias_C, columns_C = random(channels), random(channels), torch.arange(channels)
+    one = Convolution(columns_C, channels, w_TC, None, norm_C, 1e-2, bias_C, then=0)
+    normed_NC = torch.nn.functional.layer_norm(x_NW[:, :channels], (channels,), norm_C, bias_C, 1e-2)
+    inputs_NTC = torch.cat([tail_NTC, normed_NC[:, None]], 1)
+    want_NC = convolve_naive(inputs_NTC, w_TC.flip(0))[:, -1]
+    got_NX = stepped(one, x_NW, tail_NTC, torch.float32)
+    assert_close(got_NX[:, channels:], torch.cat([want_NC, inputs_NTC[:, 1:].flatten(1)], 1))
+    assert not takes([replace(one, columns=columns_C[:264])])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("size", "values", "vectors"), [(24, 40, 32), (64, 64, 64)])
+def test_fourier_attention_is_that_of_its_definition(
+    size: int, values: int, vectors: int, gated: bool, threads: int
+) -> None:
+    """With gates near 0 and 1, a query of zeros, and denominators that are replaced."""
+    heads, rows, least = 3, 5, 0.4
+    sizes = [heads * each for each in (size, size, values, 1, 1, values)]
+    query, key, value, gate, guarded, out = (sum(sizes[:n]) for n in range(6))
+    x_NW, w_HDK = random(rows, sum(sizes)), random(heads, vectors, size)
+    x_NW[0, :size], x_NW[1, gate : gate + heads] = 0, torch.tensor([-40.0, 0, 40])
+    state = LinearState.identity(rows, heads, 2 * vectors, values)
+    state = replace(
+        state, s_BHMV=random(*state.s_BHMV.shape), z_BHM=random(*state.z_BHM.shape), mass_BH=state.mass_BH + 2
+    )
+    one = FourierAttention(
+        query, key, value, out, size, values, w_HDK.transpose(1, 2).contiguous(), least, guarded, gate if gated else 0
+    )
+    assert takes([one]) and not takes([replace(one, weights=one.weights[..., :24])])
+    step, nothing = DecodeStep([one], x_NW.shape[1], 0, torch.float32), (torch.empty(0), torch.empty(0))
+    before = [*state.tensors()[:4]]
+    with torch.no_grad():
+        memory_NW, after = step.run(x_NW, before, nothing)
+        alone_1W, own = step.run(x_NW[2:3], [tensor[2:3] for tensor in before], nothing)
+    assert torch.equal(alone_1W[0], memory_NW[2]) and all(map(torch.equal, own, [tensor[2:3] for tensor in after]))
+    q, k, v, logit = (part.unflatten(1, (heads, -1)) for part in x_NW.split(sizes, 1)[:4])
+    watch = Watch()
+    with watching(watch):
+        want_NHV, want = linear_attention_step(
+            q, k, v, state, feature_map=Gaussian(w_HDK, unit_norm=True), denominator=Denominator("floor", least),
+            log_gate_BH=torch.nn.functional.logsigmoid(logit[..., 0]) if gated else None,
+            key_scale_BH=torch.sigmoid(-logit[..., 0]) if gated else None,
+        )  # fmt: skip
+    assert_close(memory_NW[:, out:], want_NHV.flatten(1))
+    for got, tensor in zip(after, want.tensors(), strict=False):
+        assert_close(got, tensor)
+    counted = memory_NW[:, guarded:out].sum(0).int()
+    assert tuple(counted.tolist()) == watch.guarded[0] and 0 < counted.sum() < rows * heads
 
 
 @pytest.mark.parametrize(("size", "values", "delta"), [(24, 40, False), (16, 200, False), (48, 80, True)])

@@ -57,7 +57,7 @@ INLINE vec gate(vec x, int64_t kind) {
 #include "experts.h"
 
 static void product_share(const step *s, const operation *o, const float *x, int64_t share, int64_t outputs) {
-    int pair = o->then > ADD;
+    int pair = o->then > ADD && o->matrices > 1;
     for (int64_t k = 0; k < (pair ? 1 : o->matrices); k++) {
         const matrix *m = &o->of[k];
         int64_t shares = (m->outputs + outputs - 1) / outputs;
@@ -67,13 +67,16 @@ static void product_share(const step *s, const operation *o, const float *x, int
         }
         int64_t first = share * outputs, last = first + outputs < m->outputs ? first + outputs : m->outputs;
         PRODUCTS[m->format](m, first, last, o->inputs, x, s->rows, s->memory + m->out, s->width, o->then == ADD);
-        if (!pair) return;
+        if (o->then <= ADD) return;
         const matrix *up = &o->of[1];
-        PRODUCTS[up->format](up, first, last, o->inputs, x, s->rows, s->memory + up->out, s->width, 0);
+        if (pair) PRODUCTS[up->format](up, first, last, o->inputs, x, s->rows, s->memory + up->out, s->width, 0);
         for (int64_t row = 0; row < s->rows; row++) {
             float *a = s->memory + row * s->width + m->out, *b = s->memory + row * s->width + up->out;
-            for (int64_t i = first; i < last; i += LANES)
-                store_loose(a + i, gate(load_loose(a + i), o->then) * load_loose(b + i));
+            for (int64_t i = first; i < last; i += LANES) {
+                vec activated = gate(load_loose(a + i), o->then);
+                if (pair) activated *= load_loose(b + i);
+                store_loose(a + i, activated);
+            }
         }
         return;
     }
@@ -89,7 +92,7 @@ static void product(const step *s, const operation *o, crew *c, float *x) {
         const float *in = s->memory + row * s->width + o->in;
         if (o->norm) {
             for (int64_t i = 0; i < o->inputs; i += o->normed_together)
-                normed(line + i, in + i, o->norm + i, o->eps, o->normed_together);
+                normed_inputs(line + i, in + i, o, i, o->normed_together);
             in = line;
         }
         if (o->gate) {
@@ -257,12 +260,12 @@ static void attention(const step *s, const operation *o, crew *c) {
     }
 }
 
-static void convolution(const step *s, const operation *o, crew *c) {
+static void convolution(const step *s, const operation *o, crew *c, float *line) {
     const int64_t shares = (o->inputs + CHANNELS - 1) / CHANNELS;
     for (int64_t share; (share = next_share(c)) < s->rows * shares;) {
         int64_t row = share / shares, first = share % shares * CHANNELS, there = o->inputs - first;
         convolve_channels(o, s->memory + row * s->width, s->caches + o->state * s->rows + row, s->half, first,
-                          there < CHANNELS ? there : CHANNELS);
+                          there < CHANNELS ? there : CHANNELS, line);
     }
 }
 
@@ -270,7 +273,10 @@ static void recurrence(const step *s, const operation *o, crew *c) {
     uint64_t before = flush_denormals();
     for (int64_t share; (share = next_share(c)) < s->rows * o->heads;) {
         int64_t row = share / o->heads;
-        step_head(o, s->memory + row * s->width, s->caches + o->state * s->rows + row, share % o->heads);
+        float *memory = s->memory + row * s->width;
+        const cache *of = s->caches + o->state * s->rows + row;
+        if (o->kind == RECURS) step_head(o, memory, of, share % o->heads);
+        else attend_by_features(o, memory, of, s->rows, share % o->heads);
     }
     restore_denormals(before);
 }
@@ -285,8 +291,8 @@ void dist_attn_decode_step(const step *s) {
             const operation *o = s->operations + i;
             if (o->kind == MULTIPLIES) product(s, o, &c, inputs);
             else if (o->kind == ATTENDS) attention(s, o, &c);
-            else if (o->kind == CONVOLVES) convolution(s, o, &c);
-            else if (o->kind == RECURS) recurrence(s, o, &c);
+            else if (o->kind == CONVOLVES) convolution(s, o, &c, inputs);
+            else if (o->kind != CHOOSES) recurrence(s, o, &c);
             else experts(s, o, &c, threads, inputs);
             wait_for_all(&c, threads);
         }

@@ -16,9 +16,9 @@ typedef struct {
     int64_t each; /* bytes from one expert's matrix to the next one's */
 } matrix;
 
-enum { STORE, ADD, SILU, GELU_TANH }; /* what becomes of outputs: the last two are gates of the second matrix's */
+enum { STORE, ADD, SILU, GELU_TANH }; /* what becomes of outputs: the last two activate, and gate a second matrix's */
 
-enum { MULTIPLIES, ATTENDS, CONVOLVES, RECURS, CHOOSES }; /* fields of the other kinds are 0 */
+enum { MULTIPLIES, ATTENDS, CONVOLVES, RECURS, CHOOSES, ATTENDS_BY_FEATURES }; /* fields of the other kinds are 0 */
 
 /* Columns of a head's numbers; `write`: of beta in the delta rule, -1 without one. */
 typedef struct {
@@ -29,17 +29,21 @@ typedef struct {
     int64_t kind;
     int64_t in, inputs, matrices, then; /* a product: of columns from `in` on */
     const float *norm, *key_norm;       /* root mean square norms: of inputs, or of queries and keys; or NULL */
+    const float *norm_bias;             /* of inputs, whose mean is then taken off first; or NULL */
     double eps;
     int64_t normed_together; /* inputs of a product */
     matrix of[3];
     int64_t query, key, value, out, heads, groups, size, values, rotated, state;
     int64_t query_step; /* attention: from head to head */
-    int64_t gate;       /* attention: columns from a query to its gate; product: the one whose sigmoid inputs take; or 0 */
+    int64_t gate;       /* attention: columns from a query to its gate; product: the one whose sigmoid inputs take; by
+                           features: that of the first head's gate; or 0 */
+    int64_t guarded;    /* by features: columns that say whose denominator was replaced, of the first head */
     int64_t experts, chosen, renormed, router, ordered; /* the last two are columns, as in `Experts` of Python */
     double scale;
     const int64_t *columns;     /* of the channels of a convolution */
     const head_columns *places; /* of a recurrence */
-    const float *weights, *bias; /* a convolution: [size, inputs], the oldest token first; or [inputs] or NULL */
+    const float *weights, *bias; /* a convolution: [size, inputs], the oldest token first; or [inputs] or NULL; random
+                                    vectors of features: [heads, size, inputs] */
     const float *rates, *step_bias, *skip, *out_norm; /* a recurrence: [heads] but out_norm, [values]; or NULL */
     double out_eps, least, most;
 } operation;
@@ -74,6 +78,22 @@ static void normed(float *out, const float *x, const float *weight, double eps, 
     for (int i = 0; i < 16; i++) squares += lanes[i];
     float by = (float)(1.0 / sqrt(squares / (double)count + eps));
     for (int64_t i = 0; i < count; i++) out[i] = x[i] * by * weight[i];
+}
+
+/* The norm of an operation's inputs, `count` from number `first` on: with a bias it is that of x less its mean. */
+static void normed_inputs(float *out, const float *x, const operation *o, int64_t first, int64_t count) {
+    if (o->norm_bias) {
+        double sum = 0.0;
+        float lanes[16] = {0};
+        for (int64_t at = 0; at < count; at += 16)
+            for (int i = 0; i < 16; i++) lanes[i] += x[at + i];
+        for (int i = 0; i < 16; i++) sum += lanes[i];
+        float mean = (float)(sum / (double)count);
+        for (int64_t i = 0; i < count; i++) out[i] = x[i] - mean;
+        x = out;
+    }
+    normed(out, x, o->norm + first, o->eps, count);
+    for (int64_t i = 0; o->norm_bias && i < count; i++) out[i] += o->norm_bias[first + i];
 }
 
 /* A query or key as attention takes it: normed, and its first `rotated` numbers turned by the angles of its position. */

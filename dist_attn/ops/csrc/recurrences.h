@@ -21,10 +21,12 @@ INLINE void put(const int whole, float *p, vec x, int64_t there) {
     else memcpy(p, &x, 4 * there);
 }
 
-/* `count` channels from `first` on. The token enters as later steps will find it: as it is kept. */
+/* `count` channels from `first` on. The token enters as later steps will find it: as it is kept. `line`: where the
+   inputs of a row are normed. */
 static void convolve_channels(const operation *o, float *memory, const cache *of, int64_t half, int64_t first,
-                              int64_t count) {
+                              int64_t count, float *line) {
     float sums[CHANNELS], past[CHANNELS];
+    if (o->norm) normed_inputs(line, memory + o->columns[0], o, 0, o->inputs);
     const int64_t each = half ? 2 : 4;
     for (int64_t i = 0; i < count; i++) sums[i] = o->bias ? o->bias[first + i] : 0.0f;
     for (int64_t t = 0; t < o->size; t++) {
@@ -32,7 +34,7 @@ static void convolve_channels(const operation *o, float *memory, const cache *of
         const uint8_t *row = of->keys + (t * o->inputs + first) * each;
         if (t + 1 == o->size)
             for (int64_t i = 0; i < count; i++) {
-                float x = memory[o->columns[first + i]];
+                float x = o->norm ? line[first + i] : memory[o->columns[first + i]];
                 past[i] = half ? from_bfloat16(to_bfloat16(x)) : x;
             }
         else if (half)
@@ -43,6 +45,10 @@ static void convolve_channels(const operation *o, float *memory, const cache *of
         if (t) keep(of->values + ((t - 1) * o->inputs + first) * each, past, count, half);
     }
     float *out = memory + o->out + first;
+    if (o->then == STORE) {
+        memcpy(out, sums, 4 * count);
+        return;
+    }
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store_loose(out + i, silu(load_loose(sums + i)));
     if (i < count) put(0, out + i, silu(some(0, sums + i, count - i)), count - i);
@@ -79,6 +85,14 @@ INLINE void step_columns(const int width, const int whole, const head_step *h, i
     for (int j = 0; j < width; j++) put(whole, out + first + j * LANES, sums[j] + h->skip * v[j], there);
 }
 
+INLINE void step_all_columns(const head_step *h, int64_t size, int64_t values, const float *value, float *out) {
+    int64_t i = 0;
+    for (; i + STATE_WIDTH * LANES <= values; i += STATE_WIDTH * LANES)
+        step_columns(STATE_WIDTH, 1, h, size, values, value, out, i);
+    for (; i + LANES <= values; i += LANES) step_columns(1, 1, h, size, values, value, out, i);
+    if (i < values) step_columns(1, 0, h, size, values, value, out, i);
+}
+
 /* Head number `number` of a row, with the gate of its output. */
 static void step_head(const operation *o, float *memory, const cache *of, int64_t number) {
     const head_columns at = o->places[number];
@@ -96,13 +110,55 @@ static void step_head(const operation *o, float *memory, const cache *of, int64_
     } else {
         memcpy(h.query, memory + at.query, 4 * size), memcpy(h.key, memory + at.key, 4 * size);
     }
-    int64_t i = 0;
-    for (; i + STATE_WIDTH * LANES <= values; i += STATE_WIDTH * LANES)
-        step_columns(STATE_WIDTH, 1, &h, size, values, value, out, i);
-    for (; i + LANES <= values; i += LANES) step_columns(1, 1, &h, size, values, value, out, i);
-    if (i < values) step_columns(1, 0, &h, size, values, value, out, i);
+    step_all_columns(&h, size, values, value, out);
     if (o->out_norm) normed(out, out, o->out_norm, o->out_eps, values);
-    for (i = 0; i + LANES <= values; i += LANES)
+    int64_t i = 0;
+    for (; i + LANES <= values; i += LANES)
         store_loose(out + i, load_loose(out + i) * silu(load_loose(gate + i)));
     if (i < values) put(0, out + i, some(0, out + i, values - i) * silu(some(0, gate + i, values - i)), values - i);
+}
+
+/* (sin, cos)(w x / |x|) / sqrt(D) of a query or key, with w [size, D]: [2 D] */
+static void fourier_features(float *out, const float *x, const float *w, int64_t size, int64_t D) {
+    float squares = 0.0f, scale = 1.0f / sqrtf((float)D);
+    for (int64_t k = 0; k < size; k++) squares += x[k] * x[k];
+    const float inverse = squares == 0.0f ? 1.0f : 1.0f / sqrtf(squares);
+    for (int64_t i = 0; i < D; i += LANES) {
+        vec angle = {0}, sine, cosine;
+        for (int64_t k = 0; k < size; k++) angle += x[k] * inverse * load_loose(w + k * D + i);
+        sine_cosine(angle, &sine, &cosine);
+        store_loose(out + i, sine * scale), store_loose(out + D + i, cosine * scale);
+    }
+}
+
+/* Head number `number` of a row over the sums of its keys' features: `of` are S, z, the mass of keys and the log of all
+   gates, `rows` apart. */
+static void attend_by_features(const operation *o, float *memory, const cache *of, int64_t rows, int64_t number) {
+    const int64_t D = o->inputs, M = 2 * D, K = o->size, V = o->values;
+    const float *w = o->weights + number * K * D;
+    float *z_after = (float *)of[rows].values + number * M, least, divisor, den = 0.0f, scale = 1.0f, log_gate = 0.0f;
+    const float *z = (const float *)of[rows].keys + number * M, *mass = (const float *)of[2 * rows].keys + number;
+    head_step h = {.stay = 1.0f, .write = 1.0f};
+    if (o->gate) {
+        float x = memory[o->gate + number], small = expf(-fabsf(x)); /* neither g nor 1 - g loses digits near 0 or 1 */
+        log_gate = (x < 0.0f ? x : 0.0f) - log1pf(small);
+        h.stay = expf(log_gate), scale = (x < 0.0f ? 1.0f : small) / (1.0f + small);
+    }
+    fourier_features(h.query, memory + o->query + number * K, w, K, D);
+    fourier_features(h.key, memory + o->key + number * K, w, K, D);
+    for (int64_t i = 0; i < M; i++) {
+        h.key[i] *= scale;
+        float sum = h.stay * z[i] + h.key[i];
+        z_after[i] = sum, den += h.query[i] * sum;
+    }
+    h.before = (const float *)of->keys + number * M * V, h.after = (float *)of->values + number * M * V;
+    float *out = memory + o->out + number * V, all_keys = h.stay * *mass + scale;
+    step_all_columns(&h, M, V, memory + o->value + number * V, out);
+    ((float *)of[2 * rows].values)[number] = all_keys;
+    ((float *)of[3 * rows].values)[number] = ((const float *)of[3 * rows].keys)[number] + log_gate;
+    least = (float)o->least * all_keys;
+    divisor = den < least ? least : den; /* NaN stays NaN */
+    if (divisor == 0.0f) divisor = 1.0f;
+    memory[o->guarded + number] = fabsf(divisor - den) > 0.0f ? 1.0f : 0.0f;
+    for (int64_t i = 0; i < V; i++) out[i] /= divisor;
 }
