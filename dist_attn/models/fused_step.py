@@ -139,11 +139,14 @@ class _Step:
     def run(
         self, x_BD: torch.Tensor, layers: Sequence[MixerState]
     ) -> tuple[torch.Tensor, tuple[MixerState, ...]] | None:
-        """As `fused_layers`."""
-        watch, each = current_watch(), [_tensors(*pair) for pair in zip(self._mixers, layers, strict=True)]
-        before = [tensor for tensors in each for tensor in tensors]
-        if self._step is None or not all(each) or not self._step.fits(before, len(x_BD)):
+        """Return what `fused_layers` does."""
+        if self._step is None:
             return None
+        each = [_tensors(*pair) for pair in zip(self._mixers, layers, strict=True)]
+        before = [tensor for tensors in each for tensor in tensors]
+        if not all(each) or not self._step.fits(before, len(x_BD)):
+            return None
+        watch = current_watch()
         no_turns = (torch.empty((0, 0), device="cpu"),) * 2
         memory_BW, after = self._step.run(x_BD, before, no_turns, None if watch is None else watch.rows)
         states, written = list[MixerState](), iter(after)
