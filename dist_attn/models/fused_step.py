@@ -9,6 +9,7 @@ Letters: B sequences, D model width, H heads.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import is_not
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -94,10 +95,10 @@ def fused_layers(
 ) -> tuple[torch.Tensor, tuple[MixerState, ...]] | None:
     """Logits [B, V] and states behind a token of each sequence; None where the modules of a `LanguageModel` are asked.
 
-    These say which operation made a number that is not finite, have gradients, and follow autocast.
+    These say which operation made a number that is not finite, have gradients, follow autocast, and draw from pools.
     """
     watch = current_watch()
-    if x_BD.dtype != torch.float32 or x_BD.device.type != "cpu" or not is_plain(x_BD):
+    if model.training or x_BD.dtype != torch.float32 or not x_BD.is_cpu or not is_plain(x_BD):
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return None
@@ -116,7 +117,7 @@ class _Step:
         self._mixers: list[Any] = [block.mixer for block in model.blocks]
         parts = [part for part in model.modules() if not isinstance(part, (type(model), nn.ModuleList, *_STEPPED))]
         self.made_of = MadeOf(model, parts, buffers=True)
-        self._columns, self._guarded = Columns(), list[int]()  # the first column of each layer's guarded denominators
+        self._columns, self._guarded = Columns(), dict[int, slice]()  # layers' columns of guarded denominators
         self._vocabulary: int = model.vocab_size
         known = not any(self.made_of.hooks) and type(model.norm) in _NORMS and all(map(_is_known, model.blocks))
         operations = self._operations(model) if known else []
@@ -127,11 +128,14 @@ class _Step:
         columns, size, table = self._columns, model.hidden_size, model.unembedding or model.embedding
         x = columns.take(size)
         operations: list[Operation] = []
-        for block in model.blocks:
-            guarded = columns.take(block.mixer.config.num_heads)
-            self._guarded.append(guarded)
-            mixing = _delta_rule if isinstance(block.mixer, GatedDeltaNet) else _random_features
-            operations += mixing(block.mixer, block.mixer_norm, columns, guarded)
+        for layer, block in enumerate(model.blocks):
+            if isinstance(block.mixer, GatedDeltaNet):
+                operations += _delta_rule(block.mixer, block.mixer_norm, columns)
+            else:
+                heads = block.mixer.config.num_heads
+                guarded = columns.take(heads)
+                self._guarded[layer] = slice(guarded, guarded + heads)
+                operations += _random_features(block.mixer, block.mixer_norm, columns, guarded)
             operations += _mlp(block, columns)
         out = columns.take(self._vocabulary)
         return [*operations, *_products(x, size, model.norm, _matrix(table, out))]
@@ -149,13 +153,14 @@ class _Step:
         watch = current_watch()
         no_turns = (torch.empty((0, 0), device="cpu"),) * 2
         memory_BW, after = self._step.run(x_BD, before, no_turns, None if watch is None else watch.rows)
-        states, written = list[MixerState](), iter(after)
-        for layer, (mixer, state) in enumerate(zip(self._mixers, layers, strict=True)):
-            states.append(_behind(mixer, state, written))
-            if watch is not None and isinstance(mixer, RandomFeatureAttention):
-                watch.layer, guarded = layer, self._guarded[layer]
-                watch.count(memory_BW[:, guarded : guarded + mixer.config.num_heads] > 0)
-        return memory_BW[:, -self._vocabulary :], tuple(states)
+        if watch is not None:
+            for layer, guarded in self._guarded.items():
+                watch.layer = layer
+                watch.count(memory_BW[:, guarded] > 0)
+        if any(map(is_not, before, after)):
+            written = iter(after)
+            layers = [_behind(*pair, written) for pair in zip(self._mixers, layers, strict=True)]
+        return memory_BW[:, -self._vocabulary :], tuple(layers)
 
 
 _steps: WeakKeyDictionary[nn.Module, _Step] = WeakKeyDictionary()
@@ -204,7 +209,7 @@ def _random_features(own: RandomFeatureAttention, norm: nn.Module, columns: Colu
     return [*entering, attends, *_products(seen, heads * values, None, _matrix(own.out, 0), then=ADD)]
 
 
-def _delta_rule(own: GatedDeltaNet, norm: nn.Module, columns: Columns, _: int) -> list[Operation]:
+def _delta_rule(own: GatedDeltaNet, norm: nn.Module, columns: Columns) -> list[Operation]:
     config = own.config
     width, heads, size, values = config.hidden_size, config.num_heads, config.key_size, config.value_size
     convolved, keys = config.convolved_size, config.num_key_heads * size

@@ -107,7 +107,7 @@ class LanguageModel(CausalModel, Model):
         return self._embed(token_B, state.position_B, state.position_B + 1)
 
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
-        fused = fused_layers(self, x_BD, state.layers)
+        fused = fused_layers(self, x_BD, state.layers) if type(self) is LanguageModel else None
         if fused is not None:
             return fused
         states = []

@@ -285,12 +285,13 @@ class DecodeStep(Operations):
         """`width` columns of working memory, and as `Operations`."""
         super().__init__(operations, rotated, dtype)
         self._width = width
+        self._wanted = [(like[0].shape[1:], like[0].dtype) for like in self._likes]
 
     def fits(self, states: Sequence[Before], rows: int) -> bool:
         """Return whether these states are of so many rows of this model; caches tell by themselves."""
         return len(states) == len(self._likes) and all(
-            (s.shape, s.dtype, s.device.type) == ((rows, *like[0].shape[1:]), like[0].dtype, "cpu")
-            for s, like in zip(states, self._likes, strict=True)
+            s.shape[1:] == shape and len(s) == rows and s.dtype == dtype and s.is_cpu
+            for s, (shape, dtype) in zip(states, self._wanted, strict=True)
             if isinstance(s, torch.Tensor)
         )
 
@@ -307,7 +308,8 @@ class DecodeStep(Operations):
         memory_NW = torch.empty((len(x_ND), self._width), dtype=torch.float32, device="cpu")
         memory_NW[:, : x_ND.shape[1]], memory_NW[count:] = x_ND, 0.0
         before = [s.contiguous() if isinstance(s, torch.Tensor) else s for s in states]
-        after = [_places(*each, count) for each in zip(before, self._likes, strict=True)]
+        copied = None if writes_in_place() else count
+        after = [_places(*each, copied) for each in zip(before, self._likes, strict=True)]
         rows = [row for old, new in zip(before, after, strict=True) for row in _rows(old, new, count)]
         numbers = [number for row in rows for number in row]
         places = (ctypes.c_int64 * len(numbers))(*numbers)
@@ -389,12 +391,12 @@ def _like(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def _places(before: Before, like: tuple[torch.Tensor, ...], count: int) -> Any:
-    """States with room for what comes behind a token of `count` rows, of tensors perhaps in the same place."""
+def _places(before: Before, like: tuple[torch.Tensor, ...], copied: int | None) -> Any:
+    """States with room for what comes behind a token of `copied` rows; None: of tensors it is written over them."""
     if isinstance(before, torch.Tensor):
-        if writes_in_place():
+        if copied is None:
             return before
-        return torch.empty_like(before) if count == len(before) else before.clone()
+        return torch.empty_like(before) if copied == len(before) else before.clone()
     return [None if cache is None else cache.with_places(*like) for cache in before]
 
 
