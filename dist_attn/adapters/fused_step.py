@@ -310,7 +310,7 @@ def _convolution(own: nn.Conv1d, columns_C: torch.Tensor, out: int) -> Convoluti
 
 
 def _rates(own: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return -own.A_log.detach().float().exp(), own.dt_bias.detach().float()
+    return own.A_log.detach().float(), own.dt_bias.detach().float()
 
 
 def _count(number: int) -> torch.Tensor:

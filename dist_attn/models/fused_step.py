@@ -8,10 +8,9 @@ Letters: B sequences, D model width, H heads.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from operator import is_not
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,7 +41,8 @@ from dist_attn.ops.decode_step import (
     takes,
 )
 
-_STEPPED = (Block, RandomFeatureAttention, GatedDeltaNet, ShortConvolution)  # by `step`, of which no hook is told
+# They run by `step`, of which their hooks are not told.
+_STEPPED = (Block, RandomFeatureAttention, GatedDeltaNet, ShortConvolution)
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _MATRICES = (Linear, nn.Linear, Bfloat16Linear, Int8Linear, nn.Embedding, Bfloat16Embedding, Int8Embedding)
 _KNOWN = (*_STEPPED, *_NORMS, *_MATRICES, GatedNorm, Dropout)
@@ -67,62 +67,66 @@ class Columns:
 
 
 class MadeOf:
-    """The modules, weights and hooks of a model of which a step has addresses and copies."""
+    """A model as it was when a step took addresses of its weights, and perhaps copies."""
 
-    def __init__(self, model: nn.Module, hooked: Sequence[nn.Module], *, buffers: bool = False) -> None:
-        """Hooks are those of the modules `hooked`."""
-        kinds = ("_modules", "_parameters", "_buffers")[: 3 if buffers else 2]
-        weights = (*model.parameters(), *(model.buffers() if buffers else ()))
-        self._weights = [weight for weight in weights if not weight.is_inference()]
-        self._tables = [table for module in model.modules() for kind in kinds if (table := getattr(module, kind))]
-        self.hooks = [hooks for module in hooked for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        self._held = [held for table in self._tables for held in table.values()]  # whose `id` is thus no other's
+    def __init__(self, model: nn.Module, called: Sequence[nn.Module], *, buffers: bool = False) -> None:
+        """Hooks on the modules `called` count, and as weights perhaps `buffers`."""
+        modules, kinds = list(model.modules()), ("_modules", "_parameters", "_buffers")[: 3 if buffers else 2]
+        self._weights = [*model.parameters(), *(model.buffers() if buffers else ())]
+        self._versions = [weight for weight in self._weights if not weight.is_inference()]
+        self._tables = [table for module in modules for kind in kinds if (table := getattr(module, kind))]
+        self.hooks = [hooks for module in called for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+        self._attributes: list[Any] = [*map(vars, modules), *self.hooks]  # a patched function is one more
+        self._held = [held for table in self._tables for held in table.values()]  # alive, so that no other has its id
         self._made_of = self._present()
 
     @property
     def current(self) -> bool:
-        """Return whether no weight has been trained or moved since, no module or weight exchanged, no hook added."""
+        """Return whether no weight was trained or moved since, no module or weight exchanged, nothing hooked.
+
+        Of what is written through `.data`, and of inference tensors, it is only seen where they lie.
+        """
         return self._made_of == self._present()
 
-    def _present(self) -> tuple[list[int], list[int], list[int]]:
+    def _present(self) -> tuple[list[int], ...]:
         held = [id(held) for table in self._tables for held in table.values()]
-        held.append(sum(map(len, self.hooks)))
-        return held, [p._version for p in self._weights], [p.data_ptr() for p in self._weights]
+        versions = [weight._version for weight in self._versions]
+        return held, versions, [weight.data_ptr() for weight in self._weights], [*map(len, self._attributes)]
 
 
-def fused_layers(
-    model: nn.Module, x_BD: torch.Tensor, layers: Sequence[MixerState]
-) -> tuple[torch.Tensor, tuple[MixerState, ...]] | None:
-    """Logits [B, V] and states behind a token of each sequence; None where the modules of a `LanguageModel` are asked.
-
-    These say which operation made a number that is not finite, have gradients, follow autocast, and draw from pools.
-    """
-    watch = current_watch()
-    if model.training or x_BD.dtype != torch.float32 or not x_BD.is_cpu or not is_plain(x_BD):
-        return None
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return None
-    if watch is not None and watch.finite is not None:
-        return None
-    step = _steps.get(model)
-    if step is None or not step.made_of.current:
-        step = _steps[model] = _Step(model)
-    return step.run(x_BD, layers)
-
-
-class _Step:
-    """The step of a model, where the kernel takes it."""
+class FusedStep:
+    """The step of a model, where the kernel takes it; it reads all weights where they lie. A copy of it is None."""
 
     def __init__(self, model: Any) -> None:
         self._mixers: list[Any] = [block.mixer for block in model.blocks]
-        parts = [part for part in model.modules() if not isinstance(part, (type(model), nn.ModuleList, *_STEPPED))]
-        self.made_of = MadeOf(model, parts, buffers=True)
+        called = [part for part in model.modules() if not isinstance(part, (type(model), nn.ModuleList, *_STEPPED))]
+        self._made_of = MadeOf(model, called, buffers=True)
         self._columns, self._guarded = Columns(), dict[int, slice]()  # layers' columns of guarded denominators
         self._vocabulary: int = model.vocab_size
-        known = not any(self.made_of.hooks) and type(model.norm) in _NORMS and all(map(_is_known, model.blocks))
+        around = [model, model.norm, model.unembedding or model.embedding]
+        patched = any(self._made_of.hooks) or any(map(_is_patched, around))
+        known = not patched and _is_norm(model.norm) and all(map(_is_known, model.blocks))
         operations = self._operations(model) if known else []
         taken = bool(operations) and takes(operations)
         self._step = DecodeStep(operations, self._columns.width, 0, torch.float32) if taken else None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @staticmethod
+    def of(model: Any, x_BD: torch.Tensor, made: "FusedStep | None") -> "FusedStep | None":
+        """The step of a `LanguageModel` from x on, `made` if it is still its own; None where its modules are needed.
+
+        They say which operation made a number that is not finite, have gradients, follow autocast, and draw from pools.
+        """
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return None
+        if model.training or x_BD.dtype != torch.float32 or not x_BD.is_cpu or not is_plain(x_BD):
+            return None
+        watch = current_watch()
+        if nn.modules.module._has_any_global_hook() or (watch is not None and watch.finite is not None):
+            return None
+        return made if made is not None and made._made_of.current else FusedStep(model)
 
     def _operations(self, model: Any) -> list[Operation]:
         columns, size, table = self._columns, model.hidden_size, model.unembedding or model.embedding
@@ -138,17 +142,18 @@ class _Step:
                 operations += _random_features(block.mixer, block.mixer_norm, columns, guarded)
             operations += _mlp(block, columns)
         out = columns.take(self._vocabulary)
-        return [*operations, *_products(x, size, model.norm, _matrix(table, out))]
+        read = replace(_matrix(table, out, self._vocabulary), bias=None)
+        return [*operations, *_products(x, size, model.norm, read)]
 
     def run(
         self, x_BD: torch.Tensor, layers: Sequence[MixerState]
     ) -> tuple[torch.Tensor, tuple[MixerState, ...]] | None:
-        """Return what `fused_layers` does."""
+        """Logits [B, V] and states behind a token of each sequence; None where the kernel does not take them."""
         if self._step is None:
             return None
-        each = [_tensors(*pair) for pair in zip(self._mixers, layers, strict=True)]
-        before = [tensor for tensors in each for tensor in tensors]
-        if not all(each) or not self._step.fits(before, len(x_BD)):
+        tensors = [_tensors(*pair) for pair in zip(self._mixers, layers, strict=True)]
+        before = list(chain.from_iterable(tensors))
+        if not all(tensors) or not self._step.fits(before, len(x_BD)):
             return None
         watch = current_watch()
         no_turns = (torch.empty((0, 0), device="cpu"),) * 2
@@ -160,18 +165,26 @@ class _Step:
         if any(map(is_not, before, after)):
             written = iter(after)
             layers = [_behind(*pair, written) for pair in zip(self._mixers, layers, strict=True)]
-        return memory_BW[:, -self._vocabulary :], tuple(layers)
+        return memory_BW[:, -self._vocabulary :].contiguous(), tuple(layers)
 
 
-_steps: WeakKeyDictionary[nn.Module, _Step] = WeakKeyDictionary()
+def _is_patched(part: nn.Module) -> bool:
+    return bool({"forward", "step", "readout"} & {*vars(part)})
+
+
+def _is_norm(norm: nn.Module) -> bool:
+    """Return whether it has all that kernels read."""
+    learned = ("weight", "bias", "eps") if type(norm) is nn.LayerNorm else ("weight", "eps")
+    return type(norm) in _NORMS and all(getattr(norm, name) is not None for name in learned)
 
 
 def _is_known(block: Any) -> bool:
     """Return whether a block computes what operations of decode steps do."""
-    parts = list(block.modules())
-    if not all(type(part) in _KNOWN and not {"forward", "step"} & {*vars(part)} for part in parts):
+    if any(type(part) not in _KNOWN or _is_patched(part) for part in block.modules()):
         return False
     own, mixer, config = block.config, block.mixer, block.mixer.config
+    if not (_is_norm(block.mixer_norm) and _is_norm(block.mlp_norm)):
+        return False
     if (own.norm_placement, own.residual) != ("pre", "sequential") or own.mlp.activation not in _ACTIVATIONS:
         return False
     if isinstance(mixer, GatedDeltaNet):
@@ -181,14 +194,17 @@ def _is_known(block: Any) -> bool:
 
 
 def _mlp(block: Any, columns: Columns) -> list[Operation]:
-    mlp, inner, size = block.config.mlp, block.mlp_out.weight.shape[1], block.mlp_out.weight.shape[0]
+    mlp, (size, inner) = block.config.mlp, block.mlp_out.weight.shape
     gate, up = columns.take(inner, "gate"), columns.take(inner, "up")
-    into = [_matrix(block.mlp_in, gate, slice(inner)), _matrix(block.mlp_in, up, slice(inner, None))]
-    if mlp.kind != "gated":
-        into.pop()
+    into = [_matrix(block.mlp_in, gate, inner)]
+    if mlp.kind == "gated":
+        into = [
+            _matrix(block.mlp_in, gate, 2 * inner, slice(inner)),
+            _matrix(block.mlp_in, up, 2 * inner, slice(inner, None)),
+        ]
     return [
         *_products(0, size, block.mlp_norm, *into, then=_ACTIVATIONS[mlp.activation]),
-        Product(gate, inner, (_matrix(block.mlp_out, 0),), then=ADD),
+        Product(gate, inner, (_matrix(block.mlp_out, 0, block.mixer.config.hidden_size),), then=ADD),
     ]
 
 
@@ -196,39 +212,43 @@ def _random_features(own: RandomFeatureAttention, norm: nn.Module, columns: Colu
     config = own.config
     width, heads, size, values = config.hidden_size, config.num_heads, config.head_size, config.value_size
     query, seen = columns.take(sum(config.qkv_sizes), "queries, keys, values"), columns.take(heads * values, "seen")
-    gate = 0 if own.gate is None else columns.take(heads, "gates")
-    entering: list[Operation] = []
+    gate, key = columns.take(heads, "gates") if own.gate is not None else 0, query + heads * size
+    entering, begin, before = list[Operation](), 0, cast(Any, norm)
     if own.convolution is not None:
-        mixed = columns.take(width, "convolved inputs")
-        entering = [_convolution(own.convolution, 0, mixed, norm, then=STORE)]
-    matrices = [_matrix(own.qkv, query), *([] if own.gate is None else [_matrix(own.gate, gate)])]
-    entering += _products(mixed, width, None, *matrices) if entering else _products(0, width, norm, *matrices)
-    w_HKD = own.feature_map().tensors()[0].detach().float().transpose(1, 2).contiguous()
-    least, key = config.denominator.eps, query + heads * size
-    attends = FourierAttention(query, key, key + heads * size, seen, size, values, w_HKD, least, guarded, gate)
-    return [*entering, attends, *_products(seen, heads * values, None, _matrix(own.out, 0), then=ADD)]
+        begin, before = columns.take(width, "convolved inputs"), None
+        entering.append(_convolution(own.convolution, 0, begin, norm, then=STORE))
+    matrices = [_matrix(own.qkv, query, sum(config.qkv_sizes))]
+    matrices += [] if own.gate is None else [_matrix(own.gate, gate, heads)]
+    attends = FourierAttention(
+        query, key, key + heads * size, seen, size, values, own.w_HDK, own.sigma_H1K.detach(), config.denominator.eps,
+        guarded, gate,
+    )  # fmt: skip
+    out = _products(seen, heads * values, None, _matrix(own.out, 0, width), then=ADD)
+    return [*entering, *_products(begin, width, before, *matrices), attends, *out]
 
 
 def _delta_rule(own: GatedDeltaNet, norm: nn.Module, columns: Columns) -> list[Operation]:
     config = own.config
     width, heads, size, values = config.hidden_size, config.num_heads, config.key_size, config.value_size
-    convolved, keys = config.convolved_size, config.num_key_heads * size
-    entering = columns.take(convolved + heads * values, "convolved, gates")
-    written, mixed = columns.take(2 * heads, "written, steps"), columns.take(convolved, "convolved")
-    seen, head_H = columns.take(heads * values, "seen"), torch.arange(heads, device="cpu")
+    convolved, keys, wide = config.convolved_size, config.num_key_heads * size, heads * values
+    entering, written = columns.take(convolved + wide, "convolved, gates"), columns.take(2 * heads, "written, steps")
+    mixed, seen = columns.take(convolved, "convolved"), columns.take(wide, "seen")
+    head_H = torch.arange(heads, device="cpu")
     query_H = mixed + head_H // (heads // config.num_key_heads) * size
     value_H, gate_H = mixed + 2 * keys + head_H * values, entering + convolved + head_H * values
     places_H6 = torch.stack([query_H, query_H + keys, value_H, gate_H, written + heads + head_H, written + head_H], 1)
-    rates_H, root_K = -own.log_rate_H.detach().exp(), torch.full((size,), size**-0.5, device="cpu")
+    root_K = torch.full((size,), size**-0.5, device="cpu")
     assert isinstance(own.norm, GatedNorm) and isinstance(own.convolution, ShortConvolution)
+    matrices = _matrix(own.inputs, entering, convolved + wide), _matrix(own.gate, written, 2 * heads)
     return [
-        *_products(0, width, norm, _matrix(own.inputs, entering), _matrix(own.gate, written)),
+        *_products(0, width, norm, *matrices),
         _convolution(own.convolution, entering, mixed),
         HeadRecurrence(
-            places_H6, seen, size, values, rates_H, own.step_bias_H.detach(), norms=(root_K.square(), root_K),
-            eps=KEY_EPS / size, out_norm=own.norm.weight.detach(), out_eps=own.norm.eps,
+            places_H6, seen, size, values, own.log_rate_H.detach(), own.step_bias_H.detach(),
+            norms=(root_K.square(), root_K), eps=KEY_EPS / size, out_norm=own.norm.weight.detach(),
+            out_eps=own.norm.eps,
         ),
-        *_products(seen, heads * values, None, _matrix(own.out, 0), then=ADD),
+        *_products(seen, wide, None, _matrix(own.out, 0, width), then=ADD),
     ]  # fmt: skip
 
 
@@ -237,11 +257,11 @@ def _convolution(
 ) -> Convolution:
     columns_C = begin + torch.arange(own.weight_KD.shape[1], device="cpu")
     bias_C = None if own.bias_D is None else own.bias_D.detach()
-    return Convolution(columns_C, out, own.weight_KD.detach().flip(0), bias_C, *_norm(norm), then=then)
+    return Convolution(columns_C, out, own.weight_KD.detach(), bias_C, *_norm(norm), then=then, newest_first=True)
 
 
 def _products(begin: int, inputs: int, norm: Any, *matrices: WeightMatrix, then: int = STORE) -> Iterator[Product]:
-    """Products of the same inputs: bfloat16 weights and others take them in another order."""
+    """A product by bfloat16 weights and one by others: these read their inputs in different orders."""
     weight, eps, bias = _norm(norm)
     for narrow in (True, False):
         some = tuple(matrix for matrix in matrices if (matrix.stored_as == "bfloat16") is narrow)
@@ -252,16 +272,16 @@ def _products(begin: int, inputs: int, norm: Any, *matrices: WeightMatrix, then:
 def _norm(norm: Any) -> tuple[torch.Tensor | None, float, torch.Tensor | None]:
     if norm is None:
         return None, 0.0, None
-    bias = norm.bias.detach() if isinstance(norm, nn.LayerNorm) else None
-    return norm.weight.detach(), norm.eps, bias
+    return norm.weight.detach(), norm.eps, norm.bias.detach() if isinstance(norm, nn.LayerNorm) else None
 
 
-def _matrix(layer: Any, out: int, rows: slice = slice(None)) -> WeightMatrix:
+def _matrix(layer: Any, out: int, outputs: int, rows: slice = slice(None)) -> WeightMatrix:
+    """These rows of a layer's weights, of a form that the kernel takes if there are `outputs` in all."""
     weight, bias, scale = layer.weight, getattr(layer, "bias", None), getattr(layer, "scale", None)
-    plain = type(layer) in _MATRICES and is_plain(weight)
+    known = type(layer) in _MATRICES and is_plain(weight) and len(weight) == outputs
     return WeightMatrix(
         weight.detach()[rows], out, None if bias is None else bias.detach()[rows],
-        None if scale is None else scale[rows], form="" if plain else type(layer).__name__,
+        None if scale is None else scale[rows], form="" if known else type(layer).__name__,
     )  # fmt: skip
 
 

@@ -127,9 +127,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Channels in columns [C], each with taps [T, C], the oldest token's first, and perhaps biases [C]; then SiLU.
+    """Channels in columns [C], each with taps [T, C], the oldest token's first, and perhaps biases [C]; then `then`.
 
-    What is normed first, as of a product, are neighbouring columns.
+    With a norm, as a product has it, columns are consecutive, and normed first. Taps may be `newest_first`.
     """
 
     columns: torch.Tensor
@@ -140,22 +140,23 @@ class Convolution:
     eps: float = 0.0
     norm_bias: torch.Tensor | None = None
     then: int = ACTIVATIONS["silu"]
+    newest_first: bool = False
 
 
 @dataclass(frozen=True)
 class HeadRecurrence:
-    """S = exp(rate step) S + w k v^T and (q^T S + skip v) silu(gate), with step = softplus(x + bias) between limits.
+    """S = exp(-rate step) S + w k v^T and (q^T S + skip v) silu(gate), with step = softplus(x + bias) between limits.
 
     `places` [H, 6] int64 are columns of q, k, v, gate, x and of what the sigmoid makes w of in the gated delta rule,
-    which takes k^T exp(rate step) S from v; it is -1 where w is the step. `norms` [K] are of queries and keys,
-    `out_norm` [V] of a head's output before the gate; rates, biases and skips [H], all float32.
+    which takes k^T exp(-rate step) S from v; it is -1 where w is the step. `norms` [K] are of queries and keys,
+    `out_norm` [V] of a head's output before the gate; logs of rates, biases and skips [H], all float32.
     """
 
     places: torch.Tensor
     out: int
     size: int
     values: int
-    rates: torch.Tensor
+    log_rates: torch.Tensor
     step_bias: torch.Tensor
     least: float = 0.0
     most: float = float("inf")
@@ -170,8 +171,9 @@ class HeadRecurrence:
 class FourierAttention:
     """phi(q) S / max(phi(q) z, least m) of S = g S + (1 - g) phi(k) v^T, and likewise z of phi(k) and m of 1.
 
-    phi(x) = (sin, cos)(w x / |x|) / sqrt(D) with `weights` w [H, K, D]. Gates are sigmoids of the H columns from `gate`
-    on; with 0 there are none. The H columns from `guarded` on become 1 where the denominator was replaced, else 0.
+    phi(x) = (sin, cos)(w sigma x / |x|) / sqrt(D) with `weights` w [H, D, K] and sigma [H, K]. The H columns from
+    `gate` on are logits of g; with 0 there are no gates: S = S + phi(k) v^T. The H columns from `guarded` on become 1
+    where `least` m was the larger, else 0.
     """
 
     query: int
@@ -181,6 +183,7 @@ class FourierAttention:
     size: int
     values: int
     weights: torch.Tensor
+    sigma: torch.Tensor
     least: float
     guarded: int
     gate: int = 0
@@ -209,7 +212,9 @@ class _Operation(ctypes.Structure):
         *ints("query key value out heads groups size values rotated state query_step gate guarded"),
         *ints("experts chosen renormed router ordered"),
         ("scale", ctypes.c_double),
-        *pointers("columns places weights bias rates step_bias skip out_norm"),
+        *pointers("columns places weights bias"),
+        *ints("newest_first"),
+        *pointers("sigma log_rates step_bias skip out_norm"),
         *((name, ctypes.c_double) for name in ("out_eps", "least", "most")),
     ]
 
@@ -253,7 +258,7 @@ class Operations:
             self._widest = max(self._widest, place.inputs)
             self._likes.append((_like(1, place.size - 1, place.inputs, dtype=self._dtype),))
         elif isinstance(operation, FourierAttention):
-            place.heads, _, place.inputs = operation.weights.shape
+            place.heads, place.inputs, _ = operation.weights.shape
             heads, features = (1, place.heads), 2 * place.inputs
             shapes = (*heads, features, operation.values), (*heads, features), heads, heads
             self._likes += [(_like(*shape),) for shape in shapes]
@@ -304,7 +309,7 @@ class DecodeStep(Operations):
         `writes_in_place`; `turns` are cosines and sines [N, R] in float32. Where only the first `count` rows are asked
         for, others have zeros and the states that they had.
         """
-        count = len(x_ND) if count is None else count
+        count = len(x_ND) if count is None else max(0, min(count, len(x_ND)))
         memory_NW = torch.empty((len(x_ND), self._width), dtype=torch.float32, device="cpu")
         memory_NW[:, : x_ND.shape[1]], memory_NW[count:] = x_ND, 0.0
         before = [s.contiguous() if isinstance(s, torch.Tensor) else s for s in states]
@@ -332,7 +337,9 @@ def takes(operations: Sequence[Operation]) -> bool:
     takes_one: tuple[Any, ...] = (
         _takes_product, _takes_attention, _takes_convolution, _takes_recurrence, _takes_experts, _takes_features,
     )  # fmt: skip
-    return has_decode_step() and all(takes_one[_KINDS.index(type(one))](one) for one in operations)
+    return has_decode_step() and all(
+        takes_one[_KINDS.index(type(one))](one) and all(map(_takes_vector, _vectors(one))) for one in operations
+    )
 
 
 def has_decode_step() -> bool:
@@ -340,11 +347,25 @@ def has_decode_step() -> bool:
     return _kernel() is not None
 
 
+def _vectors(one: Operation) -> list[torch.Tensor]:
+    """All that is read besides matrices."""
+    biases = [matrix.bias for matrix in one.matrices] if isinstance(one, Product | Experts) else []
+    norms = getattr(one, "norms", None) or ()
+    return [value for value in (*vars(one).values(), *biases, *norms) if isinstance(value, torch.Tensor)]
+
+
+def _takes_vector(x: torch.Tensor) -> bool:
+    return x.dtype in (torch.float32, torch.int64) and x.is_contiguous() and x.is_cpu
+
+
 def _takes_product(one: Product) -> bool:
+    norms = (one.norm, one.norm_bias)
     return (
         _takes_matrices(one)
+        and all(norm is None or norm.shape == (one.inputs,) for norm in norms)
         and one.normed_together % _SUMMED == 0
         and all(m.weight.is_contiguous() for m in one.matrices)
+        and all(m.stored_as in BLOCKS or m.weight.shape[1] == one.inputs for m in one.matrices)
         and (one.then in (STORE, ADD) or one.matrices[0].weight.shape[0] % 16 == 0)
     )
 
@@ -355,6 +376,7 @@ def _takes_matrices(one: Product | Experts) -> bool:
         formats <= {*FORMATS}
         and (formats == {"bfloat16"} or "bfloat16" not in formats)  # which take inputs in another order
         and one.inputs % GROUP == 0
+        and all(m.bias is None or len(m.bias) == m.weight.shape[-2] for m in one.matrices)
         and all((m.scale is not None) == (m.stored_as == "int8") for m in one.matrices)
         and all(m.weight.device.type == "cpu" for m in one.matrices)
     )
@@ -374,16 +396,23 @@ def _takes_attention(one: Attention) -> bool:
 
 
 def _takes_convolution(one: Convolution) -> bool:
-    return one.norm is None or len(one.columns) % _SUMMED == 0
+    channels = one.weights.shape[1:]
+    same = all(x is None or x.shape == channels for x in (one.columns, one.bias, one.norm, one.norm_bias))
+    return same and (one.norm is None or len(one.columns) % _SUMMED == 0)
 
 
 def _takes_features(one: FourierAttention) -> bool:
-    random = one.weights.shape[-1]
-    return random % _SUMMED == 0 and max(2 * random, one.size, one.values) <= MOST_SIZE
+    heads, random, size = one.weights.shape
+    fits = size == one.size and one.sigma.numel() == heads * size
+    return fits and random % _SUMMED == 0 and max(2 * random, size, one.values) <= MOST_SIZE
 
 
 def _takes_recurrence(one: HeadRecurrence) -> bool:
     normed = (one.size if one.norms else 0, one.values if one.out_norm is not None else 0)
+    of_heads, of_keys, of_values = (one.log_rates, one.step_bias, one.skip), one.norms or (), (one.out_norm,)
+    for length, vectors in ((len(one.places), of_heads), (one.size, of_keys), (one.values, of_values)):
+        if any(vector is not None and vector.shape != (length,) for vector in vectors):
+            return False
     return max(one.size, one.values) <= MOST_SIZE and not any(size % _SUMMED for size in normed)
 
 

@@ -1,15 +1,18 @@
 """Decode steps in one call are those of the modules, whatever of their kinds the layers are."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dist_attn.mixers.narrow_layers import NarrowLayer
-from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, fused_step, hold_weights_as
+from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
 from dist_attn.ops import Watch, watching
 from dist_attn.ops.decode_step import DecodeStep, has_decode_step
 from dist_attn.ops.narrow_weights import widen_rows
@@ -96,13 +99,16 @@ def test_a_step_in_one_call_is_that_of_the_modules(case: str, weights: Any, runs
             assert_close(own, want)
             assert torch.equal(one, own[2:])
         watch = Watch()
+        for watch.rows in (1, 9):  # of a batch of three
+            with watching(watch):
+                model.step(token_B, state)
         watch.rows = 1
         with watching(watch):  # others fill a batch up
             first_BV, after = model.step(token_B, state)
         assert torch.equal(first_BV[0], model.step(token_B, state)[0][0]) and not first_BV[1:].any()
         for kept, had in zip(_tensors(after), _tensors(state), strict=True):
             assert torch.equal(kept[1:], had[1:])
-    assert runs == [3, 1] * 4 + [3, 3]
+    assert runs == [3, 1] * 4 + [3] * 4
 
 
 @torch.no_grad()
@@ -119,33 +125,66 @@ def test_a_step_follows_its_model(runs: list[int]) -> None:
     assert runs == [2, 2] and not torch.equal(after_BV, before_BV)
     assert_close(after_BV, by_modules(model, token_B, state)[0])
     assert torch.equal(copied.step(token_B, state)[0], before_BV)
+    there = weakref.ref(model)
+    model.blocks[0].mlp_in.register_forward_hook(lambda _, __, y, model=model: y)
     del model
-    assert len([*fused_step._steps]) == 1
+    gc.collect()
+    assert there() is None
 
 
 def _hooked(model: LanguageModel) -> None:
-    model.blocks[0].get_submodule("mixer.out").register_forward_hook(lambda _, __, y: y)
+    model.blocks[0].get_submodule("mixer.out").register_forward_hook(lambda _, __, y: 2 * y)
 
 
-def _wrapped(model: LanguageModel) -> None:
+def _hooked_with_all_others(_: LanguageModel) -> RemovableHandle:
+    return torch.nn.modules.module.register_module_forward_hook(lambda _, __, y: y)
+
+
+def _of_another_class(model: LanguageModel) -> None:
     class Other(torch.nn.Linear):
         pass
 
-    model.blocks[0].mlp_in.__class__ = Other
+    model.blocks[0].mlp_in = Other(64, 96)
 
 
-def _patched(model: LanguageModel) -> None:
-    own: Any = model.blocks[1].mlp_norm
-    own.forward = type(own).forward.__get__(own)
+def _with_another_function(model: LanguageModel) -> None:
+    own: Any = model.norm
+    own.forward = lambda x: 2 * x
 
 
-@pytest.mark.parametrize("change", [_hooked, _wrapped, _patched, LanguageModel.double, LanguageModel.bfloat16])
+def _with_a_norm_of_no_weights(model: LanguageModel) -> None:
+    model.blocks[1].mlp_norm = torch.nn.LayerNorm(64, elementwise_affine=False)
+
+
+def _of_other_strides(model: LanguageModel) -> None:
+    model.blocks[1].mlp_norm.weight = torch.nn.Parameter(torch.arange(128.0)[::2])
+
+
+def _with_fewer_logits(model: LanguageModel) -> None:
+    model.unembedding = torch.nn.Linear(64, 32, bias=False)
+
+
+CHANGES = (
+    _hooked, _hooked_with_all_others, _of_another_class, _with_another_function, _with_a_norm_of_no_weights,
+    _of_other_strides, _with_fewer_logits, LanguageModel.double, LanguageModel.bfloat16, LanguageModel.train,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_what_something_looks_at_keeps_its_modules(change: Any, runs: list[int]) -> None:
-    """Hooks, other classes, other functions, and other types of numbers."""
+def test_a_changed_model_is_asked_itself(change: Any, first: bool, runs: list[int]) -> None:
+    """Before its first step or behind it: hooks, other classes, functions, sizes, strides and types of numbers."""
     model, token_B = made("both, convolved"), torch.tensor([3, 4])
-    change(model)
-    model.step(token_B, model.initial_state(2))
+    if not first:
+        model.step(token_B, model.initial_state(2))
+        runs.clear()
+    changed = change(model)
+    try:
+        model.step(token_B, model.initial_state(2))
+    finally:
+        if isinstance(changed, RemovableHandle):
+            changed.remove()
     assert not runs
 
 

@@ -234,10 +234,10 @@ def test_a_convolution_may_norm_its_inputs_and_not_activate(threads: int) -> Non
     channels, taps = 272, 4
     x_NW, w_TC, tail_NTC = random(3, 2 * channels), random(taps, channels), random(3, taps - 1, channels)
     norm_C, bias_C, columns_C = random(channels), random(channels), torch.arange(channels)
-    one = Convolution(columns_C, channels, w_TC, None, norm_C, 1e-2, bias_C, then=0)
+    one = Convolution(columns_C, channels, w_TC, None, norm_C, 1e-2, bias_C, then=0, newest_first=True)
     normed_NC = torch.nn.functional.layer_norm(x_NW[:, :channels], (channels,), norm_C, bias_C, 1e-2)
     inputs_NTC = torch.cat([tail_NTC, normed_NC[:, None]], 1)
-    want_NC = convolve_naive(inputs_NTC, w_TC.flip(0))[:, -1]
+    want_NC = convolve_naive(inputs_NTC, w_TC)[:, -1]
     got_NX = stepped(one, x_NW, tail_NTC, torch.float32)
     assert_close(got_NX[:, channels:], torch.cat([want_NC, inputs_NTC[:, 1:].flatten(1)], 1))
     assert not takes([replace(one, columns=columns_C[:264])])
@@ -252,16 +252,14 @@ def test_fourier_attention_is_that_of_its_definition(
     heads, rows, least = 3, 5, 0.4
     sizes = [heads * each for each in (size, size, values, 1, 1, values)]
     query, key, value, gate, guarded, out = (sum(sizes[:n]) for n in range(6))
-    x_NW, w_HDK = random(rows, sum(sizes)), random(heads, vectors, size)
+    x_NW, w_HDK, sigma_H1K = random(rows, sum(sizes)), random(heads, vectors, size), random(heads, 1, size)
     x_NW[0, :size], x_NW[1, gate : gate + heads] = 0, torch.tensor([-40.0, 0, 40])
     state = LinearState.identity(rows, heads, 2 * vectors, values)
     state = replace(
         state, s_BHMV=random(*state.s_BHMV.shape), z_BHM=random(*state.z_BHM.shape), mass_BH=state.mass_BH + 2
     )
-    one = FourierAttention(
-        query, key, value, out, size, values, w_HDK.transpose(1, 2).contiguous(), least, guarded, gate if gated else 0
-    )
-    assert takes([one]) and not takes([replace(one, weights=one.weights[..., :24])])
+    one = FourierAttention(query, key, value, out, size, values, w_HDK, sigma_H1K, least, guarded, gate if gated else 0)
+    assert takes([one]) and not takes([replace(one, weights=w_HDK[:, :24].contiguous())])
     step, nothing = DecodeStep([one], x_NW.shape[1], 0, torch.float32), (torch.empty(0), torch.empty(0))
     before = [*state.tensors()[:4]]
     with torch.no_grad():
@@ -272,7 +270,8 @@ def test_fourier_attention_is_that_of_its_definition(
     watch = Watch()
     with watching(watch):
         want_NHV, want = linear_attention_step(
-            q, k, v, state, feature_map=Gaussian(w_HDK, unit_norm=True), denominator=Denominator("floor", least),
+            q, k, v, state, feature_map=Gaussian(sigma_H1K * w_HDK, unit_norm=True),
+            denominator=Denominator("floor", least),
             log_gate_BH=torch.nn.functional.logsigmoid(logit[..., 0]) if gated else None,
             key_scale_BH=torch.sigmoid(-logit[..., 0]) if gated else None,
         )  # fmt: skip
@@ -292,19 +291,19 @@ def test_recurrence_is_that_of_its_definition(size: int, values: int, delta: boo
         columns.append(begin + each * torch.arange(heads))
         begin += heads * each
     x_NW, before = random(4, width + heads * values), random(4, heads, size, values)
-    rates, step_bias, skip, norm_V = -random(heads).exp(), random(heads), random(heads), random(values)
+    log_rates, step_bias, skip, norm_V = random(heads), random(heads) + 1, random(heads), random(values)
     norms = (random(size), 2 + random(size)) if delta else None
     if not delta:
         columns[5] = torch.full((heads,), -1)
     most, own_norm = (9.0, norm_V) if delta else (0.8, None)
     recurrence = HeadRecurrence(
-        torch.stack(columns, 1), width, size, values, rates, step_bias, 0.2, most, skip, norms, 1e-3, own_norm, 1e-2
+        torch.stack(columns, 1), width, size, values, log_rates, step_bias, 0.2, most, skip, norms, 1e-3, own_norm, 1e-2
     )
     got_NX = stepped(recurrence, x_NW, before, torch.float32)
     parts = x_NW[:, :width].split([heads * each for each in widths], 1)
     q, k, v, gate = (part.unflatten(1, (heads, -1))[:, :, None] for part in parts[:4])
     step_NH1 = torch.nn.functional.softplus(parts[4] + step_bias).clamp(0.2, most)[..., None]
-    decay = (rates[:, None] * step_NH1)[..., None]
+    decay = (-log_rates.exp()[:, None] * step_NH1)[..., None]
     if norms is None:
         out, after = affine_recurrence_naive(
             q, k, v * step_NH1[..., None], log_decay_BHLK=decay, state=AffineState(before)
@@ -321,9 +320,13 @@ def test_recurrence_is_that_of_its_definition(size: int, values: int, delta: boo
 
 
 def test_sizes_that_the_kernel_does_not_take_are_told() -> None:
-    """Inputs that are no whole groups, matrices in two orders of inputs, heads that are no whole vectors; experts."""
+    """Inputs and heads of odd sizes, matrices in two orders of inputs, vectors of other types, lengths or strides."""
     whole, odd = WeightMatrix(random(8, 64), 64), WeightMatrix(random(8, 40), 64)
     assert takes([Product(0, 64, (whole,))]) and not takes([Product(0, 40, (odd,))])
+    assert not takes([Product(0, 32, (whole,))]) and not takes([Product(0, 64, (replace(whole, bias=random(7)),))])
+    for norm in (random(32), random(64).double(), random(128)[::2], random(64).to("meta")):
+        assert not takes([Product(0, 64, (whole,), norm)])
+        assert not takes([Product(0, 64, (whole,), random(64), norm_bias=norm)])
     assert not takes([Product(0, 64, (whole, WeightMatrix(whole.weight.bfloat16(), 72)))])
     assert not takes([Product(0, 64, (WeightMatrix(whole.weight.half(), 64),))])
     assert not takes([Product(0, 64, (WeightMatrix(whole.weight.to(torch.int8), 64),))])  # without scales

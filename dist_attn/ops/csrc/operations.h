@@ -42,9 +42,11 @@ typedef struct {
     double scale;
     const int64_t *columns;     /* of the channels of a convolution */
     const head_columns *places; /* of a recurrence */
-    const float *weights, *bias; /* a convolution: [size, inputs], the oldest token first; or [inputs] or NULL; random
-                                    vectors of features: [heads, size, inputs] */
-    const float *rates, *step_bias, *skip, *out_norm; /* a recurrence: [heads] but out_norm, [values]; or NULL */
+    const float *weights, *bias; /* a convolution: [size, inputs], the oldest token first unless `newest_first`; or
+                                    [inputs] or NULL; random vectors of features: [heads, inputs, size] */
+    int64_t newest_first;
+    const float *sigma; /* by features: [heads, size] */
+    const float *log_rates, *step_bias, *skip, *out_norm; /* a recurrence: [heads] but out_norm, [values]; or NULL */
     double out_eps, least, most;
 } operation;
 

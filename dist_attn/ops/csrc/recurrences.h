@@ -30,7 +30,7 @@ static void convolve_channels(const operation *o, float *memory, const cache *of
     const int64_t each = half ? 2 : 4;
     for (int64_t i = 0; i < count; i++) sums[i] = o->bias ? o->bias[first + i] : 0.0f;
     for (int64_t t = 0; t < o->size; t++) {
-        const float *w = o->weights + t * o->inputs + first;
+        const float *w = o->weights + (o->newest_first ? o->size - 1 - t : t) * o->inputs + first;
         const uint8_t *row = of->keys + (t * o->inputs + first) * each;
         if (t + 1 == o->size)
             for (int64_t i = 0; i < count; i++) {
@@ -101,7 +101,7 @@ static void step_head(const operation *o, float *memory, const cache *of, int64_
     const float *value = memory + at.value, *gate = memory + at.gate;
     step = step > 20.0f ? step : log1pf(expf(step)); /* softplus, as torch has it */
     step = step < o->least ? (float)o->least : step > o->most ? (float)o->most : step;
-    head_step h = {.stay = expf(o->rates[number] * step), .write = step, .skip = o->skip ? o->skip[number] : 0.0f};
+    head_step h = {.stay = expf(-expf(o->log_rates[number]) * step), .write = step, .skip = o->skip ? o->skip[number] : 0.0f};
     if (at.write >= 0) h.delta = 1, h.write = 1.0f / (1.0f + expf(-memory[at.write]));
     h.before = (const float *)of->keys + number * size * values, h.after = (float *)of->values + number * size * values;
     if (o->norm) {
@@ -118,46 +118,62 @@ static void step_head(const operation *o, float *memory, const cache *of, int64_
     if (i < values) put(0, out + i, some(0, out + i, values - i) * silu(some(0, gate + i, values - i)), values - i);
 }
 
-/* (sin, cos)(w x / |x|) / sqrt(D) of a query or key, with w [size, D]: [2 D] */
-static void fourier_features(float *out, const float *x, const float *w, int64_t size, int64_t D) {
-    float squares = 0.0f, scale = 1.0f / sqrtf((float)D);
-    for (int64_t k = 0; k < size; k++) squares += x[k] * x[k];
-    const float inverse = squares == 0.0f ? 1.0f : 1.0f / sqrtf(squares);
+/* (sin, cos)(w sigma x / |x|) / sqrt(D) of a query and of a key, [2 D] each, with w [D, K] and sigma [K]. */
+static void fourier_features(head_step *h, const float *query, const float *key, const float *w, const float *sigma,
+                             int64_t K, int64_t D) {
+    const float *from[2] = {query, key}, scale = 1.0f / sqrtf((float)D);
+    float in[2][MOST_SIZE], *out[2] = {h->query, h->key};
+    for (int of = 0; of < 2; of++) {
+        float squares = 0.0f;
+        for (int64_t k = 0; k < K; k++) squares += from[of][k] * from[of][k];
+        const float inverse = squares == 0.0f ? 1.0f : 1.0f / sqrtf(squares);
+        for (int64_t k = 0; k < K; k++) in[of][k] = from[of][k] * inverse * sigma[k];
+    }
     for (int64_t i = 0; i < D; i += LANES) {
-        vec angle = {0}, sine, cosine;
-        for (int64_t k = 0; k < size; k++) angle += x[k] * inverse * load_loose(w + k * D + i);
-        sine_cosine(angle, &sine, &cosine);
-        store_loose(out + i, sine * scale), store_loose(out + D + i, cosine * scale);
+        vec angle[2] = {{0}, {0}};
+        for (int64_t k = 0; k < K; k += LANES) {
+            const int64_t there = K - k < LANES ? K - k : LANES;
+            vec columns[LANES];
+            for (int j = 0; j < LANES; j++) columns[j] = some(there == LANES, w + (i + j) * K + k, there);
+            transpose(columns);
+            for (int64_t j = 0; j < there; j++)
+                for (int of = 0; of < 2; of++) angle[of] += in[of][k + j] * columns[j];
+        }
+        for (int of = 0; of < 2; of++) {
+            vec sine, cosine;
+            sine_cosine(angle[of], &sine, &cosine);
+            store_loose(out[of] + i, sine * scale), store_loose(out[of] + D + i, cosine * scale);
+        }
     }
 }
 
-/* Head number `number` of a row over the sums of its keys' features: `of` are S, z, the mass of keys and the log of all
-   gates, `rows` apart. */
+/* Head number `number` of a row over the sums of its keys' features. States of one operation lie `rows` caches apart:
+   S, z, the mass of keys and the log of all gates. */
 static void attend_by_features(const operation *o, float *memory, const cache *of, int64_t rows, int64_t number) {
     const int64_t D = o->inputs, M = 2 * D, K = o->size, V = o->values;
-    const float *w = o->weights + number * K * D;
-    float *z_after = (float *)of[rows].values + number * M, least, divisor, den = 0.0f, scale = 1.0f, log_gate = 0.0f;
-    const float *z = (const float *)of[rows].keys + number * M, *mass = (const float *)of[2 * rows].keys + number;
+    const cache *sums = of, *of_features = of + rows, *masses = of + 2 * rows, *decays = of + 3 * rows;
+    const float *z = (const float *)of_features->keys + number * M;
+    float *z_after = (float *)of_features->values + number * M, *out = memory + o->out + number * V;
+    float den = 0.0f, key_scale = 1.0f, log_gate = 0.0f;
     head_step h = {.stay = 1.0f, .write = 1.0f};
     if (o->gate) {
         float x = memory[o->gate + number], small = expf(-fabsf(x)); /* neither g nor 1 - g loses digits near 0 or 1 */
         log_gate = (x < 0.0f ? x : 0.0f) - log1pf(small);
-        h.stay = expf(log_gate), scale = (x < 0.0f ? 1.0f : small) / (1.0f + small);
+        h.stay = expf(log_gate), key_scale = (x < 0.0f ? 1.0f : small) / (1.0f + small);
     }
-    fourier_features(h.query, memory + o->query + number * K, w, K, D);
-    fourier_features(h.key, memory + o->key + number * K, w, K, D);
+    fourier_features(&h, memory + o->query + number * K, memory + o->key + number * K, o->weights + number * D * K,
+                     o->sigma + number * K, K, D);
     for (int64_t i = 0; i < M; i++) {
-        h.key[i] *= scale;
-        float sum = h.stay * z[i] + h.key[i];
-        z_after[i] = sum, den += h.query[i] * sum;
+        h.key[i] *= key_scale;
+        z_after[i] = h.stay * z[i] + h.key[i];
+        den += h.query[i] * z_after[i];
     }
-    h.before = (const float *)of->keys + number * M * V, h.after = (float *)of->values + number * M * V;
-    float *out = memory + o->out + number * V, all_keys = h.stay * *mass + scale;
+    h.before = (const float *)sums->keys + number * M * V, h.after = (float *)sums->values + number * M * V;
     step_all_columns(&h, M, V, memory + o->value + number * V, out);
-    ((float *)of[2 * rows].values)[number] = all_keys;
-    ((float *)of[3 * rows].values)[number] = ((const float *)of[3 * rows].keys)[number] + log_gate;
-    least = (float)o->least * all_keys;
-    divisor = den < least ? least : den; /* NaN stays NaN */
+    float mass = h.stay * ((const float *)masses->keys)[number] + key_scale, floor = (float)o->least * mass;
+    ((float *)masses->values)[number] = mass;
+    ((float *)decays->values)[number] = ((const float *)decays->keys)[number] + log_gate;
+    float divisor = den < floor || floor != floor ? floor : den; /* NaN stays NaN */
     if (divisor == 0.0f) divisor = 1.0f;
     memory[o->guarded + number] = fabsf(divisor - den) > 0.0f ? 1.0f : 0.0f;
     for (int64_t i = 0; i < V; i++) out[i] /= divisor;

@@ -177,7 +177,7 @@ typedef struct {
 INLINE void tile(const int format, const int height, const int width, const matrix *m, int64_t first, int64_t inputs,
                  stretch of, const float *x, float *y, int64_t stride, int add) {
     const int64_t groups = inputs / GROUP, row = groups / BLOCK_GROUPS[format] * BLOCK_BYTES[format];
-    /* Whole pages for float32, of which each group is two cache lines: 0.85 of the time where weights are in no cache. */
+    /* Whole pages for float32, of which a group is two cache lines: 0.85 of the time where weights are not cached. */
     const int64_t ahead = format == FLOAT32 ? round_up(4096, height * row) : height * row;
     const uint8_t *w[8];
     wide sums[16];
