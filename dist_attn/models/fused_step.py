@@ -94,7 +94,7 @@ class MadeOf:
         return held, versions, [weight.data_ptr() for weight in self._weights], [*map(len, self._attributes)]
 
 
-class FusedStep:
+class FusedLayers:
     """The step of a model, where the kernel takes it; it reads all weights where they lie. A copy of it is None."""
 
     def __init__(self, model: Any) -> None:
@@ -114,7 +114,7 @@ class FusedStep:
         return type(None), ()
 
     @staticmethod
-    def of(model: Any, x_BD: torch.Tensor, made: "FusedStep | None") -> "FusedStep | None":
+    def of(model: Any, x_BD: torch.Tensor, made: "FusedLayers | None") -> "FusedLayers | None":
         """The step of a `LanguageModel` from x on, `made` if it is still its own; None where its modules are needed.
 
         They say which operation made a number that is not finite, have gradients, follow autocast, and draw from pools.
@@ -126,7 +126,7 @@ class FusedStep:
         watch = current_watch()
         if nn.modules.module._has_any_global_hook() or (watch is not None and watch.finite is not None):
             return None
-        return made if made is not None and made._made_of.current else FusedStep(model)
+        return made if made is not None and made._made_of.current else FusedLayers(model)
 
     def _operations(self, model: Any) -> list[Operation]:
         columns, size, table = self._columns, model.hidden_size, model.unembedding or model.embedding

@@ -14,7 +14,7 @@ from dist_attn.models.blocks import Block, build_norm, contiguous_state, watched
 from dist_attn.models.causal_model import CausalModel, ModelState
 from dist_attn.models.dropout import Dropout
 from dist_attn.models.encoder import position_layers, with_positions
-from dist_attn.models.fused_step import FusedStep
+from dist_attn.models.fused_step import FusedLayers
 from dist_attn.models.model import Model
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
@@ -38,7 +38,7 @@ class LanguageModel(CausalModel, Model):
         self.unembedding: nn.Linear | None = None
         if config.readout == "own":
             self.unembedding = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._fused: FusedStep | None = None
+        self._fused: FusedLayers | None = None
         self._initialise()
 
     @property
@@ -109,7 +109,7 @@ class LanguageModel(CausalModel, Model):
 
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
         if type(self) is LanguageModel and not torch.compiler.is_compiling():
-            self._fused = fused = FusedStep.of(self, x_BD, self._fused)
+            self._fused = fused = FusedLayers.of(self, x_BD, self._fused)
             found = None if fused is None else fused.run(x_BD, state.layers)
             if found is not None:
                 return found

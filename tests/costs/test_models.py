@@ -14,7 +14,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.mixers import RandomFeatureConfig, linear_layers
 from dist_attn.model_config.mixers import attention, kernels, recurrent, scans
 from dist_attn.models import LanguageModel, StreamingModel, hold_weights_as
-from dist_attn.models.fused_step import FusedStep
+from dist_attn.models.fused_step import FusedLayers
 from dist_attn.ops.affine import implementation as affine_implementation
 from dist_attn.ops.affine import streaming as affine_streaming
 from dist_attn.ops.linear_attention import implementation, streaming
@@ -196,7 +196,7 @@ def _count(run: object) -> int:
             patch.setattr(one, "why_no_library", lambda: "torch counts its own operations")
         for takes in ("takes_step_products", "takes_onednn_linear"):
             patch.setattr(linear_layers, takes, lambda x, w: False)
-        patch.setattr(FusedStep, "of", lambda *_: None)
+        patch.setattr(FusedLayers, "of", lambda *_: None)
         with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=solves) as counter:
             run()
     return counter.get_total_flops()
