@@ -3,6 +3,7 @@
 Letters: B sequences, L tokens, V vocabulary, N tokens that a request names.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -119,7 +120,7 @@ def _draw(logits_V: torch.Tensor, spec: SamplingSpec, generator: torch.Generator
     if spec.top_k:
         sorted_V = sorted_V[: spec.top_k]
     # The maximum is subtracted before the division: a tiny temperature then gives exp(-inf) = 0 and no inf - inf.
-    weights_V = ((sorted_V - sorted_V[0]) / spec.temperature).exp()
+    weights_V = torch.from_numpy(np.exp(((sorted_V - sorted_V[0]) / spec.temperature).numpy()))
     if spec.min_p:
         # The largest weight is 1, so each is its probability over the largest one.
         weights_V = weights_V[weights_V >= spec.min_p]
@@ -137,6 +138,8 @@ def _draw(logits_V: torch.Tensor, spec: SamplingSpec, generator: torch.Generator
 
 def _check_row(logits_V: torch.Tensor, row: int) -> None:
     """Raise EngineError for NaN, for +inf, and where every token is ruled out."""
+    if math.isfinite(logits_V.amax()):  # which is NaN where any is
+        return
     broken = int((logits_V.isnan() | logits_V.isposinf()).sum())
     if broken:
         raise EngineError(
@@ -144,8 +147,7 @@ def _check_row(logits_V: torch.Tensor, row: int) -> None:
             "nothing can be drawn from them. Its weights or the state are damaged: load the model again, or begin with "
             "another state"
         )
-    if bool(logits_V.isneginf().all()):
-        raise EngineError(f"all {len(logits_V)} logits of sequence {row} in the batch are -inf, so no token is left")
+    raise EngineError(f"all {len(logits_V)} logits of sequence {row} in the batch are -inf, so no token is left")
 
 
 def token_logprobs(logits_V: torch.Tensor, token: int, count: int | None) -> TokenLogprobs | None:

@@ -9,7 +9,7 @@ Letters: B sequences, D model width, H heads.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from operator import is_not
+from operator import is_, is_not
 from typing import Any, cast
 
 import torch
@@ -76,8 +76,8 @@ class MadeOf:
         self._versions = [weight for weight in self._weights if not weight.is_inference()]
         self._tables = [table for module in modules for kind in kinds if (table := getattr(module, kind))]
         self.hooks = [hooks for module in called for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        self._attributes: list[Any] = [*map(vars, modules), *self.hooks]  # a patched function is one more
-        self._held = [held for table in self._tables for held in table.values()]  # alive, so that no other has its id
+        self._dicts = [*self._tables, *self.hooks, *map(vars, modules)]  # a patched function is one entry more
+        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
         self._made_of = self._present()
 
     @property
@@ -86,12 +86,12 @@ class MadeOf:
 
         Of what is written through `.data`, and of inference tensors, it is only seen where they lie.
         """
-        return self._made_of == self._present()
+        held = chain.from_iterable(map(dict.values, self._tables))
+        return self._made_of == self._present() and all(map(is_, held, self._held))
 
     def _present(self) -> tuple[list[int], ...]:
-        held = [id(held) for table in self._tables for held in table.values()]
         versions = [weight._version for weight in self._versions]
-        return held, versions, [weight.data_ptr() for weight in self._weights], [*map(len, self._attributes)]
+        return versions, list(map(torch.Tensor.data_ptr, self._weights)), list(map(len, self._dicts))
 
 
 class FusedLayers:
