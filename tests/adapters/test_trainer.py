@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,37 +25,48 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
 
 
-def losses(folder: Path, *runs: Run) -> list[list[float]]:
-    """What `tests.support.trainer_run` prints, for each run the losses."""
-    written = [json.dumps(asdict(run)) for run in runs]
-    command = [sys.executable, "-m", "tests.support.trainer_run", str(folder), *written]
+TRL = ("accelerate", "trl", "datasets")
+SIDES = {
+    "ranks": (Run("qwen3_next"), Run("qwen3_next", ranks=2, slices=2)),
+    "rows": (Run("mamba2", ranks=2), Run("mamba2", ranks=4, slices=2)),
+    "trl": (Run("llama", sft=True), Run("llama", sft=True, ranks=2, slices=2)),
+}
+"""Two runs each that are to have the same losses."""
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[float]]]:
+    """What `tests.support.trainer_run` prints for `SIDES`, in one process: loading transformers takes longest."""
+    sides = {name: runs for name, runs in SIDES.items() if name != "trl" or all(map(find_spec, TRL))}
+    written = [json.dumps(asdict(run)) for runs in sides.values() for run in runs]
+    command = [sys.executable, "-m", "tests.support.trainer_run", str(tmp_path_factory.mktemp("runs")), *written]
     path = os.pathsep.join([SOURCE_PATH, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(found) == len(runs), done.stdout
-    return found
+    assert len(found) == len(written), done.stdout
+    return {name: found[2 * n : 2 * n + 2] for n, name in enumerate(sides)}
 
 
 @needs("accelerate")
-def test_a_trainer_over_two_ranks(tmp_path: Path) -> None:
+def test_a_trainer_over_two_ranks(losses: dict[str, list[list[float]]]) -> None:
     """Two ranks of one text have the losses of one process."""
-    want, got = losses(tmp_path, Run("qwen3_next"), Run("qwen3_next", ranks=2, slices=2))
+    want, got = losses["ranks"]
     assert got == pytest.approx(want, rel=1e-5)
 
 
 @needs("accelerate")
-def test_a_trainer_over_rows_and_slices(tmp_path: Path) -> None:
+def test_a_trainer_over_rows_and_slices(losses: dict[str, list[list[float]]]) -> None:
     """Two rows of two ranks have the losses of two processes that divide texts among them."""
-    want, got = losses(tmp_path, Run("mamba2", ranks=2), Run("mamba2", ranks=4, slices=2))
+    want, got = losses["rows"]
     assert got == pytest.approx(want, rel=1e-5)
 
 
-@needs("accelerate", "trl", "datasets")
-def test_a_trainer_of_trl(tmp_path: Path) -> None:
+@needs(*TRL)
+def test_a_trainer_of_trl(losses: dict[str, list[list[float]]]) -> None:
     """TRL's SFTTrainer over two ranks has the losses of one process."""
-    want, got = losses(tmp_path, Run("llama", sft=True), Run("llama", sft=True, ranks=2, slices=2))
+    want, got = losses["trl"]
     assert got == pytest.approx(want, rel=1e-5)
 
 
