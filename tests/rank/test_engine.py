@@ -82,18 +82,19 @@ def scores_are_right(client, name):
     assert (one.tokens, one.finish_reason, one.starts) == ([], "length", [])
 
 
-def test_three_ranks_score_a_prompt(folder):
-    """Over slices of three ranks and several blocks, and again after one of them was killed."""
-    with running_engine(model=str(folder), ranks=3, block_tokens=1024, chunk_tokens=1024, **REAL, wait=False) as (
-        _,
-        client,
-        _,
-    ):
-        status = client.wait_ready(90)
-        scores_are_right(client, "a")
-        os.kill(status.ranks[1].pid, signal.SIGKILL)
-        client.wait_for_status(lambda status: status.ready and status.epoch == 2, 90)
-        scores_are_right(client, "b")
+def uploads_are_alike(client, ranks):
+    """A text that is sent at once and one that comes in pieces have the same bits."""
+    text, block = TOKENS[:4000], 512 * ranks
+    quick = client.encode("quick", text, RowSpec("window", 64), timeout_s=60)
+    slow = client.open_encoding("slow", RowSpec("window", 64))
+    for stop in range(500, len(text) + 1, 500):
+        client.feed("slow", text[stop - 500 : stop], start=stop - 500, final=stop == len(text))
+        whole = stop // block * block // 64
+        client.wait_until(lambda whole=whole: len(slow.starts) >= whole, what="the rows of whole blocks")
+        time.sleep(0.1)  # the client is slow
+    client.finish("slow", 60)
+    assert slow.stops == quick.stops
+    np.testing.assert_array_equal(slow.rows, quick.rows)
 
 
 def test_one_rank_runs_by_itself(folder):
@@ -106,13 +107,15 @@ def test_one_rank_runs_by_itself(folder):
             assert "libtorch" not in maps.read()
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_two_ranks_share_the_work_and_recover_from_a_kill(folder, backend):
-    """Blocks go over both ranks; after kill -9 of one the error names it, and a fresh group does the same work."""
-    real = {**REAL, "backend": backend}
-    with running_engine(model=str(folder), ranks=2, block_tokens=1024, **real, wait=False) as (handle, client, _):
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
+def test_ranks_share_the_work_and_recover_from_a_kill(folder, backend, ranks):
+    """Blocks go over all ranks; after kill -9 of one the error names it, and a fresh group does the same work."""
+    fields = {**REAL, "backend": backend, "ranks": ranks, "block_tokens": 1024}
+    with running_engine(model=str(folder), **fields, wait=False) as (handle, client, _):
         status = client.wait_ready(90)
+        uploads_are_alike(client, ranks)
         work_is_right(client, "a")
+        scores_are_right(client, "a")
         victim = status.ranks[1].pid
         with ControllerClient(handle.api_address) as other:
             request = other.open_encoding("open")
@@ -123,6 +126,7 @@ def test_two_ranks_share_the_work_and_recover_from_a_kill(folder, backend):
             assert f"rank 1 (pid {victim}) died" in request.failed.message
         client.wait_for_status(lambda status: status.ready and status.epoch == 2, 90)
         work_is_right(client, "b")
+        scores_are_right(client, "b")
 
 
 def failure_of(client, name):
@@ -132,60 +136,59 @@ def failure_of(client, name):
     return request.failed
 
 
-def test_what_a_text_raises_on_every_rank_ends_its_request_alone(folder):
-    """In the middle of a block over two ranks: the same ranks go on, and others' rows and tokens keep their bits."""
-    faulty = {**REAL, "rank_command": (sys.executable, "-m", "tests.support.faulty_rank")}
-    with running_engine(model=str(folder), ranks=2, **faulty, wait=False) as (_, client, _):
-        pids = [rank.pid for rank in client.wait_ready(90).ranks]
-        wanted = client.encode("before", TOKENS[:5000], RowSpec("window", 300), timeout_s=60).rows
-        client.open_completion("drawn", SamplingSpec(150, temperature=0.8, seed=4, logit_bias={256: -100.0}))
-        client.feed("drawn", TOKENS[:1300], timeout_s=60)
-        for n in range(3):
-            client.open_encoding(f"bad{n}")
-            client.feed(f"bad{n}", TOKENS[: faulty_rank.EVERYWHERE])
-            client.open_encoding(f"good{n}", RowSpec("window", 300))
-            client.feed(f"good{n}", TOKENS[:5000], timeout_s=60)
-        for n in range(3):
-            failed = failure_of(client, f"bad{n}")
-            assert failed.code == "engine_failed" and "ValueError: a text of 777 tokens was met" in failed.message
-            assert np.array_equal(client.finish(f"good{n}", 60).rows, wanted)
-        assert len(client.finish("drawn", 60).tokens) == 150
-        status = client.status()
-        assert (status.lost_groups, [rank.pid for rank in status.ranks]) == (0, pids)
-
-
-def test_what_a_text_raises_on_one_rank_alone_mixes_nothing_up(folder):
-    """The other rank stands in an exchange: the group is lost once, with this request, and others keep their bits."""
-    faulty = {**REAL, "rank_command": (sys.executable, "-m", "tests.support.faulty_rank")}
-    fields = {"exchange_deadline_s": 2.0, "losses_to_fail": 3}
-    with running_engine(model=str(folder), ranks=2, **faulty, **fields, wait=False) as (_, client, _):
+@pytest.fixture(scope="module")
+def faulty(folder):
+    """A client of two ranks that raise at texts of some lengths."""
+    command = (sys.executable, "-m", "tests.support.faulty_rank")
+    fields = {**REAL, "rank_command": command, "exchange_deadline_s": 2.0, "losses_to_fail": 3}
+    with running_engine(model=str(folder), ranks=2, **fields, wait=False) as (_, client, _):
         client.wait_ready(90)
-        wanted = client.encode("before", TOKENS[:5000], RowSpec("window", 300), timeout_s=60).rows
-        client.open_encoding("bad")
-        client.feed("bad", TOKENS[: faulty_rank.ON_ONE])
-        client.open_encoding("good", RowSpec("window", 300))
-        client.feed("good", TOKENS[:5000], timeout_s=90)
-        assert "a text of 779 tokens was met" in failure_of(client, "bad").message
-        assert np.array_equal(client.finish("good", 120).rows, wanted)
-        assert client.status().lost_groups == 1
+        yield client
 
 
-@pytest.mark.parametrize("kind", ["rfa_gate", "hybrid"])
-def test_rows_do_not_depend_on_the_speed_of_an_upload(kind, tmp_path):
-    """Over two ranks, a text that is sent at once and one that comes in pieces have the same bits."""
-    folder, text = write_small_folder(tmp_path / "small", kind=kind), TOKENS[:2700]
+@pytest.fixture(scope="module")
+def undisturbed(faulty):
+    """The rows of a text beside which nothing is raised."""
+    return faulty.encode("undisturbed", TOKENS[:5000], RowSpec("window", 300), timeout_s=60).rows
+
+
+def test_what_a_text_raises_on_every_rank_ends_its_request_alone(faulty, undisturbed):
+    """In the middle of a block over two ranks: the same ranks go on, and others' rows and tokens keep their bits."""
+    before = faulty.status()
+    faulty.open_completion("drawn", SamplingSpec(150, temperature=0.8, seed=4, logit_bias={256: -100.0}))
+    faulty.feed("drawn", TOKENS[:1300], timeout_s=60)
+    for n in range(3):
+        faulty.open_encoding(f"bad{n}")
+        faulty.feed(f"bad{n}", TOKENS[: faulty_rank.EVERYWHERE])
+        faulty.open_encoding(f"good{n}", RowSpec("window", 300))
+        faulty.feed(f"good{n}", TOKENS[:5000], timeout_s=60)
+    for n in range(3):
+        failed = failure_of(faulty, f"bad{n}")
+        assert failed.code == "engine_failed" and "ValueError: a text of 777 tokens was met" in failed.message
+        assert np.array_equal(faulty.finish(f"good{n}", 60).rows, undisturbed)
+    assert len(faulty.finish("drawn", 60).tokens) == 150
+    assert faulty.status().lost_groups == before.lost_groups
+    assert [rank.pid for rank in faulty.status().ranks] == [rank.pid for rank in before.ranks]
+
+
+def test_what_a_text_raises_on_one_rank_alone_mixes_nothing_up(faulty, undisturbed):
+    """The other rank stands in an exchange: the group is lost once, with this request, and others keep their bits."""
+    lost = faulty.status().lost_groups
+    faulty.open_encoding("bad")
+    faulty.feed("bad", TOKENS[: faulty_rank.ON_ONE])
+    faulty.open_encoding("good", RowSpec("window", 300))
+    faulty.feed("good", TOKENS[:5000], timeout_s=90)
+    assert "a text of 779 tokens was met" in failure_of(faulty, "bad").message
+    assert np.array_equal(faulty.finish("good", 120).rows, undisturbed)
+    assert faulty.status().lost_groups == lost + 1
+
+
+def test_rows_of_a_hybrid_do_not_depend_on_the_speed_of_an_upload(tmp_path):
+    """Nor do those over exact attention, whose keys are kept."""
+    folder = write_small_folder(tmp_path / "small", kind="hybrid")
     with running_engine(model=str(folder), ranks=2, **REAL, wait=False) as (_, client, _):
         client.wait_ready(90)
-        quick = client.encode("quick", text, RowSpec("window", 64), timeout_s=60)
-        slow = client.open_encoding("slow", RowSpec("window", 64))
-        for start in range(0, len(text), 300):
-            client.feed("slow", text[start : start + 300], start=start, final=start + 300 >= len(text))
-            whole = (start + 300) // 1024 * 1024 // 64
-            client.wait_until(lambda whole=whole: len(slow.starts) >= whole, what="the rows of whole blocks")
-            time.sleep(0.1)  # the client is slow
-        client.finish("slow", 60)
-    assert slow.stops == quick.stops
-    np.testing.assert_array_equal(slow.rows, quick.rows)
+        uploads_are_alike(client, ranks=2)
 
 
 def test_a_folder_that_is_no_model_is_reported(tmp_path):
