@@ -31,11 +31,13 @@ Moment = Literal["", "step", "save"]
 DEADLINE_S = 120.0
 
 
-def _config(place: Path, *, sharded: bool, steps: int = 8, folder: Path | None = None) -> TrainingConfig:
-    """A mesh of 2 x 2, in bfloat16, with a checkpoint every two steps; of a folder of transformers if one is given."""
+def _config(
+    place: Path, *, sharded: bool, steps: int = 8, rows: int = 2, folder: Path | None = None
+) -> TrainingConfig:
+    """A mesh of `rows` x 2, in bfloat16, with a checkpoint every two steps; of a folder of transformers if one is given."""
     place.mkdir(exist_ok=True)
     config = small_run(place, steps=steps, checkpoint_every=2, evaluate_every=8)
-    run = config.run.model_copy(update={"data_ranks": 2, "sequence_ranks": 2, "shard_parameters": sharded})
+    run = config.run.model_copy(update={"data_ranks": rows, "sequence_ranks": 2, "shard_parameters": sharded})
     kind = "adamw" if sharded or folder is not None else "muon"
     data = config.data.model_copy(update={"batch": 3})
     optimiser = config.optimiser.model_copy(update={"kind": kind})
@@ -126,11 +128,11 @@ def test_a_killed_mesh_ends_like_an_undisturbed_one(
 
 @pytest.mark.slow
 def test_a_command_goes_on_after_kill_9(tmp_path):
-    """`dist-attn train --ranks 4` on a mesh 2 x 2 ends when a rank is killed; --resume ends as if none had been."""
-    whole, killed = (_config(tmp_path / name, sharded=False, steps=24) for name in ("whole", "killed"))
-    run_ranks("gloo", partial(_trained, whole, False, ""), 4)
+    """`dist-attn train --ranks 2` ends when a rank is killed; --resume ends as if none had been."""
+    whole, killed = (_config(tmp_path / name, sharded=False, steps=24, rows=1) for name in ("whole", "killed"))
+    run_ranks("gloo", partial(_trained, whole, False, ""), 2)
     file = write_toml(killed, tmp_path / "train.toml")
-    command = [sys.executable, "-m", "dist_attn", "train", "--ranks", "4"]
+    command = [sys.executable, "-m", "dist_attn", "train", "--ranks", "2"]
     environment = {"PYTHONPATH": SOURCE_PATH, "OMP_NUM_THREADS": "1"}
     with running_program([*command, str(file)], tmp_path / "first.log", env=environment) as program:
         deadline = time.monotonic() + DEADLINE_S
@@ -138,7 +140,7 @@ def test_a_command_goes_on_after_kill_9(tmp_path):
             assert program.process.poll() is None, program.output
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        ranks = [p for p in program.family() if _rank(p) == "2"]
+        ranks = [p for p in program.family() if _rank(p) == "1"]
         ranks[0].kill()
         assert program.process.wait(DEADLINE_S) != 0
     assert not (killed.run.folder / "model").exists()
