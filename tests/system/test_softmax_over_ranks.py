@@ -1,8 +1,6 @@
-"""A model of exact attention over four ranks, by a command and over HTTP: the rows and the text of one rank."""
+"""A model of exact attention over four ranks, over HTTP: the rows and the text of one rank."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -16,7 +14,7 @@ from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.closeness import assert_close
 from tests.support.models import write_small_folder
-from tests.support.served import ROOT, served
+from tests.support.served import served
 from tests.support.sessions import SessionClient
 from tests.support.tokenisers import PROSE
 from tests.support.waiting import eventually
@@ -38,18 +36,6 @@ def rows(model: Path) -> torch.Tensor:
     with torch.inference_mode():
         hidden_LD = load_model(model).encode(tokens[None])[0]
     return torch.stack([window.mean(0) for window in hidden_LD.split(WINDOW)])
-
-
-def test_command(model: Path, rows: torch.Tensor, tmp_path: Path) -> None:
-    """`encode --ranks 4` writes the rows of one rank."""
-    (tmp_path / "text.txt").write_bytes(TEXT)
-    command = [sys.executable, "-m", "dist_attn", "encode", f"--ranks={RANKS}"]
-    command += [str(tmp_path / "text.txt"), f"--out={tmp_path / 'rows.npy'}", f"--model={model}", f"--window={WINDOW}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120.0, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert (report["ranks"], report["tokens"], report["rows"]) == (RANKS, len(TEXT), len(rows))
-    assert_close(torch.from_numpy(np.load(tmp_path / "rows.npy")), rows)
 
 
 def test_http(model: Path, rows: torch.Tensor, tmp_path: Path) -> None:
