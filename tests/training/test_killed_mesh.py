@@ -34,7 +34,7 @@ DEADLINE_S = 120.0
 def _config(
     place: Path, *, sharded: bool, steps: int = 8, rows: int = 2, folder: Path | None = None
 ) -> TrainingConfig:
-    """A mesh of `rows` x 2, in bfloat16, with a checkpoint every two steps; of a folder of transformers if one is given."""
+    """A mesh of `rows` x 2, in bfloat16, with a checkpoint every two steps; of a folder of transformers if given."""
     place.mkdir(exist_ok=True)
     config = small_run(place, steps=steps, checkpoint_every=2, evaluate_every=8)
     run = config.run.model_copy(update={"data_ranks": rows, "sequence_ranks": 2, "shard_parameters": sharded})
@@ -146,6 +146,7 @@ def test_a_command_goes_on_after_kill_9(tmp_path):
     assert not (killed.run.folder / "model").exists()
     with running_program([*command, str(file), "--resume"], tmp_path / "second.log", env=environment) as program:
         assert program.process.wait(DEADLINE_S) == 0, program.output
+        assert program.output.count("step 24  steps 24") == 1  # ranks have one report
     assert _digests(killed) == _digests(whole)
 
 
