@@ -226,32 +226,30 @@ def test_what_cannot_be_encoded_is_said_in_words(browser: "Browser", service: Ru
         encoded(page)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "said"),
-    [
-        (
-            "book.odt",
-            b"PK\x03\x04" + bytes(26) + b"mimetypeapplication/vnd.oasis.opendocument.text",
-            "is a word processor's document; this page reads plain text",
-        ),
-        ("books.zip", b"PK\x03\x04" + bytes(26) + b"one.txt", "is an archive"),
-        ("book.txt", "It was the best of times.".encode("utf-16"), "is text in UTF-16"),
-        ("latin.txt", "It was a café.".encode("latin-1") * 20, "save it with the encoding UTF-8"),
-        ("sound.ogg", b"OggS\x00\x02" + bytes(range(256)), "holds no text"),
-    ],
-)
-def test_a_file_that_is_no_text_is_refused_before_it_is_sent(
-    browser: "Browser", service: RunningService, name: str, data: bytes, said: str
-) -> None:
+NO_TEXTS = [
+    (
+        "book.odt",
+        b"PK\x03\x04" + bytes(26) + b"mimetypeapplication/vnd.oasis.opendocument.text",
+        "is a word processor's document; this page reads plain text",
+    ),
+    ("books.zip", b"PK\x03\x04" + bytes(26) + b"one.txt", "is an archive"),
+    ("book.txt", "It was the best of times.".encode("utf-16"), "is text in UTF-16"),
+    ("latin.txt", "It was a café.".encode("latin-1") * 20, "save it with the encoding UTF-8"),
+    ("sound.ogg", b"OggS\x00\x02" + bytes(range(256)), "holds no text"),
+]
+
+
+def test_a_file_that_is_no_text_is_refused_before_it_is_sent(browser: "Browser", service: RunningService) -> None:
     """The page says what it is and what its owner can do about it, sends nothing of it, and the next file is taken."""
     with opened_page(browser, service.url) as page:
         sent: list[str] = []
         page.on("request", lambda request: sent.append(request.url) if request.method != "GET" else None)
-        page.set_input_files("#file", files=[{"name": name, "mimeType": "", "buffer": data}])
-        page.wait_for_selector(f'#document-notice.error:has-text("{said}")')
-        assert sent == [] and page.inner_text("#document-notice").startswith(f"{name} ")
-        assert page.locator("#document-notice button").count() == 0
-        assert page.locator("#pick").is_visible() and page.locator("#plan").is_hidden()
+        for name, data, said in NO_TEXTS:
+            page.set_input_files("#file", files=[{"name": name, "mimeType": "", "buffer": data}])
+            page.wait_for_selector(f'#document-notice.error:has-text("{said}")')
+            assert sent == [] and page.inner_text("#document-notice").startswith(f"{name} ")
+            assert page.locator("#document-notice button").count() == 0
+            assert page.locator("#pick").is_visible() and page.locator("#plan").is_hidden()
         choose(page)
         assert page.locator("#document-notice").is_hidden() and page.locator("#start").is_visible()
 
