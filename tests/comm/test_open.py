@@ -74,43 +74,43 @@ def test_mpiexec_or_a_wish_means_mpi_and_says_what_to_install(
 
 
 JOIN = """
-import sys, psutil, torch, torch.distributed as dist
+import os, sys, psutil, torch, torch.distributed as dist
 from dist_attn.comm import Rendezvous, open_communicator
-url, *listener = sys.argv[1:]
-rendezvous = Rendezvous(url, 60.0, *map(int, listener)) if url else None
-with open_communicator(timeout_s=60, rendezvous=rendezvous) as comm:
-    with comm.split(0) as part:
-        print(comm.backend, comm.size, int(part.all_reduce_sum(torch.tensor(comm.rank + 1))))
-    listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
-assert not dist.is_initialized()
-print("listens on", *listening)
+loopback, listener, *places = sys.argv[1:]
+for url in places:
+    if url:  # whoever says where to meet says the interface too, and nothing is left of torchrun
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+    given = [int(listener)] if listener and url == places[-1] else []
+    rendezvous = Rendezvous(url, 60.0, *given) if url else None
+    with open_communicator(timeout_s=60, rendezvous=rendezvous) as comm:
+        with comm.split(0) as part:
+            print(comm.backend, comm.size, int(part.all_reduce_sum(torch.tensor(comm.rank + 1))), end=" ")
+        listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
+    assert not dist.is_initialized()
+    print("listens on", *listening)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["torchrun", "file", "tcp", "tcp with its socket"])
-def test_ranks_join_over_gloo(place: str, tmp_path: Path) -> None:
+def test_ranks_join_over_gloo(tmp_path: Path) -> None:
     """Processes with torchrun's environment, or told where to meet, find each other, and a group they opened is gone
     after close; they listen on the address where they meet alone.
     """
-    listener = socket.create_server(("127.0.0.1", 0 if "socket" in place else free_port()))
-    port = str(listener.getsockname()[1])
-    if "socket" not in place:
-        listener.close()
-    url = {"torchrun": "", "file": (tmp_path / "sto re").as_uri()}.get(place, f"tcp://127.0.0.1:{port}")
-    shared = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    if place == "torchrun":
-        shared |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    else:
-        shared |= {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
-    given = [listener.fileno()] if "socket" in place else []
+    listener = socket.create_server(("127.0.0.1", 0))
+    ports = free_port(), listener.getsockname()[1]
+    # By torchrun's variables, by a file, at an address, and at one whose socket the first rank was given.
+    places = ["", (tmp_path / "sto re").as_uri(), *(f"tcp://127.0.0.1:{port}" for port in ports)]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN, url, *([str(given[0])] if given and rank == 0 else [])],
+            [sys.executable, "-c", JOIN, LOOPBACK_INTERFACE, *([""] if rank else [str(listener.fileno())]), *places],
             env=os.environ | shared | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
-            pass_fds=given if rank == 0 else (),
+            pass_fds=() if rank else [listener.fileno()],
         )
         for rank in range(2)
     ]
@@ -121,8 +121,7 @@ def test_ranks_join_over_gloo(place: str, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0]
-    assert all(output.startswith("gloo 2 3\n") for output in outputs)
-    assert all(output.endswith("listens on 127.0.0.1\n") for output in outputs), outputs
+    assert outputs == [len(places) * "gloo 2 3 listens on 127.0.0.1\n"] * 2
 
 
 def test_ranks_that_never_come_are_a_comm_error(monkeypatch: pytest.MonkeyPatch) -> None:
