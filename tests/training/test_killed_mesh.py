@@ -31,9 +31,7 @@ Moment = Literal["", "step", "save"]
 DEADLINE_S = 120.0
 
 
-def _config(
-    place: Path, *, sharded: bool, steps: int = 8, rows: int = 2, folder: Path | None = None
-) -> TrainingConfig:
+def _config(place: Path, *, sharded: bool, steps: int = 8, rows: int = 2, folder: Path | None = None) -> TrainingConfig:
     """A mesh of `rows` x 2, in bfloat16, with a checkpoint every two steps; of a folder of transformers if given."""
     place.mkdir(exist_ok=True)
     config = small_run(place, steps=steps, checkpoint_every=2, evaluate_every=8)
