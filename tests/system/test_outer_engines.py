@@ -27,8 +27,6 @@ from tests.support.waiting import eventually
 STREAMS, AGENTS, SECONDS = 8, 2, 180.0
 ADDRESS = "DIST_ATTN_ENGINE__RANK_ADDRESS"
 AGENT = [sys.executable, "-m", "dist_attn.control", "agent"]
-# As Slurm's script has it, with the variable by which srun numbers the tasks of a node.
-LOOPS = "for n in 0 1; do (export SLURM_LOCALID=$n; until {agent}; do sleep 0.1; done) & done; wait"
 MPIEXEC = "{mpiexec} -n 2 bash -c 'until {agent}; do sleep 0.1; done'"
 
 
@@ -38,10 +36,9 @@ def command_of(engine: str, address: str) -> list[str]:
         pytest.importorskip("ray", reason="needs pip install ray")
         flags = [f"--agents={AGENTS}", "--cpus=0.5", "--strategy=PACK", f"--rank-address={address}"]
         return [sys.executable, str(ROOT / "deploy/ray/agents.py"), *flags]
-    if engine == "mpiexec" and find_mpiexec() is None:
+    if find_mpiexec() is None:
         pytest.skip("needs mpiexec")
-    script = {"a shell loop": LOOPS, "mpiexec": MPIEXEC}[engine]
-    return ["bash", "-c", script.format(agent=shlex.join(AGENT), mpiexec=find_mpiexec())]
+    return ["bash", "-c", MPIEXEC.format(agent=shlex.join(AGENT), mpiexec=find_mpiexec())]
 
 
 def agents_of(program: Program) -> set[int]:
@@ -63,7 +60,7 @@ def rows_of(service: Served, body: Iterator[bytes] | bytes) -> str:
     return hashlib.sha256(np.array(rows).tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("engine", ["a shell loop", "mpiexec", "Ray"])
+@pytest.mark.parametrize("engine", ["mpiexec", "Ray"])
 def test_streams_go_on_with_agents_that_are_started_again(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
