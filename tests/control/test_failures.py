@@ -34,6 +34,25 @@ BLOCK = 512
 RECOVERY_S = 60
 
 
+@pytest.fixture(scope="module")
+def engine():
+    """Two fake ranks that are lost and come back, test after test: (handle, client, mark)."""
+    with running_engine(ranks=2, block_tokens=BLOCK) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alert_engine():
+    """Two whose silence is noticed soon."""
+    with running_engine(ranks=2, block_tokens=BLOCK, **ALERT) as running:
+        yield running
+
+
+def next_epoch(client, before, timeout_s=RECOVERY_S):
+    """Wait until the ranks after those of a status are ready; their status."""
+    return client.wait_for_status(lambda status: status.ready and status.epoch == before.epoch + 1, timeout_s)
+
+
 def fails_by(client, name, token, rank):
     """Open an encoding in which `rank` of two meets `token`; the failure."""
     tokens = np.zeros(2 * BLOCK, dtype=np.int64)
@@ -44,38 +63,37 @@ def fails_by(client, name, token, rank):
     return client.requests[name].failed
 
 
-def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on():
+def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(engine):
     """The error names the rank, the next epoch serves, and no process of the old one is left."""
-    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, mark):
-        for rank in (0, 1):
-            before = [status.pid for status in client.status().ranks]
-            failed = fails_by(client, f"a{rank}", fake_rank.DIE, rank)
-            assert failed.code == "engine_failed"
-            assert f"rank {rank} (pid {before[rank]}) died" in failed.message
-            status = client.wait_for_status(
-                lambda status, rank=rank: status.ready and status.epoch == rank + 2, RECOVERY_S
-            )
-            assert client.encode(f"b{rank}", np.arange(900)).done.rows == 2
-            assert sorted(r.pid for r in status.ranks) == rank_processes(mark)
-            assert not set(before) & set(rank_processes(mark))
+    _, client, mark = engine
+    for rank in (0, 1):
+        status = client.status()
+        before = [status.pid for status in status.ranks]
+        failed = fails_by(client, f"held{rank}", fake_rank.DIE, rank)
+        assert failed.code == "engine_failed"
+        assert f"rank {rank} (pid {before[rank]}) died" in failed.message
+        status = next_epoch(client, status)
+        assert client.encode(f"after{rank}", np.arange(900)).done.rows == 2
+        assert sorted(r.pid for r in status.ranks) == rank_processes(mark)
+        assert not set(before) & set(rank_processes(mark))
 
 
-def test_a_request_that_every_rank_fails_at_ends_alone():
+def test_a_request_that_every_rank_fails_at_ends_alone(engine):
     """The ranks agree on it and go on as they are; others beside it get all of their rows."""
-    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, mark):
-        pids = rank_processes(mark)
-        bad = np.zeros(4 * BLOCK, dtype=np.int64)
-        bad[::BLOCK] = fake_rank.FAULT
-        for n in range(3):
-            client.open_encoding(f"bad{n}")
-            client.feed(f"bad{n}", bad)
-            client.open_encoding(f"good{n}", RowSpec("window", 300))
-            client.feed(f"good{n}", np.arange(3000) % 900)
-        for n in range(3):
-            client.wait_until(lambda n=n: client.requests[f"bad{n}"].ended, what="the failure")
-            assert "asked to fail at a request" in client.requests[f"bad{n}"].failed.message
-            assert client.finish(f"good{n}").done.rows == 10
-        assert client.status().lost_groups == 0 and rank_processes(mark) == pids
+    _, client, mark = engine
+    pids, lost = rank_processes(mark), client.status().lost_groups
+    bad = np.zeros(4 * BLOCK, dtype=np.int64)
+    bad[::BLOCK] = fake_rank.FAULT
+    for n in range(3):
+        client.open_encoding(f"bad{n}")
+        client.feed(f"bad{n}", bad)
+        client.open_encoding(f"good{n}", RowSpec("window", 300))
+        client.feed(f"good{n}", np.arange(3000) % 900)
+    for n in range(3):
+        client.wait_until(lambda n=n: client.requests[f"bad{n}"].ended, what="the failure")
+        assert "asked to fail at a request" in client.requests[f"bad{n}"].failed.message
+        assert client.finish(f"good{n}").done.rows == 10
+    assert client.status().lost_groups == lost and rank_processes(mark) == pids
 
 
 def test_a_request_that_one_rank_fails_at_is_lost_with_the_group_once():
@@ -121,23 +139,24 @@ def test_open_requests_survive_killed_ranks():
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_hangs_or_is_stopped_is_named_and_replaced():
+def test_a_rank_that_raises_hangs_or_is_stopped_is_named_and_replaced(alert_engine):
     """Its exception reaches the client; without progress the stall limit ends the epoch, without a sign the deadline of
     heartbeats.
     """
-    with running_engine(ranks=2, block_tokens=BLOCK, **ALERT) as (_, client, mark):
-        failed = fails_by(client, "a", fake_rank.RAISE, 1)
-        assert "rank 1 failed: RuntimeError: the fake rank was asked to fail" in failed.message
-        client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
-        failed = fails_by(client, "b", fake_rank.HANG, 1)
-        assert "rank 1 has made no progress" in failed.message
-        status = client.wait_for_status(lambda status: status.ready and status.epoch == 3, RECOVERY_S)
-        victim = status.ranks[1].pid
-        os.kill(victim, signal.SIGSTOP)
-        status = client.wait_for_status(lambda status: not status.ready)
-        assert "rank 1 has been silent" in status.reason
-        client.wait_for_status(lambda status: status.ready and status.epoch == 4, RECOVERY_S)
-        assert victim not in rank_processes(mark)
+    _, client, mark = alert_engine
+    before = client.status()
+    failed = fails_by(client, "raises", fake_rank.RAISE, 1)
+    assert "rank 1 failed: RuntimeError: the fake rank was asked to fail" in failed.message
+    before = next_epoch(client, before)
+    failed = fails_by(client, "hangs", fake_rank.HANG, 1)
+    assert "rank 1 has made no progress" in failed.message
+    before = next_epoch(client, before)
+    victim = before.ranks[1].pid
+    os.kill(victim, signal.SIGSTOP)
+    status = client.wait_for_status(lambda status: not status.ready)
+    assert "rank 1 has been silent" in status.reason
+    next_epoch(client, before)
+    assert victim not in rank_processes(mark)
 
 
 @pytest.mark.slow
@@ -156,41 +175,41 @@ def test_a_rank_that_is_stopped_while_it_starts_is_replaced(monkeypatch):
 
 
 @pytest.mark.slow
-def test_requests_that_had_not_begun_survive_a_lost_group():
+def test_requests_that_had_not_begun_survive_a_lost_group(engine):
     """A request whose tokens never reached a rank waits for the next group instead of failing."""
-    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, _):
-        client.open_encoding("waiting")
-        client.wait_until(lambda: client.requests["waiting"].accepted)
-        fails_by(client, "a", fake_rank.DIE, 0)
-        client.open_completion("new", SamplingSpec(3))
-        client.feed("new", [1, 2, 3])
-        client.feed("waiting", np.arange(700))
-        assert client.finish("waiting").done.rows == 2
-        assert len(client.finish("new").tokens) == 3
+    _, client, _ = engine
+    client.open_encoding("waiting")
+    client.wait_until(lambda: client.requests["waiting"].accepted)
+    fails_by(client, "fatal", fake_rank.DIE, 0)
+    client.open_completion("new", SamplingSpec(3))
+    client.feed("new", [1, 2, 3])
+    client.feed("waiting", np.arange(700))
+    assert client.finish("waiting").done.rows == 2
+    assert len(client.finish("new").tokens) == 3
 
 
-def test_a_killed_agent_takes_its_ranks_along_and_is_replaced():
+def test_a_killed_agent_takes_its_ranks_along_and_is_replaced(engine):
     """The ranks die with their agent, a new agent starts the next epoch."""
-    with running_engine(ranks=2) as (_, client, mark):
-        ranks = rank_processes(mark)
-        (agent,) = processes_of(mark, "control agent")
-        os.kill(agent, signal.SIGKILL)
-        client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
-        assert not set(ranks) & set(rank_processes(mark))
+    _, client, mark = engine
+    before, ranks = client.wait_ready(), rank_processes(mark)
+    (agent,) = processes_of(mark, "control agent")
+    os.kill(agent, signal.SIGKILL)
+    next_epoch(client, before)
+    assert not set(ranks) & set(rank_processes(mark))
 
 
 @pytest.mark.slow
-def test_a_stopped_agent_is_replaced_once_it_is_needed():
+def test_a_stopped_agent_is_replaced_once_it_is_needed(alert_engine):
     """SIGSTOP: the ranks go on without it; when one of them falls silent too, a new agent starts the next epoch."""
-    with running_engine(ranks=2, **ALERT) as (_, client, mark):
-        ranks = rank_processes(mark)
-        (agent,) = processes_of(mark, "control agent")
-        os.kill(agent, signal.SIGSTOP)
-        assert client.encode("a", np.arange(900)).done.rows == 2
-        os.kill(ranks[1], signal.SIGSTOP)
-        client.wait_for_status(lambda status: status.ready and status.epoch == 2, AGENT_STUCK_S + RECOVERY_S)
-        assert agent not in processes_of(mark, "control agent")
-        assert not set(ranks) & set(rank_processes(mark))
+    _, client, mark = alert_engine
+    before, ranks = client.wait_ready(), rank_processes(mark)
+    (agent,) = processes_of(mark, "control agent")
+    os.kill(agent, signal.SIGSTOP)
+    assert client.encode("without agent", np.arange(900)).done.rows == 2
+    os.kill(ranks[1], signal.SIGSTOP)
+    next_epoch(client, before, AGENT_STUCK_S + RECOVERY_S)
+    assert agent not in processes_of(mark, "control agent")
+    assert not set(ranks) & set(rank_processes(mark))
 
 
 def test_no_process_survives_a_killed_controller():
