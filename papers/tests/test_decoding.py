@@ -1,9 +1,10 @@
 """The studies of decoding and prefill: what steps, what is held, and what is compared with what."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
-from benchmarks.peers import absent
 from benchmarks.targets import TARGETS
 from dist_attn.mixers import RandomFeatureConfig
 from dist_attn_papers.studies.decoding import CACHED, EAGER, GPT2, forms, ratios_of, step_costs
@@ -11,7 +12,7 @@ from dist_attn_papers.studies.decoding_forms import CachedForm, Gpt2Form, Sizes,
 from dist_attn_papers.studies.prefill import prefill_costs
 
 TINY = Sizes(width=32, layers=2, heads=2, mlp=64, vocabulary=64)
-NO_TRANSFORMERS = bool(absent("transformers"))
+NO_TRANSFORMERS = find_spec("transformers") is None  # loading it takes seconds
 
 
 def test_ratios_compare_like_with_like() -> None:

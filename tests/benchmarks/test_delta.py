@@ -1,10 +1,12 @@
 """The study of the gated delta rule: what it counts, and that its peer computes the same."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from benchmarks.cases import delta_inputs
 from benchmarks.delta import WEIGHTS, carry_over_formula, delta_flops
-from benchmarks.peers import absent, delta_rule
+from benchmarks.peers import delta_rule
 from dist_attn.ops import gated_delta_rule
 from tests.support.closeness import assert_close
 
@@ -20,7 +22,7 @@ def test_carries_are_the_formula(kind: str) -> None:
     assert [carry_over_formula(kind, length) for length in (3, 70)] == [1.0, 1.0]
 
 
-@pytest.mark.skipif(bool(absent("transformers")), reason="transformers is not installed")
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_the_peer_computes_the_same() -> None:
     """transformers' plain form has the outputs of ours."""
     q, k, v, decay, beta = delta_inputs(70, 2, 8)
