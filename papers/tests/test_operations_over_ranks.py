@@ -9,7 +9,7 @@ from papers.tests.support.operation_cases import CASES, RELATIVE_CASES
 from tests.sharded import test_over_processes as processes
 from tests.sharded.test_gradients import CUTS, _global
 from tests.support.closeness import assert_close
-from tests.support.ranks import Kind, run_ranks
+from tests.support.ranks import run_ranks
 
 RELATIVE = ("relative", "relative, full")
 RUNS = [
@@ -41,10 +41,9 @@ def everything(comm: Communicator) -> list[list[Tensor]]:
     return [processes._results(comm, run) for run in RUNS]
 
 
-@pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_every_operation_and_mode(kind: Kind) -> None:
+def test_every_operation_and_mode() -> None:
     """Outputs, states and gradients of each operation are, between processes, those of simulated ranks."""
-    for simulated, own in zip(run_simulated(everything, 3), run_ranks(kind, everything, 3), strict=True):
+    for simulated, own in zip(run_simulated(everything, 3), run_ranks("gloo", everything, 3), strict=True):
         for run, want, got in zip(RUNS, simulated, own, strict=True):
             for index, (one, other) in enumerate(zip(want, got, strict=True)):
                 assert_close(other, one, kind="exact", what=f"{run} {index}")
