@@ -40,9 +40,9 @@ from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 from dist_attn_api.errors import Code
 
-WEIGHTS_OF_ONE_THREAD = 1 << 26
-"""A step of a model of ours with fewer weights is hundreds of small operations on a CPU, and to wake threads for each
-of them takes longer than they help."""
+WEIGHTS_OF_ONE_THREAD = 1 << 24
+"""With fewer weights a step of a model of ours takes 2 to 5 ms of a core; a second thread saves a third of that and takes
+as much from the processes beside, and one that is kept waiting costs more (through `serve`, EPYC, two cores)."""
 KEPT_STEPS = 4
 """Captured steps that are kept for batches to come: to capture one takes longer than many tokens."""
 
