@@ -6,6 +6,7 @@ was made of. A machine without a compiler has none, and is told why.
 
 import contextlib
 import ctypes
+import fcntl
 import grp
 import hashlib
 import os
@@ -16,7 +17,8 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -87,17 +89,42 @@ def _library_in(folder: Path, source: Path) -> ctypes.CDLL:
     # Wherever the source lies: other copies of the package find what was compiled for one.
     made_of = (*options, *libraries, _version(compiler), _processor(), *(file.read_text() for file in texts))
     library = folder / f"{source.stem}-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:20]}.so"
-    if _is_whole(library):
-        try:
-            return ctypes.CDLL(str(library))
-        except OSError:
-            pass  # made where other libraries were: once more
-    _compile(command, library)
+    if (there := _kept(library)) is not None:
+        return there
+    with _alone_in(folder):
+        if (there := _kept(library)) is not None:  # another process made it meanwhile
+            return there
+        _compile(command, library)
     return ctypes.CDLL(str(library))
 
 
+def _kept(library: Path) -> ctypes.CDLL | None:
+    """The library, unless it is not whole or was made where other libraries were."""
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(library)) if _is_whole(library) else None
+    return None
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other processes that compile into this folder, as long as one may take, where its file system can."""
+    deadline, descriptor = time.monotonic() + COMPILE_S, os.open(folder, os.O_RDONLY)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _compile(command: Sequence[str], library: Path) -> None:
-    # Processes that start together may all compile; each puts a whole file in place.
+    # Processes that did not wait for each other may both compile; each puts a whole file in place.
     beside = library.parent / f".{library.name}.{os.getpid()}"
     try:
         _run([*command, "-o", str(beside)])

@@ -41,8 +41,8 @@ from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 from dist_attn_api.errors import Code
 
 WEIGHTS_OF_ONE_THREAD = 1 << 24
-"""With fewer weights a step of a model of ours takes 2 to 5 ms of a core; a second thread saves a third of that and takes
-as much from the processes beside, and one that is kept waiting costs more (through `serve`, EPYC, two cores)."""
+"""A step of a model of ours with fewer weights takes 2 to 5 ms of a core. A second thread saves a third of that, takes
+as much from processes beside it, and makes steps three times as long where it waits for a core."""
 KEPT_STEPS = 4
 """Captured steps that are kept for batches to come: to capture one takes longer than many tokens."""
 
