@@ -110,9 +110,9 @@ class LanguageModel(CausalModel, Model):
     def step_layers(self, x_BD: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
         if type(self) is LanguageModel and not torch.compiler.is_compiling():
             self._fused = fused = FusedLayers.of(self, x_BD, self._fused)
-            found = None if fused is None else fused.run(x_BD, state.layers)
-            if found is not None:
-                return found
+            stepped = None if fused is None else fused.run(x_BD, state.layers)
+            if stepped is not None:
+                return stepped
         states = []
         for block, before in zip(watched(self.blocks), state.layers, strict=True):
             x_BD, after = block.step(x_BD, before)
