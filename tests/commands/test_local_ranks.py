@@ -138,6 +138,7 @@ def test_a_signal_ends_all_ranks(place: Path, number: signal.Signals, words: lis
 def test_ranks_do_not_outlive_the_command(place: Path) -> None:
     """When the command is killed outright, its ranks end as well."""
     with encoding_of_a_slow_text(place) as (process, ranks, _):
+        assert alive(ranks)
         process.kill()
         eventually(lambda: not alive(ranks), "the ranks to end")
 

@@ -249,7 +249,8 @@ def test_no_process_survives_a_stopped_controller_for_long():
         os.kill(handle.process.pid, signal.SIGSTOP)
         eventually(lambda: not rank_processes(mark), "the ranks to end")
         os.kill(handle.process.pid, signal.SIGCONT)
-        client.wait_for_status(lambda status: status.ready and status.epoch >= 2, RECOVERY_S)
+        status = client.wait_for_status(lambda status: status.ready and status.epoch >= 2, RECOVERY_S)
+        assert sorted(rank.pid for rank in status.ranks) == rank_processes(mark)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """C kernels are compiled once where they run, kept where nobody else writes, and absent with a reason."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -133,10 +134,25 @@ def test_processes_that_start_together_compile_once(source, tmp_path):
 def test_a_process_that_stands_still_is_not_waited_for_forever(tmp_path, monkeypatch):
     """Whoever holds the folder for longer than a compiler may take is passed by."""
     monkeypatch.setattr(c_library, "COMPILE_S", 0.1)
-    holder = os.open(tmp_path, os.O_RDONLY)
+    holder, other = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
     fcntl.flock(holder, fcntl.LOCK_EX)
+    with c_library._alone_in(tmp_path), pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is still held
+    os.close(holder)
+    os.close(other)
+
+
+def test_where_folders_cannot_be_locked_nobody_waits(tmp_path, monkeypatch):
+    """As on some file systems of networks, whose error is another than that of a lock that is held."""
+    asked = []
+
+    def refuse(descriptor, operation):
+        asked.append(operation)
+        raise OSError(errno.EBADF, "no locks here")
+
+    monkeypatch.setattr(c_library.fcntl, "flock", refuse)
     with c_library._alone_in(tmp_path):
-        os.close(holder)  # it was still held
+        assert len(asked) == 1
 
 
 @needs_kernels
