@@ -1,6 +1,7 @@
 """`python -m dist_attn.control controller|agent`: the two torch-free processes of the engine."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from dist_attn.control.agent import run_agent
 from dist_attn.control.server import run_controller
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError, MissingExtraError, StorageError
+from dist_attn.launchers import SIGNALS
 from dist_attn.log_lines import configure_logs
 
 RUNNERS = {"controller": run_controller, "agent": run_agent}
@@ -30,4 +32,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    for number in SIGNALS:
+        # At its exit Python puts the default back, by which a signal that comes late would become the exit code.
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
