@@ -1,5 +1,10 @@
-"""Cores and memory that a process may use, by the kernel's files of either version of control groups."""
+"""Cores and memory that a process may use, by the kernel's files of either version of control groups; its slices."""
 
+import os
+import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +120,32 @@ def test_threads_that_openmp_is_told(said: str, threads: int | None) -> None:
     """A number, or the first of a list for nested levels; what OpenMP would not take counts as nothing."""
     assert given_threads({"OMP_NUM_THREADS": said}) == threads
     assert given_threads({}) is None
+
+
+SLICES = """
+import ctypes, os, struct, threading
+from dist_attn.host_limits import SCHED_SETATTR, ask_for_short_slices
+def tell():
+    found = ctypes.create_string_buffer(48)
+    assert ctypes.CDLL(None).syscall(SCHED_SETATTR["x86_64"] + 1, 0, found, 48, 0) == 0
+    size, policy, flags, nice, priority, slice_ns = struct.unpack_from("IIQiIQ", found)
+    print(policy, nice, slice_ns)
+os.nice(3)
+ask_for_short_slices()
+thread = threading.Thread(target=tell)
+thread.start()
+thread.join()
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+ask_for_short_slices()
+print(os.sched_getscheduler(0) == os.SCHED_BATCH)
+"""
+
+
+def test_threads_have_short_slices() -> None:
+    """A thread that is started later has slices of 0.1 ms and the niceness of before; another policy stays."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        pytest.skip("asks the kernel by the number of Linux on x86_64")
+    if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 12):
+        pytest.skip("Linux gives slices of one's own from 6.12 on")
+    done = subprocess.run([sys.executable, "-c", SLICES], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["0", str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)), "100000", "True"]

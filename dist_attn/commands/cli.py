@@ -37,7 +37,7 @@ from dist_attn.commands.options import (
     taking,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
-from dist_attn.host_limits import compute_environment, load
+from dist_attn.host_limits import ask_for_short_slices, compute_environment, load
 from dist_attn.launchers import MEETING_VARIABLE, ended_in_order, is_first_rank, place_on_host, read_launch
 from dist_attn.shipped import DEFAULT_ENCODER, resolve_model_folder
 from dist_attn.shipped.gguf_file import is_gguf
@@ -163,6 +163,7 @@ def _compute_here() -> None:
     """Load torch, once OpenMP is told how this process shares the host with those of its launcher."""
     _, of_host = place_on_host(os.environ) or (0, 0)
     os.environ |= compute_environment(of_host or 1)
+    ask_for_short_slices()
     load("torch")
     gc.freeze()
 

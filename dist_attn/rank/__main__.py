@@ -5,7 +5,7 @@ import os
 import sys
 
 from dist_attn.errors import ConfigError
-from dist_attn.host_limits import load
+from dist_attn.host_limits import ask_for_short_slices, load
 from dist_attn.rank.worker import Executor, run_rank
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -25,6 +25,7 @@ def main() -> int:
     """Run one rank; the exit code."""
     # mpiexec stands between the agent and this one, so this one ties itself to it.
     die_with_parent()
+    ask_for_short_slices()
     try:
         return run_rank(RankSettings.from_flags(sys.argv[1:]), make_executor)
     except ConfigError as error:
