@@ -2,8 +2,11 @@
 
 import os
 import random
+import re
 import signal
+import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -54,6 +57,22 @@ def test_a_group_starts_when_enough_agents_are_there(scene):
     tokens = np.arange(9000) % 900
     expected = fake_rank.fake_hidden(tokens, 0)[:300].mean(0, dtype=np.float64)
     np.testing.assert_array_equal(client.encode("a", tokens, RowSpec("window", 300)).rows[0], expected.astype("f4"))
+
+
+def test_an_agent_that_is_signalled_until_it_is_gone_ends_as_after_the_first(tmp_path):
+    """Exit code 0, also where signals still come when Python takes itself apart."""
+    with running_agent(tmp_path, "alone", f"ipc://{tmp_path}/r", "nobody") as program:
+        state = Path(f"/proc/{program.process.pid}/status")
+
+        def catches() -> bool:
+            (mask,) = re.findall(r"SigCgt:\s*(\w+)", state.read_text())
+            return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+        eventually(catches, "its handler", 60)
+        while program.process.poll() is None:
+            program.process.send_signal(signal.SIGTERM)
+            time.sleep(0.001)
+        assert program.process.returncode == 0, program.output
 
 
 @pytest.mark.slow
