@@ -15,7 +15,18 @@ __all__ = ["chromium", "why_no_chromium"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 START_MS = 120_000
-FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--enable-precise-memory-info"]
+# Each window has two pages for what is typed into its address bar, which load longer than ours. Of several lists of
+# features the last one counts, so those that Playwright disables follow.
+WITHOUT = (
+    "WebUIOmniboxPopup,WebUIOmniboxAimPopup,"
+    "AvoidUnnecessaryBeforeUnloadCheckSync,DestroyProfileOnBrowserClose,HttpsUpgrades,HttpsFirstBalancedModeAutoEnable,"
+    "LensOverlay,MediaRouter,PaintHolding,ThirdPartyStoragePartitioning,AvoidCorsURLLoaderRestartOnRedirect,"
+    "OptimizationHints,NetworkTimeServiceQuerying,AimEnabled,PreconnectToSearch"
+)
+FLAGS = [
+    "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--enable-precise-memory-info",
+    f"--disable-features={WITHOUT}",
+]  # fmt: skip
 
 
 def _program() -> str | None:
