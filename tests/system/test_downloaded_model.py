@@ -1,4 +1,4 @@
-"""A folder of transformers as it was downloaded, served over two ranks."""
+"""A folder of transformers as it was downloaded, served over two ranks that hold half of its layers each."""
 
 import json
 import re
@@ -60,10 +60,9 @@ def wanted(folder: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("flags", [[], ["--weights-over-ranks"]], ids=["whole", "over ranks"])
-def test_texts_and_sessions_outlive_a_rank(flags: list[str], folder: Path, wanted: str, tmp_path: Path) -> None:
+def test_texts_and_sessions_outlive_a_rank(folder: Path, wanted: str, tmp_path: Path) -> None:
     """Texts are those of transformers' generate; the loss of a rank and forks change no bit of what follows."""
-    with served(tmp_path, *flags, ranks=2, model=folder) as running:
+    with served(tmp_path, "--weights-over-ranks", ranks=2, model=folder) as running:
         client = SessionClient(running.url, seconds=SECONDS)
         whole = _completed(client, {"max_tokens": DRAWN})
         assert (whole["text"], whole["finish_reason"]) == (wanted, "stop")
