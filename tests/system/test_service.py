@@ -1,4 +1,7 @@
-"""`dist-attn serve` with its real engine, told by a file: keys, sockets, clients that leave, ranks that die."""
+"""`dist-attn serve` with its real engine, told by a file: keys, sockets, clients that leave, parts that are killed.
+
+The last test kills it all.
+"""
 
 import hashlib
 import io
@@ -15,18 +18,21 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 
 from dist_attn.control.processes import PREFIX
 from dist_attn_client import Client
-from tests.support.served import Served, served
+from tests.support.files import begin, offset_of, patch
+from tests.support.programs import free_port, running_program
+from tests.support.served import READY_SECONDS, Served, served
+from tests.support.sessions import SessionClient
 from tests.support.source_path import SOURCE_PATH
 from tests.support.waiting import eventually
 
 KEY = "the-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 SECONDS = 60.0
+LONG = np.random.default_rng(3).integers(97, 123, 24_000).astype(np.uint8).tobytes()
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,15 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     digest = hashlib.sha256(b"admin").hexdigest()
     text = f'[http]\napi_keys_file = "{folder}/keys"\nadmin_keys = ["{digest}"]\n[limits]\nmax_tokens = 100000\n'
     (folder / "serve.toml").write_text(text)
+    (folder / "t" / f"{PREFIX}left").mkdir(parents=True)
     before = os.umask(0o022)
     try:
-        with served(folder, f"--config={folder}/serve.toml") as running:
-            lines = [json.loads(line) for line in running.program.output.splitlines() if line.startswith("{")]
-            modes = {path.name: path.stat().st_mode & 0o777 for path in [running.data, *running.data.iterdir()]}
-            yield Start(running, lines, modes)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TMPDIR", str(folder / "t"))
+            with served(folder, f"--config={folder}/serve.toml") as running:
+                lines = [json.loads(line) for line in running.program.output.splitlines() if line.startswith("{")]
+                modes = {path.name: path.stat().st_mode & 0o777 for path in [running.data, *running.data.iterdir()]}
+                yield Start(running, lines, modes)
     finally:
         os.umask(before)
 
@@ -106,10 +115,10 @@ def test_every_listening_socket_was_printed(whole: Served) -> None:
     assert local and all(f"controller listens on ipc://{path}" in whole.program.output for path in local)
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_nothing_listens_beyond_loopback(tmp_path: Path, backend: str) -> None:
-    """Two ranks exchange tensors over loopback, and nothing that `serve` starts can be reached from other hosts."""
-    with served(tmp_path, f"--backend={backend}", ranks=2) as whole:
+@pytest.mark.mpi
+def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
+    """Two ranks exchange tensors by MPI over loopback, and nothing can be reached from other hosts."""
+    with served(tmp_path, "--backend=mpi", ranks=2) as whole:
         listening = whole.listening()
         assert {"rank 1", "rank 2"} <= {role for role, _ in listening}  # or the interface was not looked at
         assert [entry for entry in listening if not entry[1].startswith("127.0.0.1:")] == []
@@ -120,26 +129,6 @@ def test_a_first_start_has_nothing_to_warn_of(start: Start) -> None:
     """Every folder of the data is its owner's alone, and no warning is logged."""
     assert [line for line in start.logged if line["level"] not in ("debug", "info")] == []
     assert start.modes == dict.fromkeys(("data", "states", "spool", "jobs", "files"), 0o700) | {"serve.lock": 0o600}
-
-
-def test_folders_of_killed_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When all of it was killed the next start removes what is left; kill -9 of `serve` alone leaves nothing behind."""
-    temporary = tmp_path / "t"
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    for name in ("t", "a", "b"):
-        (tmp_path / name).mkdir()
-    with served(tmp_path / "a") as whole:
-        family = whole.program.family()
-        for process in family:
-            process.kill()
-        psutil.wait_procs(family, SECONDS)
-    left = set(temporary.glob(f"{PREFIX}*"))
-    assert left
-    with served(tmp_path / "b") as whole:
-        own = set(temporary.glob(f"{PREFIX}*"))
-        assert own and not own & left
-        whole.program.process.kill()
-        eventually(lambda: not list(temporary.glob(f"{PREFIX}*")), "the folders to go", SECONDS)
 
 
 def test_a_prompt_that_comes_again_is_not_read_again(whole: Served) -> None:
@@ -277,3 +266,55 @@ def test_the_client_and_the_command_line_give_the_same_bits(whole: Served, tmp_p
     )
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy", allow_pickle=False), np.array(wanted, np.float32))
+
+
+def test_an_api_that_was_killed_is_started_again(whole: Served) -> None:
+    """At the same address, where whoever comes meanwhile waits; what was acknowledged is there, and a job ends."""
+    client = SessionClient(whole.url, KEY, SECONDS)
+    session = client.make()
+    said = client.append(session, "Kept on disk. ", key="append")
+    upload = begin(whole.url, 20, **HEADERS)
+    assert patch(upload, 0, b"of two parts", **HEADERS).status_code == 204
+    job = client.post("/v1/jobs?window=128", content=LONG).json()["id"]
+    for kill in range(2):
+        before = whole.parts()["api"]
+        before.kill()
+        before.wait(SECONDS)
+        assert httpx.get(f"{whole.url}/livez", timeout=SECONDS).status_code == 200
+        assert whole.parts()["api"].pid != before.pid, kill
+    eventually(lambda: bool(whole.status()), "the engine to be ready", SECONDS)
+    assert client.get(f"/v1/sessions/{session}").json()["position"] == said.position
+    assert client.append(session, "Kept on disk. ", key="append").position == said.position
+    assert offset_of(upload, **HEADERS) == 12
+    eventually(lambda: client.get(f"/v1/jobs/{job}").json()["status"] == "succeeded", "the job to end", SECONDS)
+    assert whole.program.output.count("the API ended with exit code 137 and is started again") == 2
+
+
+def test_a_second_serve_waits_for_the_end_of_the_first(whole: Served) -> None:
+    """It is refused with the first one's process and address; after kill -9 of that, which leaves no folder behind,
+    it takes the data over, and a session goes on bit by bit in the fresh engine.
+    """
+    client, folder = SessionClient(whole.url, KEY, SECONDS), whole.data.parent
+    session = client.make()
+    client.append(session, LONG[:2500])
+    flags = [f"--config={folder}/serve.toml", f"--model={folder}/tiny", f"--data-dir={whole.data}"]
+    command = [sys.executable, "-m", "dist_attn", "serve", *flags, f"--port={free_port()}"]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    holder = f"{whole.data} is the data folder of process {whole.program.process.pid} on "
+    assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+    assert holder in second.stderr and f"at {whole.url};" in second.stderr
+    assert whole.status()
+    assert list((folder / "t").glob(f"{PREFIX}*")) and not (folder / "t" / f"{PREFIX}left").exists()
+    whole.program.process.kill()
+    whole.program.process.wait(SECONDS)
+    eventually(lambda: not list((folder / "t").glob(f"{PREFIX}*")), "the folders to go", SECONDS)
+    with running_program(command, folder / "next.log") as program:
+        url = program.wait_for("ready after", READY_SECONDS).split("s: ")[1].split()[0]
+        client = SessionClient(url, KEY, SECONDS)
+        last, other = client.append(session, LONG[2500:5000]), client.make()
+        assert (last.position, last.recomputed_tokens, last.bit_exact) == (5000, 0, True)
+        client.append(other, LONG[:5000])
+        assert client.state(session).content == client.state(other).content
+        drawn = {"max_tokens": 12, "temperature": 0.8, "seed": 5, "logit_bias": {"256": -100}, "logprobs": 0}
+        said = [client.post(f"/v1/sessions/{one}/generate", json=drawn).json()["choices"] for one in (session, other)]
+        assert said[0] == said[1] and len(said[0][0]["logprobs"]["tokens"]) == 12
