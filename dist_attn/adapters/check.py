@@ -1,10 +1,9 @@
-"""`python -m dist_attn.adapters.check FOLDER`: whether the tensors of a downloaded folder are its model's.
+"""`python -m dist_attn.adapters FOLDER`: whether the tensors of a downloaded folder are its model's.
 
 transformers itself decides, by loading tensors of the stored shapes that have no bytes: so its renamings, ties and
 merged experts count, and no weight is read. Prints one line of JSON, a `LoadedSizes`.
 """
 
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -121,7 +120,3 @@ def main(folder: str) -> None:
     except ModelFolderError as error:
         found = LoadedSizes(refusal=str(error))
     print(msgspec.json.encode(found).decode())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -121,7 +121,7 @@ def check_downloaded(folder: Path) -> LoadedSizes:
     check_downloaded_files(folder)
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError(f"{folder} is a model of transformers, which is not installed: {extra_hint('hf')}")
-    command = [sys.executable, "-m", "dist_attn.adapters.check", str(folder)]
+    command = [sys.executable, "-m", "dist_attn.adapters", str(folder)]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECK_S, env=child_environment()
