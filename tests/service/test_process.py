@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from dist_attn_service.api_process import main
 
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import TEXT, Answer, head, lines_of
@@ -42,12 +42,19 @@ def test_a_service_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ready_is_said_once_the_engine_is(tmp_path: Path) -> None:
-    """Until the engine is ready the service says that it loads; then it says so, with URL, model and data folder."""
+def test_an_operator_is_told_of_readiness_and_of_open_keys(tmp_path: Path) -> None:
+    """Until the engine is ready the service says that it loads, then that it is, with URL, model and data folder; it
+    warns of the file that others may read, with its mode and the command that mends it, and of no other.
+    """
+    keys, admins = tmp_path / "keys.txt", tmp_path / "admins.txt"
+    for file, mode in ((keys, 0o644), (admins, 0o600)):
+        file.write_text("a-key\n")
+        file.chmod(mode)
     engine = FakeEngine(ready=False)
+    files = {"api_keys_file": str(keys), "admin_keys_file": str(admins)}
     with (
         fake_controller(engine, f"ipc://{tmp_path}/c") as address,
-        running_process(tmp_path, address) as (process, url),  # which has said that it loads
+        running_process(tmp_path, address, **files) as (process, url),  # which has said that it loads
     ):
         assert process.stdout is not None
         assert httpx.get(f"{url}/readyz").status_code == 503
@@ -57,19 +64,6 @@ def test_ready_is_said_once_the_engine_is(tmp_path: Path) -> None:
         engine.ready = True
         reader.join(SECONDS)
         assert re.fullmatch(rf"ready after \d+\.\d s: {url}  model tiny  data in {tmp_path}/data\n", said[0])
-
-
-@pytest.mark.slow
-def test_a_file_of_keys_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
-    """The warning names the file, its mode and the command that mends it; a file of the owner alone is not named."""
-    keys, admins = tmp_path / "keys.txt", tmp_path / "admins.txt"
-    for file, mode in ((keys, 0o644), (admins, 0o600)):
-        file.write_text("a-key\n")
-        file.chmod(mode)
-    with (
-        fake_controller(FakeEngine(), f"ipc://{tmp_path}/c") as address,
-        running_process(tmp_path, address, api_keys_file=str(keys), admin_keys_file=str(admins)) as (_, url),
-    ):
         assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer a-key"}).status_code == 200
     (warning,) = [line for line in (tmp_path / "log").read_text().splitlines() if '"warning"' in line]
     assert f"others may read {keys} (mode 644); chmod 600 {keys}" in warning
@@ -200,27 +194,20 @@ def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_that_cannot_work_says_why(tmp_path: Path) -> None:
+def test_a_start_that_cannot_work_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A taken port, a host that is no name, a missing model folder or a bad setting: exit code 2, one line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        cases = [
-            (command(tmp_path, "ipc:///x", "--port", port), port),
-            (command(tmp_path, "ipc:///x", "--model", str(tmp_path / "nothing")), "nothing"),
-            (command(tmp_path, "ipc:///x", "--port", "70000"), "port"),
-            (command(tmp_path, "ipc:///x", "--host", "h" * 64), "h" * 64),
-            (command(tmp_path, "nowhere"), "nowhere"),
-            ([sys.executable, "-m", "dist_attn_service", "--model", str(model_folder(tmp_path))], "api_address"),
-        ]
-        results = []
-
-        def start(arguments: list[str], word: str) -> None:
-            ended = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS)
-            results.append((ended.returncode, word in ended.stderr, ended.stderr.count("\n")))
-
-        threads = [threading.Thread(target=start, args=case) for case in cases]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-    assert results == [(2, True, 1)] * len(cases)
+        line = command(tmp_path, "ipc:///x", "--port", port)
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
+        assert (ended.returncode, port in ended.stderr, ended.stderr.count("\n")) == (2, True, 1)
+    for arguments, word in (
+        (command(tmp_path, "ipc:///x", "--model", str(tmp_path / "nothing"))[3:], "nothing"),
+        (command(tmp_path, "ipc:///x", "--port", "70000")[3:], "port"),
+        (command(tmp_path, "ipc:///x", "--host", "h" * 64)[3:], "h" * 64),
+        (command(tmp_path, "nowhere")[3:], "nowhere"),
+        (["--model", str(model_folder(tmp_path))], "api_address"),
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert word in said and said.count("\n") == 1
