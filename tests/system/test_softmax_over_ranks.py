@@ -1,10 +1,12 @@
-"""A model with exact attention over three ranks, over HTTP: the rows and the text of one rank."""
+"""A model with exact attention over three ranks, over HTTP: rows, texts, sessions, and answers of a schema."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -22,12 +24,26 @@ from tests.support.waiting import eventually
 
 RANKS, WINDOW, SECONDS = 3, 300, 60.0
 TEXT = (9 * PROSE.encode())[:17_003]  # many blocks of three ranks, and the end is on no grid
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "colour": {"enum": ["green", "blue"]}},
+        "required": ["name", "colour"],
+        "additionalProperties": False,
+    },
+    "minItems": 6,
+    "maxItems": 6,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "rows", "strict": True, "schema": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small model, of which one layer has states of one size and the other keys of all tokens."""
-    return write_small_folder(tmp_path_factory.mktemp("hybrid") / "tiny", kind="hybrid")
+    folder = write_small_folder(tmp_path_factory.mktemp("hybrid") / "tiny", kind="hybrid")
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +108,55 @@ def test_a_session_says_what_a_completion_says(running: Served) -> None:
 
     told = [said(session, 5) + said(session, 7), said(fork, 12), *(answer["choices"][0]["text"] for answer in again)]
     assert set(told) == {whole["choices"][0]["text"]}
+
+
+def answers(url: str, route: str, body: dict[str, Any], on_text: Callable[[], object] = lambda: None) -> list[str]:
+    """The texts of both choices, streamed; `on_text` is called once, in the middle of them."""
+    texts, chunks, reasons = ["", ""], 0, []
+    asked = {**body, "n": 2, "seed": 7, "max_tokens": 4000, "stream": True, "response_format": FORMAT}
+    with httpx.stream("POST", url + route, json=asked, timeout=SECONDS) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+            chunks += 1
+            if chunks == 40:
+                on_text()
+    assert reasons == ["stop", "stop"]
+    return texts
+
+
+def forked(url: str) -> tuple[str, str]:
+    """A session that has read a text, and a fork of it."""
+    session = httpx.post(f"{url}/v1/sessions", json={}).json()["id"]
+    httpx.post(f"{url}/v1/sessions/{session}/append", content=b"The colours are ", timeout=SECONDS).raise_for_status()
+    return session, httpx.post(f"{url}/v1/sessions/{session}/fork", json={}).json()["id"]
+
+
+def of_session(url: str, session: str) -> str:
+    """The text of the schema with which a session goes on."""
+    asked = {"seed": 7, "max_tokens": 4000, "response_format": FORMAT}
+    answer = httpx.post(f"{url}/v1/sessions/{session}/generate", json=asked, timeout=SECONDS).json()
+    assert answer["choices"][0]["finish_reason"] == "stop", answer
+    return str(answer["choices"][0]["text"])
+
+
+def test_every_answer_is_of_the_schema_and_outlives_a_rank(running: Served) -> None:
+    """Two choices at temperature 1, of completions and of chats: valid whatever the model, and the same bits when a
+    rank is killed in the middle.
+    """
+    body = {"prompt": "The colours are " * 20}
+    undisturbed = answers(running.url, "/v1/completions", body)
+    for text in undisturbed:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(undisturbed)) == 2
+    assert answers(running.url, "/v1/completions", body, running.parts()["rank 1"].kill) == undisturbed
+    for text in answers(running.url, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}):
+        jsonschema.validate(json.loads(text), SCHEMA)
+    texts = [of_session(running.url, session) for session in forked(running.url)]
+    jsonschema.validate(json.loads(texts[0]), SCHEMA)
+    assert texts[0] == texts[1]
