@@ -1,18 +1,17 @@
 """`python -m dist_attn.control controller|agent`: the two torch-free processes of the engine."""
 
+import gc
 import os
 import signal
 import sys
 from pathlib import Path
 
-from dist_attn.control.agent import run_agent
-from dist_attn.control.server import run_controller
-from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError, MissingExtraError, StorageError
+from dist_attn.host_limits import load
 from dist_attn.launchers import SIGNALS
 from dist_attn.log_lines import configure_logs
 
-RUNNERS = {"controller": run_controller, "agent": run_agent}
+RUNNERS = ("controller", "agent")
 
 
 def main(arguments: list[str]) -> int:
@@ -22,10 +21,18 @@ def main(arguments: list[str]) -> int:
         print(f"python -m dist_attn.control: given {given}, needed `controller` or `agent`", file=sys.stderr)
         return 2
     name = arguments[0]
+    load("dist_attn.control.server" if name == "controller" else "dist_attn.control.agent")
+    gc.freeze()
+    if name == "controller":
+        from dist_attn.control.server import run_controller as run
+    else:
+        from dist_attn.control.agent import run_agent as run
+    from dist_attn.control.settings import ControlSettings
+
     settings = ControlSettings.from_flags(arguments[1:], f"python -m dist_attn.control {name}", os.environ)
     configure_logs(name, settings.log_level, settings.log_format, model=Path(settings.model).name)
     try:
-        return RUNNERS[name](settings)
+        return run(settings)
     except (ConfigError, MissingExtraError, StorageError) as error:
         print(f"python -m dist_attn.control {name}: {error}", file=sys.stderr)
         return 2
