@@ -1,5 +1,6 @@
 """Programs of users, one for each of their tools: `python tools_program.py TOOL URL`. Only the tool has to be there."""
 
+import gc
 import json
 import os
 import sys
@@ -179,7 +180,9 @@ def sentence_transformers(url: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # half of the time went to looking for garbage in what a package loads
     tool, at = sys.argv[1:]
     sys.path.pop(0)  # a function here has the name of its tool's package
     globals()[tool](at)
+    gc.freeze()
     print("as it should be")
