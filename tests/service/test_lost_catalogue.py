@@ -1,5 +1,6 @@
 """States whose catalogue was lost or damaged: the service does not start over them, and a command finds a way back."""
 
+import asyncio
 import json
 import resource
 import shutil
@@ -15,8 +16,8 @@ import httpx
 import pytest
 
 from dist_attn.commands.states import repair_states
-from dist_attn.errors import StorageError
-from dist_attn.store import disk
+from dist_attn.errors import CatalogueDamagedError, StorageError
+from dist_attn.store import disk, open_store
 from dist_attn.store.disk import CATALOGUE
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.service_process import SECONDS, command, running_process
@@ -78,19 +79,28 @@ def repaired(folder: Path, *more: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-@pytest.mark.parametrize("how", ["missing", "empty", "garbage", "cut in half", "a damaged page"])
-def test_states_without_a_sound_catalogue_stop_the_start(
-    data: tuple[Path, list[bytes]], tmp_path: Path, how: str
-) -> None:
+def test_states_without_a_sound_catalogue_stop_the_start(data: tuple[Path, list[bytes]], tmp_path: Path) -> None:
     """Exit code 2 and words that name the way back, no traceback; the states stay as they are."""
     shutil.copytree(data[0], tmp_path / "data")
     states = tmp_path / "data" / "states"
     before = files_in(states / "snapshots")
-    spoil(states / CATALOGUE, how)
+    (states / CATALOGUE).unlink()
     line = command(tmp_path, f"ipc://{tmp_path}/c")
     ended = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
     assert f"dist-attn state repair {states}" in ended.stderr.splitlines()[-1]
+    assert files_in(states / "snapshots") == before
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "garbage", "cut in half", "a damaged page"])
+def test_a_catalogue_that_is_not_sound_is_not_opened(data: tuple[Path, list[bytes]], tmp_path: Path, how: str) -> None:
+    """The error, which ends a start, names the way back in one line; the states stay as they are."""
+    states = tmp_path / "states"
+    shutil.copytree(data[0] / "states", states)
+    before = files_in(states / "snapshots")
+    spoil(states / CATALOGUE, how)
+    with pytest.raises(CatalogueDamagedError, match=rf"dist-attn state repair {states}.*\Z"):
+        asyncio.run(open_store(str(states)))
     assert files_in(states / "snapshots") == before
 
 
