@@ -134,20 +134,6 @@ def test_words_that_a_passage_cuts_are_shown_whole(browser: "Browser", service: 
         assert page.evaluate(read, ["猫" * 100, 100, 200]) == "猫" * 32
 
 
-def test_another_document_is_begun_with_a_clean_page(browser: "Browser", service: RunningService) -> None:
-    """Afterwards the page is empty, keeps no ids, and the service has forgotten the job and the file."""
-    with opened_page(browser, service.url) as page:
-        choose(page)
-        page.click("#start")
-        encoded(page)
-        kept = ids(page)
-        page.click("#another")
-        page.wait_for_selector("#pick")
-        assert ids(page) == {} and page.locator("#run").is_hidden()
-        for path in (f"/v1/jobs/{kept['job']}", f"/v1/files/{kept['file']}"):
-            eventually(lambda path=path: httpx.get(service.url + path).status_code == 404, f"{path} to be gone")
-
-
 def test_a_reload_in_the_middle_loses_nothing(browser: "Browser", tmp_path: Path) -> None:
     """The job goes on without the page; after a reload the page finds it, and reads passages from the service."""
     engine = FakeEngine(keep=False, paused=True)
@@ -211,7 +197,9 @@ def test_an_upload_is_found_again_after_a_reload(browser: "Browser", service: Ru
 
 
 def test_what_cannot_be_encoded_is_said_in_words(browser: "Browser", service: RunningService) -> None:
-    """What cannot be read is refused in sentences, with nothing to try again, and the next file is read."""
+    """What cannot be read is refused in sentences, with nothing to try again, and the next file is read; after that the
+    page is empty again, keeps no ids, and the service has forgotten the job and the file.
+    """
     with opened_page(browser, service.url) as page:
         page.set_input_files("#file", files=[{"name": "none.txt", "mimeType": "text/plain", "buffer": b""}])
         page.wait_for_selector("#document-notice:has-text('none.txt is empty')")
@@ -224,6 +212,12 @@ def test_what_cannot_be_encoded_is_said_in_words(browser: "Browser", service: Ru
         choose(page)
         page.click("#start")
         encoded(page)
+        kept = ids(page)
+        page.click("#another")
+        page.wait_for_selector("#pick")
+        assert ids(page) == {} and page.locator("#run").is_hidden()
+        for path in (f"/v1/jobs/{kept['job']}", f"/v1/files/{kept['file']}"):
+            eventually(lambda path=path: httpx.get(service.url + path).status_code == 404, f"{path} to be gone")
 
 
 NO_TEXTS = [
