@@ -31,7 +31,7 @@ from tests.support.waiting import eventually
 
 KEY = "the-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-SECONDS = 60.0
+SECONDS = 120.0
 LONG = np.random.default_rng(3).integers(97, 123, 24_000).astype(np.uint8).tobytes()
 
 

@@ -22,7 +22,7 @@ from tests.support.sessions import SessionClient
 from tests.support.tokenisers import PROSE
 from tests.support.waiting import eventually
 
-RANKS, WINDOW, SECONDS = 3, 300, 60.0
+RANKS, WINDOW, SECONDS = 3, 300, 120.0
 TEXT = (9 * PROSE.encode())[:17_003]  # many blocks of three ranks, and the end is on no grid
 SCHEMA = {
     "type": "array",
