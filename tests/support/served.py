@@ -12,7 +12,6 @@ import psutil
 
 from tests.support.models import write_small_folder
 from tests.support.programs import Program, free_port, running_program
-from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 120.0
@@ -71,13 +70,5 @@ def served(folder: Path, *more: str, ranks: int = 1, model: Path | None = None) 
     command = [sys.executable, "-m", "dist_attn", "serve", *flags, *more]
     with running_program(command, folder / "serve.log", cwd=ROOT) as program:
         whole = Served(program, f"http://127.0.0.1:{port}", data)
-
-        def ready() -> bool:
-            assert program.process.poll() is None, program.output
-            try:
-                return bool(whole.status())
-            except httpx.TransportError:
-                return False
-
-        eventually(ready, "the engine to be ready", READY_SECONDS)
+        program.wait_for("ready after", READY_SECONDS)
         yield whole
