@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import structlog
 import zmq
 from zmq.utils import z85
 
@@ -27,8 +26,6 @@ Role = Literal["api", "agent"]
 OWNERS = ("controller", "api", "agent")
 KEY_CHARACTERS = 40
 HOW = "make them with `dist-attn keys FOLDER`"
-
-log = structlog.get_logger("dist_attn.wire")
 
 
 def is_on_network(address: str) -> bool:
@@ -111,17 +108,20 @@ class _Listed:
     """The check whether a public key stands in the folder now, so that a removed file ends what it allowed."""
 
     def __init__(self, folder: Path) -> None:
+        import structlog  # ranks and clients, which admit nobody, do without the time that it takes to load
+
         self._folder = folder
+        self._log = structlog.get_logger("dist_attn.wire")
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Answer the authenticator's thread for a connection; it must not raise."""
         try:
             admitted = domain in ("api", "agent") and key in _listed(self._folder, domain)
         except (ConfigError, OSError) as error:
-            log.error("public keys cannot be read, so nobody is admitted", error=str(error))
+            self._log.error("public keys cannot be read, so nobody is admitted", error=str(error))
             return False
         if not admitted:
-            log.warning("connection refused: its key is not listed", socket=domain, key=key.decode()[:8])
+            self._log.warning("connection refused: its key is not listed", socket=domain, key=key.decode()[:8])
         return admitted
 
 
