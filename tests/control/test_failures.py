@@ -35,10 +35,15 @@ RECOVERY_S = 60
 
 
 @pytest.fixture(scope="module")
-def engine():
-    """Two fake ranks that are lost and come back, test after test: (handle, client, mark)."""
-    with running_engine(ranks=2, block_tokens=BLOCK) as running:
-        yield running
+def engine(tmp_path_factory):
+    """Two fake ranks that are lost and come back, test after test, and meet in folders of their own: (handle, client,
+    mark).
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("meetings")))
+        with running_engine(ranks=2, block_tokens=BLOCK) as running:
+            patch.undo()
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,22 @@ def alert_engine():
     """Two whose silence is noticed soon."""
     with running_engine(ranks=2, block_tokens=BLOCK, **ALERT) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def patient_engine():
+    """Two whose losses no request is failed for."""
+    with running_engine(ranks=2, block_tokens=BLOCK, save_tokens=4 * BLOCK, losses_to_fail=9) as running:
+        yield running
+
+
+def meeting_folder(mark):
+    """The private folder in which the ranks have met."""
+    flags = Path(f"/proc/{rank_processes(mark)[0]}/cmdline").read_text().split("\0")
+    (url,) = [flag for flag in flags if flag.startswith("--rendezvous=")]
+    folder = Path(url.removeprefix("--rendezvous=file://")).parent
+    assert folder.parent.name.startswith("meetings") and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    return folder
 
 
 def next_epoch(client, before, timeout_s=RECOVERY_S):
@@ -64,11 +85,11 @@ def fails_by(client, name, token, rank):
 
 
 def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(engine):
-    """The error names the rank, the next epoch serves, and no process of the old one is left."""
+    """The error names the rank, the next epoch meets elsewhere and serves, and nothing of the old one is left."""
     _, client, mark = engine
     for rank in (0, 1):
         status = client.status()
-        before = [status.pid for status in status.ranks]
+        before, folder = [status.pid for status in status.ranks], meeting_folder(mark)
         failed = fails_by(client, f"held{rank}", fake_rank.DIE, rank)
         assert failed.code == "engine_failed"
         assert f"rank {rank} (pid {before[rank]}) died" in failed.message
@@ -76,6 +97,7 @@ def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(engine):
         assert client.encode(f"after{rank}", np.arange(900)).done.rows == 2
         assert sorted(r.pid for r in status.ranks) == rank_processes(mark)
         assert not set(before) & set(rank_processes(mark))
+        assert meeting_folder(mark) != folder and not folder.exists()
 
 
 def test_a_request_that_every_rank_fails_at_ends_alone(engine):
@@ -96,53 +118,52 @@ def test_a_request_that_every_rank_fails_at_ends_alone(engine):
     assert client.status().lost_groups == lost and rank_processes(mark) == pids
 
 
-def test_a_request_that_one_rank_fails_at_is_lost_with_the_group_once():
-    """The other rank may wait for it in an exchange: the group is lost, and the request does not lose the next one."""
-    with running_engine(ranks=2, block_tokens=BLOCK, losses_to_fail=5) as (_, client, _):
-        client.open_encoding("good", RowSpec("window", 300))
-        failed = fails_by(client, "bad", fake_rank.FAULT, 1)
-        assert failed.code == "engine_failed" and "asked to fail at a request" in failed.message
-        client.feed("good", np.arange(3000) % 900)
-        assert client.finish("good").done.rows == 10
-        assert client.status().lost_groups == 1
-
-
 @pytest.mark.slow
-def test_open_requests_survive_killed_ranks():
+def test_open_requests_survive_killed_ranks(patient_engine):
     """Rows and tokens are those of an undisturbed run, each once, though ranks are killed while they are made."""
+    _, client, mark = patient_engine
     texts = {f"t{n}": np.arange(30_000 + n) % 900 for n in range(2)}
     slow = np.arange(9_000) % 900
     slow[::BLOCK] = fake_rank.SLOW
-    fields = {"ranks": 2, "save_tokens": 4 * BLOCK, "losses_to_fail": 9}
-    with running_engine(**fields, wait=False) as (_, client, mark):
-        client.wait_ready(60)
-        for name, tokens in {**texts, "slow": slow}.items():
-            client.open_encoding(name, RowSpec("window", 300))
-            client.feed(name, tokens)
-        client.open_completion("p", SamplingSpec(2_000, temperature=0.0))
-        client.feed("p", [5] * 700)
-        for kill in range(2):
-            client.wait_until(lambda kill=kill: len(client.requests["p"].tokens) > 100 * (kill + 1), 60)
-            os.kill(rank_processes(mark)[kill], signal.SIGKILL)
-            client.wait_for_status(lambda status, kill=kill: status.ready and status.epoch == kill + 2, 60)
-        for name in (*texts, "slow", "p"):
-            assert client.finish(name).failed is None
-        assert client.status().lost_groups == 2
-        for name, tokens in {**texts, "slow": slow}.items():
-            hidden = fake_rank.fake_hidden(tokens, 0).astype(np.float64)
-            edges = [*range(0, len(tokens), 300), len(tokens)]
-            means = np.array([hidden[a:b].mean(0) for a, b in pairwise(edges)], dtype=np.float32)
-            assert np.array_equal(client.requests[name].rows, means)
-        drawn = client.requests["p"].tokens
-        assert len(drawn) == 2_000 or client.requests["p"].finish_reason == "stop"
-        assert all(after == fake_rank.fake_next(before) for before, after in pairwise([5, *drawn]))
+    lost = client.wait_ready().lost_groups
+    for name, tokens in {**texts, "slow": slow}.items():
+        client.open_encoding(name, RowSpec("window", 300))
+        client.feed(name, tokens)
+    client.open_completion("p", SamplingSpec(2_000, temperature=0.0))
+    client.feed("p", [5] * 700)
+    for kill in range(2):
+        client.wait_until(lambda kill=kill: len(client.requests["p"].tokens) > 100 * (kill + 1), 60)
+        before = client.status()
+        os.kill(rank_processes(mark)[kill], signal.SIGKILL)
+        next_epoch(client, before)
+    for name in (*texts, "slow", "p"):
+        assert client.finish(name).failed is None
+    assert client.status().lost_groups == lost + 2
+    for name, tokens in {**texts, "slow": slow}.items():
+        hidden = fake_rank.fake_hidden(tokens, 0).astype(np.float64)
+        edges = [*range(0, len(tokens), 300), len(tokens)]
+        means = np.array([hidden[a:b].mean(0) for a, b in pairwise(edges)], dtype=np.float32)
+        assert np.array_equal(client.requests[name].rows, means)
+    drawn = client.requests["p"].tokens
+    assert len(drawn) == 2_000 or client.requests["p"].finish_reason == "stop"
+    assert all(after == fake_rank.fake_next(before) for before, after in pairwise([5, *drawn]))
+
+
+def test_a_request_that_one_rank_fails_at_is_lost_with_the_group_once(patient_engine):
+    """The other rank may wait for it in an exchange: the group is lost, and the request does not lose the next one."""
+    _, client, _ = patient_engine
+    lost = client.wait_ready().lost_groups
+    client.open_encoding("good", RowSpec("window", 300))
+    failed = fails_by(client, "bad", fake_rank.FAULT, 1)
+    assert failed.code == "engine_failed" and "asked to fail at a request" in failed.message
+    client.feed("good", np.arange(3000) % 900)
+    assert client.finish("good").done.rows == 10
+    assert client.status().lost_groups == lost + 1
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_hangs_or_is_stopped_is_named_and_replaced(alert_engine):
-    """Its exception reaches the client; without progress the stall limit ends the epoch, without a sign the deadline of
-    heartbeats.
-    """
+def test_a_rank_that_raises_or_hangs_is_named_and_replaced(alert_engine):
+    """Its exception reaches the client; without progress the stall limit ends the epoch."""
     _, client, mark = alert_engine
     before = client.status()
     failed = fails_by(client, "raises", fake_rank.RAISE, 1)
@@ -150,28 +171,8 @@ def test_a_rank_that_raises_hangs_or_is_stopped_is_named_and_replaced(alert_engi
     before = next_epoch(client, before)
     failed = fails_by(client, "hangs", fake_rank.HANG, 1)
     assert "rank 1 has made no progress" in failed.message
-    before = next_epoch(client, before)
-    victim = before.ranks[1].pid
-    os.kill(victim, signal.SIGSTOP)
-    status = client.wait_for_status(lambda status: not status.ready)
-    assert "rank 1 has been silent" in status.reason
     next_epoch(client, before)
-    assert victim not in rank_processes(mark)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_while_it_starts_is_replaced(monkeypatch):
-    """SIGSTOP before the group is ready: its silence ends the start, not the deadline of the whole start."""
-    monkeypatch.setenv("FAKE_RANK_STARTS_S", "5")  # long enough to be stopped in it, on a busy machine too
-    with running_engine(ranks=2, wait=False, start_deadline_s=48.0) as (_, client, mark):
-        eventually(lambda: len(rank_processes(mark)) == 2, "the ranks to be started")
-        victim = rank_processes(mark)[1]
-        os.kill(victim, signal.SIGSTOP)
-        assert not client.status().ready
-        status = client.wait_for_status(lambda status: "last failure" in status.reason, RECOVERY_S)
-        assert "has been silent for" in status.reason and "while the ranks started" in status.reason
-        client.wait_for_status(lambda status: status.ready and status.epoch >= 2, 2 * RECOVERY_S)
-        assert victim not in rank_processes(mark)
+    assert not {rank.pid for rank in before.ranks} & set(rank_processes(mark))
 
 
 @pytest.mark.slow
@@ -189,68 +190,65 @@ def test_requests_that_had_not_begun_survive_a_lost_group(engine):
 
 
 def test_a_killed_agent_takes_its_ranks_along_and_is_replaced(engine):
-    """The ranks die with their agent, a new agent starts the next epoch."""
+    """The ranks die with their agent, a new agent starts the next epoch and removes the folder in which they met."""
     _, client, mark = engine
-    before, ranks = client.wait_ready(), rank_processes(mark)
+    before, ranks, folder = client.wait_ready(), rank_processes(mark), meeting_folder(mark)
     (agent,) = processes_of(mark, "control agent")
     os.kill(agent, signal.SIGKILL)
     next_epoch(client, before)
     assert not set(ranks) & set(rank_processes(mark))
+    assert meeting_folder(mark) != folder and not folder.exists()
 
 
 @pytest.mark.slow
 def test_a_stopped_agent_is_replaced_once_it_is_needed(alert_engine):
-    """SIGSTOP: the ranks go on without it; when one of them falls silent too, a new agent starts the next epoch."""
+    """SIGSTOP: the ranks go on without it; when one of them falls silent too, it is named, and a new agent starts the
+    next epoch.
+    """
     _, client, mark = alert_engine
     before, ranks = client.wait_ready(), rank_processes(mark)
     (agent,) = processes_of(mark, "control agent")
     os.kill(agent, signal.SIGSTOP)
     assert client.encode("without agent", np.arange(900)).done.rows == 2
-    os.kill(ranks[1], signal.SIGSTOP)
+    os.kill(before.ranks[1].pid, signal.SIGSTOP)
+    status = client.wait_for_status(lambda status: not status.ready)
+    assert "rank 1 has been silent" in status.reason
     next_epoch(client, before, AGENT_STUCK_S + RECOVERY_S)
     assert agent not in processes_of(mark, "control agent")
     assert not set(ranks) & set(rank_processes(mark))
 
 
-def test_no_process_survives_a_killed_controller():
-    """Agent and ranks end when the controller is killed."""
-    with running_engine(ranks=3) as (handle, _, mark):
-        assert len(rank_processes(mark)) == 3
-        os.kill(handle.process.pid, signal.SIGKILL)
-        wait_until_none_left(mark)
-
-
-@pytest.mark.parametrize("shared", ["api_address", "rank_address"])
-def test_an_address_has_one_controller(shared, tmp_path, capfd):
-    """A second one is refused, names the first, and takes nothing from it; after kill -9 the next may have it, and its
-    ranks serve the clients that stayed connected.
+def test_an_address_has_one_controller(tmp_path, capfd):
+    """A second one is refused, names the first, and takes nothing from it; kill -9 takes agent and ranks along, then
+    the next may have its addresses, and its ranks serve the clients that stayed connected.
     """
-    address = f"ipc://{tmp_path}/socket"
-    with running_engine(ranks=1, **{shared: address}) as (handle, client, mark):
-        before = rank_processes(mark)
-        other = {"api_address": f"ipc://{tmp_path}/other", **QUICK, shared: address, "stop_deadline_s": 0.1}
-        with pytest.raises(EngineError, match="exit code 2 before it listened"):
-            start_engine(**other)
-        words = f"cannot listen on {address}: the controller with process id {handle.process.pid} does"
-        assert words in capfd.readouterr().err
+    own = {"api_address": f"ipc://{tmp_path}/api", "rank_address": f"ipc://{tmp_path}/ranks"}
+    with running_engine(ranks=2, **own) as (handle, client, mark):
+        words = f"the controller with process id {handle.process.pid} does"
+        for name, address in own.items():
+            other = {"api_address": f"ipc://{tmp_path}/other", **QUICK, name: address, "stop_deadline_s": 0.1}
+            with pytest.raises(EngineError, match="exit code 2 before it listened"):
+                start_engine(**other)
+            assert f"cannot listen on {address}: {words}" in capfd.readouterr().err
         assert client.encode("a", np.arange(900)).done.rows == 2
         os.kill(handle.process.pid, signal.SIGKILL)
         handle.process.wait(60)
+        wait_until_none_left(mark)
         handle.restart()
         client.wait_ready()
         assert client.encode("after", np.arange(900)).done.rows == 2
-        assert not set(before) & {rank.pid for rank in client.status().ranks}
 
 
 @pytest.mark.slow
-def test_no_process_survives_a_stopped_controller_for_long():
+def test_no_process_survives_a_stopped_controller_for_long(alert_engine):
     """Ranks that hear nothing end by themselves; when the controller goes on, so does its work."""
-    with running_engine(ranks=2, **ALERT) as (handle, client, mark):
-        os.kill(handle.process.pid, signal.SIGSTOP)
-        eventually(lambda: not rank_processes(mark), "the ranks to end")
-        os.kill(handle.process.pid, signal.SIGCONT)
-        status = client.wait_for_status(lambda status: status.ready and status.epoch >= 2, RECOVERY_S)
-        assert sorted(rank.pid for rank in status.ranks) == rank_processes(mark)
+    handle, client, mark = alert_engine
+    before = client.wait_ready()
+    os.kill(handle.process.pid, signal.SIGSTOP)
+    eventually(lambda: not rank_processes(mark), "the ranks to end")
+    os.kill(handle.process.pid, signal.SIGCONT)
+    status = client.wait_for_status(lambda status: status.ready and status.epoch > before.epoch, RECOVERY_S)
+    assert sorted(rank.pid for rank in status.ranks) == rank_processes(mark)
 
 
 @pytest.mark.slow
@@ -277,45 +275,26 @@ def test_no_process_survives_a_killed_parent():
         wait_until_none_left(mark)
 
 
-def test_sigterm_ends_everything_cleanly_and_tells_open_requests():
-    """Exit code 0, an error on every open stream, no process left."""
-    with running_engine(ranks=2) as (handle, client, mark):
-        client.open_encoding("a")
-        client.feed("a", np.arange(900), final=False)
-        handle.process.terminate()
-        client.wait_until(lambda: client.requests["a"].ended)
-        assert client.requests["a"].failed.code == "stopping"
-        assert handle.process.wait(60) == 0
-        wait_until_none_left(mark)
-
-
 @pytest.mark.slow
 def test_ranks_that_crash_at_their_start_open_the_circuit_until_they_do_not(tmp_path, monkeypatch):
-    """After some crashes nothing is tried for a while, the reason says why, and it recovers when the cause is gone."""
+    """After some crashes nothing is tried for a while, and a request that no group could serve in time fails, both with
+    the reason; all recovers when the cause is gone.
+    """
     cause = tmp_path / "cause"
     cause.touch()
     monkeypatch.setenv("FAKE_RANK_CRASHES", str(cause))
-    with running_engine(ranks=1, crashes_to_open=3, cool_down_s=2.0, wait=False) as (_, client, _):
+    fields = {"crashes_to_open": 3, "cool_down_s": 2.0, "ready_deadline_s": 0.5}
+    with running_engine(ranks=1, **fields, wait=False) as (_, client, _):
         status = client.wait_for_status(lambda status: "again and again" in status.reason)
         assert not status.ready
         assert "the fake rank was asked to crash at its start" in status.reason
-        client.open_encoding("a")
-        cause.unlink()
-        client.feed("a", np.arange(20))
-        assert client.finish("a").done.rows == 1
-
-
-@pytest.mark.slow
-def test_requests_do_not_wait_for_ever_for_ranks(tmp_path, monkeypatch):
-    """A request that no group could serve in time fails with the reason."""
-    monkeypatch.setenv("FAKE_RANK_CRASHES", str(tmp_path))
-    with running_engine(ranks=1, ready_deadline_s=0.5, wait=False) as (_, client, _):
-        # However long a rank takes to start and crash: the reason is known before the request comes.
-        client.wait_for_status(lambda status: "asked to crash" in status.reason)
         request = client.open_encoding("a")
         client.wait_until(lambda: request.ended)
         assert request.failed.code == "engine_not_ready"
         assert "asked to crash" in request.failed.message
+        cause.unlink()
+        client.wait_ready()
+        assert client.encode("b", np.arange(20)).done.rows == 1
 
 
 @pytest.mark.slow
@@ -334,19 +313,14 @@ def test_an_address_that_cannot_be_used_is_reported_to_the_starter(tmp_path):
         start_engine(**QUICK, api_address=f"ipc://{tmp_path}/missing/api")
 
 
-@pytest.mark.slow
-def test_every_epoch_meets_in_a_private_folder_of_its_own(tmp_path, monkeypatch):
-    """What an old epoch left cannot reach a new one: its folder is gone, also when its agent was killed."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with running_engine(ranks=2) as (_, client, mark):
-        seen = []
-        for victim in (lambda: rank_processes(mark)[0], lambda: processes_of(mark, "control agent")[0], None):
-            flags = Path(f"/proc/{rank_processes(mark)[0]}/cmdline").read_text().split("\0")
-            (url,) = [flag for flag in flags if flag.startswith("--rendezvous=")]
-            folder = Path(url.removeprefix("--rendezvous=file://")).parent
-            assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
-            assert folder not in seen and not any(path.exists() for path in seen)
-            seen.append(folder)
-            if victim is not None:
-                os.kill(victim(), signal.SIGKILL)
-                client.wait_for_status(lambda status: status.ready and status.epoch == len(seen) + 1, 60)
+def test_sigterm_ends_everything_cleanly_and_tells_open_requests(engine):
+    """Exit code 0, an error on every open stream, no process left; this is the last that the engine does."""
+    handle, client, mark = engine
+    client.wait_ready()
+    client.open_encoding("a")
+    client.feed("a", np.arange(900), final=False)
+    handle.process.terminate()
+    client.wait_until(lambda: client.requests["a"].ended)
+    assert client.requests["a"].failed.code == "stopping"
+    assert handle.process.wait(60) == 0
+    wait_until_none_left(mark)

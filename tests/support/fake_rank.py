@@ -250,7 +250,6 @@ class FakeExecutor:
 
 
 if __name__ == "__main__":
-    time.sleep(float(os.environ.get("FAKE_RANK_STARTS_S", "0")))
     if os.path.exists(os.environ.get("FAKE_RANK_CRASHES", "")):
         sys.exit("the fake rank was asked to crash at its start")
     sys.exit(run_rank(RankSettings.from_flags(sys.argv[1:]), FakeExecutor))
