@@ -16,7 +16,7 @@ from tests.support import faulty_rank
 from tests.support.closeness import assert_close
 from tests.support.controller_client import ControllerClient
 from tests.support.engines import running_engine
-from tests.support.models import small_model, write_small_folder
+from tests.support.models import small_config, small_model, write_small_folder
 
 pytestmark = pytest.mark.slow
 
@@ -34,42 +34,48 @@ def folder(tmp_path_factory):
 
 
 @cache
-def mean_rows(window):
+def model_of(kind):
+    """The model that a folder of this kind holds."""
+    return small_model(small_config(kind))
+
+
+@cache
+def mean_rows(kind, window):
     """The rows that the model itself gives."""
     with torch.inference_mode():
-        h_LD = small_model().encode(torch.from_numpy(TOKENS)[None])[0]
+        h_LD = model_of(kind).encode(torch.from_numpy(TOKENS)[None])[0]
     return torch.stack([run_LD.mean(0) for run_LD in h_LD.split(window)])
 
 
 @cache
-def drawn(start, stop, *, scored=False):
+def drawn(kind, start, stop, *, scored=False):
     """The tokens that the model itself draws after some of `TOKENS`."""
-    return generate(small_model(), TOKENS[start:stop], SCORED if scored else SAMPLING)
+    return generate(model_of(kind), TOKENS[start:stop], SCORED if scored else SAMPLING)
 
 
 @cache
-def logprobs(tokens):
+def logprobs(kind, tokens):
     """The log-probabilities [L, V] that the model itself gives, after each of the first `TOKENS`."""
     with torch.inference_mode():
-        return small_model().logits(torch.from_numpy(TOKENS[:tokens])[None])[0].double().log_softmax(1)
+        return model_of(kind).logits(torch.from_numpy(TOKENS[:tokens])[None])[0].double().log_softmax(1)
 
 
-def work_is_right(client, name):
+def work_is_right(client, name, kind="rfa_gate"):
     """An encoding and two completions, side by side, give what the model alone gives."""
     for n in (0, 1):
         client.open_completion(f"{name}{n}", SAMPLING)
         client.feed(f"{name}{n}", TOKENS[n : n + 1300], timeout_s=60)
     request = client.encode(f"{name}e", TOKENS, RowSpec("window", 300), timeout_s=60)
-    assert_close(torch.from_numpy(request.rows.copy()), mean_rows(300))
+    assert_close(torch.from_numpy(request.rows.copy()), mean_rows(kind, 300))
     for n in (0, 1):
-        assert client.finish(f"{name}{n}", 60).tokens == drawn(n, n + 1300)
+        assert client.finish(f"{name}{n}", 60).tokens == drawn(kind, n, n + 1300)
 
 
-def scores_are_right(client, name):
+def scores_are_right(client, name, kind="rfa_gate"):
     """The scores of a prompt, and what is drawn after it, are those of the model alone; so is a prompt of one token."""
-    prompt, logprobs_LV = TOKENS[:7000], logprobs(7000)
+    prompt, logprobs_LV = TOKENS[:7000], logprobs(kind, 7000)
     scored = client.complete(f"{name}s", prompt, SCORED, timeout_s=60)
-    assert scored.starts == list(range(len(prompt) - 1)) and scored.tokens == drawn(0, 7000, scored=True)
+    assert scored.starts == list(range(len(prompt) - 1)) and scored.tokens == drawn(kind, 0, 7000, scored=True)
     scores = torch.from_numpy(scored.rows.copy())
     wanted_L = logprobs_LV[:-1].gather(1, torch.from_numpy(prompt[1:])[:, None])[:, 0]
     torch.testing.assert_close(scores[:, 0].double(), wanted_L, rtol=0, atol=1e-4)
@@ -106,13 +112,25 @@ def test_one_rank_runs_by_itself(folder):
             assert "libtorch" not in maps.read()
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
-def test_ranks_share_the_work_and_recover_from_a_kill(folder, backend, ranks):
+def test_ranks_share_the_work_of_a_hybrid(tmp_path):
+    """Blocks go over three ranks and give what the model alone gives, however fast a text comes; so it is over exact
+    attention, whose keys are kept.
+    """
+    folder = write_small_folder(tmp_path / "small", kind="hybrid")
+    with running_engine(model=str(folder), ranks=3, block_tokens=1024, **REAL, wait=False) as (_, client, _):
+        client.wait_ready(90)
+        assert uploads_are_alike(client, 3)
+        work_is_right(client, "a", "hybrid")
+        scores_are_right(client, "a", "hybrid")
+
+
+@pytest.mark.mpi
+def test_ranks_share_the_work_and_recover_from_a_kill(folder):
     """Blocks go over all ranks; after kill -9 of one the error names it, and a fresh group does the same work."""
-    fields = {**REAL, "backend": backend, "ranks": ranks, "block_tokens": 1024}
+    fields = {**REAL, "backend": "mpi", "ranks": 2, "block_tokens": 1024}
     with running_engine(model=str(folder), **fields, wait=False) as (handle, client, _):
         status = client.wait_ready(90)
-        assert uploads_are_alike(client, ranks)
+        assert uploads_are_alike(client, 2)
         work_is_right(client, "a")
         scores_are_right(client, "a")
         victim = status.ranks[1].pid
@@ -180,18 +198,3 @@ def test_what_a_text_raises_on_one_rank_alone_mixes_nothing_up(faulty, undisturb
     assert "a text of 779 tokens was met" in failure_of(faulty, "bad").message
     assert np.array_equal(faulty.finish("good", 120).rows, undisturbed)
     assert faulty.status().lost_groups == lost + 1
-
-
-def test_rows_of_a_hybrid_do_not_depend_on_the_speed_of_an_upload(tmp_path):
-    """Nor do those over exact attention, whose keys are kept."""
-    folder = write_small_folder(tmp_path / "small", kind="hybrid")
-    with running_engine(model=str(folder), ranks=2, **REAL, wait=False) as (_, client, _):
-        client.wait_ready(90)
-        assert uploads_are_alike(client, ranks=2)
-
-
-def test_a_folder_that_is_no_model_is_reported(tmp_path):
-    """The reason carries what the rank said."""
-    with running_engine(model=str(tmp_path / "nothing"), ranks=1, **REAL, wait=False) as (_, client, _):
-        status = client.wait_for_status(lambda status: "last failure" in status.reason, 60)
-        assert "no model at" in status.reason
