@@ -218,29 +218,9 @@ def test_a_document_that_ends_workers_is_found_and_left_out(corpus: Path, model:
 
 
 def test_a_dead_worker_costs_its_unit_alone(corpus: Path, model: Path, tmp_path: Path) -> None:
-    """A process that is killed is told as lost with its unit, and another one takes that on; none outlives the job."""
-    settings = settings_of(model, tmp_path / "out")
-    (tmp_path / "out").mkdir()
-    engine = LocalEngine(settings, 1, 0)
-    try:
-        engine.submit(Unit("part-0", [Document("a", 1, uri=str(corpus / "6.txt"))]))
-        (worker,) = (key.data[0] for key in engine._busy.get_map().values())
-        while not isinstance(answer := engine.wait()[1], LostError):
-            os.kill(worker.pid, signal.SIGKILL)
-            if answer.report:  # it was faster
-                engine.submit(Unit("part-0", [Document("a", 1, uri=str(corpus / "6.txt"))]))
-        assert "its worker ended (-9)" in str(answer)
-    finally:
-        engine.close()
-    refused = LocalEngine(msgspec.structs.replace(settings, model=str(corpus)), 1, 0)
-    refused.submit(Unit("part-1", []))
-    with pytest.raises(EngineError, match=r"config\.json"):
-        refused.wait()
-    refused.close()
-
-
-def test_a_worker_may_die_of_its_first_document_or_while_it_waits(model: Path, tmp_path: Path) -> None:
-    """Either way the unit is lost, and the job is not: the worker has told that it could start."""
+    """One that is killed at its first document or while it waits is told as lost with its unit, and another one takes
+    the next; the job is not lost, as the worker has told that it could start. One that could not start ends it.
+    """
     os.mkfifo(tmp_path / "never")
     settings = settings_of(model, tmp_path)
     engine = LocalEngine(settings, 1, 0)
@@ -249,7 +229,8 @@ def test_a_worker_may_die_of_its_first_document_or_while_it_waits(model: Path, t
         assert engine.wait()[1] == WorkerAnswer()
         (worker,) = (key.data[0] for key in engine._busy.get_map().values())
         os.kill(worker.pid, signal.SIGKILL)
-        assert isinstance(engine.wait()[1], LostError)
+        lost = engine.wait()[1]
+        assert isinstance(lost, LostError) and "its worker ended (-9)" in str(lost)
         engine.submit(Unit("part-1", []))
         while not engine._free:
             engine.wait()
@@ -259,6 +240,11 @@ def test_a_worker_may_die_of_its_first_document_or_while_it_waits(model: Path, t
         assert isinstance(engine.wait()[1], LostError)
     finally:
         engine.close()
+    refused = LocalEngine(msgspec.structs.replace(settings, model=str(corpus)), 1, 0)
+    refused.submit(Unit("part-1", []))
+    with pytest.raises(EngineError, match=r"config\.json"):
+        refused.wait()
+    refused.close()
 
 
 def test_ranks_read_a_long_document(model: Path, tmp_path: Path) -> None:
