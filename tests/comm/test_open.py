@@ -101,8 +101,8 @@ for url in places:
 @pytest.mark.slow
 def test_ranks_join_over_gloo(tmp_path: Path) -> None:
     """Processes with torchrun's environment, or told where to meet, find each other, and a group they opened is gone
-    after close; they listen on the address where they meet alone. Before a group is made each says what it computes
-    on, and where that differs all hear what is wrong.
+    after close; they listen on the address where they meet alone, and where they compute on different kinds of devices
+    all hear it before a group is made.
     """
     listener, command = socket.create_server(("127.0.0.1", 0)), [sys.executable, "-c", JOIN]
     meeting = (tmp_path / "refused").as_uri()

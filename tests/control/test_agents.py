@@ -78,8 +78,8 @@ def test_an_agent_that_is_signalled_until_it_is_gone_ends_as_after_the_first(tmp
 
 @pytest.mark.slow
 def test_a_host_that_is_lost_is_named_and_comes_back_or_is_replaced(scene):
-    """Agent and ranks of a host die at once: the reason names its agent; when it is back, open streams go on. A third
-    agent waits, and takes the place of the next that is lost.
+    """Agent and ranks of a host die at once: the reason names its agent; when it is back, open streams go on, and
+    a third agent takes the place of the next that is lost.
     """
     _, client, mark, start = scene
     programs = {name: start(name) for name in ("left", "right")}
