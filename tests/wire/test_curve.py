@@ -49,26 +49,22 @@ def arrives(context, router, address, keys, seconds=60.0):
         return dealer.receive(60.0) == Ping()
 
 
-def test_a_listed_client_and_the_controller_find_each_other(folder):
-    """Messages go both ways between holders of the keys that were made together."""
-    with listening(folder) as (context, router, address):
-        assert arrives(context, router, address, ClientKeys.find(str(folder), "api", address))
-
-
-@pytest.mark.parametrize("who", ["nobody", "stranger", "agent", "other controller"])
-def test_others_are_not_let_in(folder, tmp_path, who):
-    """No keys, unknown keys, keys of the other socket, and a controller other than the pinned one: nothing arrives."""
+def test_a_listed_client_is_let_in_and_others_are_not(folder, tmp_path):
+    """Messages go both ways between holders of the keys that were made together; of no keys, unknown keys, keys of the
+    other socket, and with a controller other than the pinned one nothing arrives.
+    """
     make_keys(tmp_path / "other")
     with listening(folder) as (context, router, address):
         known = ClientKeys.find(str(folder), "api", address)
         foreign = ClientKeys.find(str(tmp_path / "other"), "api", address)
-        keys = {
+        others = {
             "nobody": None,
             "stranger": ClientKeys(foreign.public, foreign.secret, known.controller),
             "agent": ClientKeys.find(str(folder), "agent", address),
             "other controller": ClientKeys(known.public, known.secret, foreign.controller),
-        }[who]
-        assert not arrives(context, router, address, keys, 0.3)
+        }
+        for who, keys in others.items():
+            assert not arrives(context, router, address, keys, 0.3), who
         assert arrives(context, router, address, known)
 
 
