@@ -13,8 +13,9 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import BidirectionalConfig
 from dist_attn.models import EncoderConfig, hold_weights_as
 from dist_attn.models.encoder import Encoder
-from dist_attn.ops import LocalSequenceOps, Watch, watching
+from dist_attn.ops import LinearState, LocalSequenceOps, Watch, watching
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded.prefix_scan import ScanExchange, scan_over_ranks
 from dist_attn.wire.choices import WeightPrecision
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
@@ -72,8 +73,7 @@ def test_a_model_of_rounded_weights_is_one_graph(precision: WeightPrecision) -> 
         assert_close(step(tokens[:, 0], state)[0], model.step(tokens[:, 0], state)[0], kind="exact")
 
 
-@pytest.mark.parametrize("exchange", ["auto", "exscan", "log_step"])
-def test_a_sharded_model_is_one_graph(exchange: Literal["auto", "exscan", "log_step"]) -> None:
+def test_a_sharded_model_is_one_graph() -> None:
     """A model over ranks compiles with `fullgraph` on each, a rank without tokens too, and is the model as it is."""
     layout = SequenceLayout.from_lengths([7, 0, 5])
     tokens = torch.arange(layout.total)[None] % 7
@@ -81,13 +81,34 @@ def test_a_sharded_model_is_one_graph(exchange: Literal["auto", "exscan", "log_s
     def on_rank(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
         # A layout that nobody has used yet, so that the graph finds nothing looked up before.
         fresh = SequenceLayout(layout.cuts)
-        model, ops = small_model(small_config(num_layers=1)), ShardedSequenceOps(comm, fresh, exchange=exchange)
+        model, ops = small_model(small_config(num_layers=1)), ShardedSequenceOps(comm, fresh)
         own, parameters = tokens[:, slice(*layout.range(comm.rank))], list(model.parameters())
         compiled = torch.compile(lambda tokens: model(tokens, ops)[0], fullgraph=True, backend="eager")
         got = _results(lambda: compiled(own), parameters)
         return list(zip(got, _results(lambda: model(own, ops)[0], parameters), strict=True))
 
     for pairs in run_simulated(on_rank, layout.size, timeout_s=120.0):
+        for got, want in pairs:
+            assert_close(got, want, kind="gradient")
+
+
+@pytest.mark.parametrize("exchange", ["exscan", "log_step"])
+def test_a_scan_of_states_is_one_graph(exchange: Literal["exscan", "log_step"]) -> None:
+    """By other exchanges than a model's the scan over ranks goes into a graph too, and is what it is outside."""
+
+    def on_rank(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
+        own = torch.rand(1, 2, 5, 4, generator=torch.Generator().manual_seed(comm.rank))
+        state = LinearState(own, own[..., 0], own[..., 0, 0], -own[..., 1, 1], torch.zeros(1, 2, dtype=torch.bool))
+        message = state.pack().requires_grad_()
+
+        def both(message: Tensor) -> Tensor:
+            return torch.stack(scan_over_ranks(comm, state.monoid, message, None, ScanExchange(exchange)))
+
+        compiled = torch.compile(both, fullgraph=True, backend="eager")
+        want = _results(lambda: both(message), [message])
+        return list(zip(_results(lambda: compiled(message), [message]), want, strict=True))
+
+    for pairs in run_simulated(on_rank, 3, timeout_s=120.0):
         for got, want in pairs:
             assert_close(got, want, kind="gradient")
 
