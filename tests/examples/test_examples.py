@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,28 +90,36 @@ def test_engine(tokens: int, ranks: int, run_here: Callable[..., str]) -> None:
     assert all(float(line.split(": ")[1].split()[0]) < 1e-11 for line in differences)
 
 
-def _train_on_one_rank(log: Path, port: int, *arguments: object) -> None:
+def _train_on_a_rank(log: Path, port: int, rank: int, size: int, *arguments: object) -> None:
     """Run the example as torchrun does, but in a process that has what it imports."""
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {name: str(number) for name, number in found.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.argv = ["train_hybrid.py", *map(str, arguments)]
-    with log.open("w") as out, redirect_stdout(out):
+    with log.open("w") as out, redirect_stdout(out), redirect_stderr(out):
         runpy.run_path(str(EXAMPLES / "train_hybrid.py"), run_name="__main__")
+
+
+def _train(place: Path, size: int) -> str:
+    """What the first rank prints; all must succeed."""
+    arguments = ["--steps", 6, "--length", 301, "--out", place / str(size)]
+    logs, port = [place / f"{rank}-of-{size}.log" for rank in range(size)], free_port()
+    ranks = [
+        forkserver().Process(target=_train_on_a_rank, args=(log, port, rank, size, *arguments), daemon=True)
+        for rank, log in enumerate(logs)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(200)
+    said = [log.read_text() for log in logs]
+    assert [process.exitcode for process in ranks] == [0] * size, said
+    return said[0]
 
 
 def test_training_over_two_ranks(tmp_path: Path) -> None:
     """Two ranks have the losses of one, they fall, and the folder that is written is one of transformers."""
-    given, log = ["--steps", 6, "--length", 301, "--out"], tmp_path / "one.log"
-    alone = forkserver().Process(target=_train_on_one_rank, args=(log, free_port(), *given, tmp_path / "1"))
-    alone.start()
-    options = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    words = map(str, [*options, EXAMPLES / "train_hybrid.py", *given, tmp_path / "2"])
-    environment = os.environ | {"PYTHONPATH": SOURCE_PATH, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    alone.join(200)
-    assert alone.exitcode == 0
-    one, two = (list(map(float, re.findall(r"loss (.*?),", said))) for said in (log.read_text(), done.stdout))
+    one, two = (list(map(float, re.findall(r"loss (.*?),", _train(tmp_path, size)))) for size in (1, 2))
     assert len(one) == 6 and two == pytest.approx(one, abs=2e-3) and one[-1] < one[0]
     assert json.loads((tmp_path / "2/config.json").read_text())["model_type"] == "qwen3_next"
 
@@ -134,7 +142,7 @@ def test_forks(service: Served, book: Path, run_here: Callable[..., str]) -> Non
     assert len(ways) == 10 and len(set(ways)) > 5
 
 
-def test_a_growing_log(tmp_path: Path) -> None:
+def test_a_growing_log(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """Lines are read as they are written; the one that is unlike all others is shown, and no usual one before it."""
     path = tmp_path / "app.log"
     path.touch()
@@ -149,7 +157,7 @@ def test_a_growing_log(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    said = run("follow_a_log.py", path, "--idle", 3, "--above", 4).splitlines()
+    said = run_here("follow_a_log.py", path, "--idle", 3, "--above", 4).splitlines()
     writer.join()
     assert said[0].startswith("line 51: ") and "kernel panic" in said[0], said
     assert said[-1].startswith("60 lines, ") and "the state has" in said[-1]
@@ -190,17 +198,27 @@ def test_langchain(service: Served) -> None:
 NOTEBOOK = EXAMPLES / "what_a_state_keeps.ipynb"
 
 
-def test_the_notebook_says_what_works(book: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg")
+def test_the_notebook_says_what_works(
+    book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The notebook's cells run one after the other, as a program; it draws three figures."""
+    import matplotlib.pyplot as plt
+
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert code.count("plt.show()") == 3
     assert not any(cell.get("outputs") for cell in cells), "the notebook is filed without outputs"
-    environment = {**os.environ, "PYTHONPATH": SOURCE_PATH, "TEXT": str(book), "BYTES": "4000", "MPLBACKEND": "agg"}
-    command = [sys.executable, "-W", "ignore:FigureCanvasAgg", "-c", code]
-    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "bits per byte" in done.stdout
+    for name, value in (("TEXT", str(book)), ("BYTES", "4000")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(EXAMPLES)
+    plt.switch_backend("agg")
+    try:
+        exec(code, {})
+        assert len(plt.get_fignums()) == 3
+    finally:
+        plt.close("all")
+    assert "bits per byte" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(
