@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="dist_attn.hf needs tr
 
 from dist_attn import hf  # noqa: E402
 from dist_attn.checkpoints import load_model, save_model  # noqa: E402
-from dist_attn.errors import InputError, ModelFolderError, ShapeError  # noqa: E402
+from dist_attn.errors import InputError, MissingExtraError, ModelFolderError, ShapeError  # noqa: E402
 from dist_attn.generation import generate  # noqa: E402
 from dist_attn.shipped import resolve_model_folder  # noqa: E402
 from dist_attn.text import SentencePieceTokeniser, load_tokeniser  # noqa: E402
@@ -342,21 +343,24 @@ def test_a_converted_folder_tells_its_tokens(tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "saved").pad_token_id == 0
 
 
-@pytest.mark.parametrize("name", ["", "writer-12m"])
-def test_a_folder_brings_its_classes(tmp_path, name):
-    """With trust_remote_code the Auto classes load a saved folder, or one that ships, in a process without ours."""
-    folder = resolve_model_folder(name) if name else write_small_folder(tmp_path / "m")
+def test_a_folder_brings_its_classes(tmp_path):
+    """With trust_remote_code the Auto classes load a saved folder, and one that ships, in processes without ours."""
     code = (
-        "import sys, transformers as t\n"
-        "assert not any(name.startswith('dist_attn') for name in sys.modules)\n"
+        "import os, sys, transformers as t\n"
+        "autos = (t.AutoTokenizer, t.AutoConfig, t.AutoModelForCausalLM, t.AutoModel)\n"
         "options = {'trust_remote_code': True, 'revision': 'main', 'local_files_only': True}\n"
-        "for auto in (t.AutoTokenizer, t.AutoConfig, t.AutoModelForCausalLM, t.AutoModel):\n"
-        "    print(type(auto.from_pretrained(sys.argv[1], **options)).__name__)\n"
+        "for folder in sys.argv[1:]:\n"
+        "    assert not any(name.startswith('dist_attn') for name in sys.modules)\n"
+        "    if not os.fork():\n"  # all that is not ours is loaded once
+        "        print(*[type(auto.from_pretrained(folder, **options)).__name__ for auto in autos], flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0\n"
     )
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    run = [sys.executable, "-c", code, str(folder)]
+    run = [sys.executable, "-c", code, str(write_small_folder(tmp_path / "m")), str(resolve_model_folder("writer-12m"))]
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120, env=environment)
-    assert done.stdout.split()[1:] == ["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel"]
+    brought = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert brought == 2 * [["DistAttnConfig", "DistAttnForCausalLM", "DistAttnModel"]]
 
 
 @pytest.mark.parametrize(("name", "end"), [("books-6m", 4095), ("writer-12m", 8191)])
@@ -370,13 +374,12 @@ def test_the_shipped_models_load(name, end):
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
 
 
-def test_without_transformers_one_line_names_the_extra():
+def test_without_transformers_one_line_names_the_extra(monkeypatch):
     """Where transformers is missing, the import raises a MissingExtraError that says what to install."""
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "from dist_attn.errors import MissingExtraError\n"
-        "try:\n    import dist_attn.hf\n"
-        "except MissingExtraError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "dist_attn.hf needs transformers: in the checkout, run .venv/bin/pip install -e '.[hf]'\n"
+    for name in [name for name in sys.modules if name.startswith("dist_attn.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError) as refused:
+        import_module("dist_attn.hf")
+    words = "dist_attn.hf needs transformers: in the checkout, run .venv/bin/pip install -e '.[hf]'"
+    assert str(refused.value) == words

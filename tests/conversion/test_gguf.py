@@ -176,15 +176,18 @@ def test_a_disk_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_commands_take_the_file_and_keep_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is converted once; logits and greedy text are transformers'; a copy of the file finds the same folder."""
+    """A process without torch has it converted, once; logits and text are transformers', and a copy has its folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file, _ = made("llama", "Q4_1")
+    code = "import sys; from dist_attn.shipped import resolve_model_folder as find; print(find(sys.argv[1]).name)"
+    code += "; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=500)
+    assert done.stdout == "llama\n" and "this once" in done.stderr, done.stderr
     model, tokeniser = theirs(file)
     ids = tokeniser("the was", return_tensors="pt")["input_ids"]
     np.save(tmp_path / "tokens.npy", ids[0].numpy())
     command = ["logits", "--model", file, "--tokens", tmp_path / "tokens.npy", "--out", tmp_path / "rows.npy"]
     cli.app([str(part) for part in command], standalone_mode=False)
-    assert "this once" in capfd.readouterr().err
     with torch.inference_mode():
         want = model(ids).logits[0]
     np.testing.assert_allclose(np.load(tmp_path / "rows.npy"), want, atol=1e-5, rtol=0)
@@ -213,13 +216,3 @@ def test_ranks_that_come_together_convert_it_once(tmp_path: Path, monkeypatch: p
     with ThreadPoolExecutor(3) as ranks:
         found = {*ranks.map(gguf_file.folder_of_gguf, [made("llama", "Q8_0")[0]] * 3)}
     assert len(found) == 1 and len(made_by) == 1
-
-
-def test_finding_the_folder_loads_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that serves it only finds the folder, whose numbers another process has made."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = "import sys; from dist_attn.shipped import resolve_model_folder as find; print(find(sys.argv[1]).name)"
-    code += "; assert not {'torch', 'transformers'} & sys.modules.keys()"
-    command = [sys.executable, "-c", code, str(made("llama", "Q8_0")[0])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.stdout == "llama\n", done.stderr
