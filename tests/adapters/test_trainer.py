@@ -1,10 +1,7 @@
 """transformers' Trainer, TRL's SFTTrainer and peft over ranks, from their own packages: losses as without slices."""
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -13,8 +10,8 @@ import torch
 from dist_attn import context_parallel
 from dist_attn.comm import Communicator, run_simulated
 from tests.adapters.test_context_parallel import LENGTHS, Gradients, assert_same, gradients, ids, made
-from tests.support.source_path import SOURCE_PATH
-from tests.support.trainer_run import Run
+from tests.support.ranks import forkserver
+from tests.support.trainer_run import Run, write_losses
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +33,16 @@ SIDES = {
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[float]]]:
-    """What `tests.support.trainer_run` prints for `SIDES`, in one process: loading transformers takes longest."""
+    """The losses of `SIDES`, in one process that has loaded transformers, which takes longest."""
     sides = {name: runs for name, runs in SIDES.items() if name != "trl" or all(map(find_spec, TRL))}
-    written = [json.dumps(asdict(run)) for runs in sides.values() for run in runs]
-    command = [sys.executable, "-m", "tests.support.trainer_run", str(tmp_path_factory.mktemp("runs")), *written]
-    path = os.pathsep.join([SOURCE_PATH, os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(found) == len(written), done.stdout
+    folder, every = tmp_path_factory.mktemp("runs"), [run for runs in sides.values() for run in runs]
+    process = forkserver().Process(target=write_losses, args=(folder, every, folder / "log"))
+    process.start()
+    process.join(300)
+    said = (folder / "log").read_text()
+    assert process.exitcode == 0, said
+    found = [json.loads(line) for line in re.findall(r"^\[[\d., ]+\]$", said, re.MULTILINE)]
+    assert len(found) == len(every), said
     return {name: found[2 * n : 2 * n + 2] for n, name in enumerate(sides)}
 
 

@@ -1,9 +1,7 @@
 """A few steps of transformers' Trainer or TRL's SFTTrainer, alone or over ranks with the variables that torchrun sets.
 
-    python -m tests.support.trainer_run FOLDER RUN ...
-
-A RUN is a `Run` as JSON. Prints the losses of each, a line of JSON. All that ranks import is imported once: each is a
-process forked from this one. Without slices, ranks are those of the Trainer itself, which have other texts each.
+All that ranks import is imported once: each is a process forked from this one. Without slices, ranks are those of the
+Trainer itself, which have other texts each.
 """
 
 import json
@@ -11,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -95,7 +94,11 @@ def _over_ranks(folder: Path, run: Run) -> None:
                 sys.exit(f"a rank of {run} ended with {ended.exitcode}")  # daemons end with this process
 
 
-if __name__ == "__main__":
+def write_losses(folder: Path, runs: Sequence[Run], log: Path) -> None:
+    """Carry out runs in this process's place; what they print, with a line of JSON for each, goes to a file."""
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     warnings.simplefilter("ignore")
-    for number, written in enumerate(sys.argv[2:]):
-        _over_ranks(Path(sys.argv[1]) / str(number), Run(**json.loads(written)))
+    for number, run in enumerate(runs):
+        _over_ranks(folder / str(number), run)
