@@ -113,10 +113,16 @@ def everything(comm: Communicator) -> list[tuple[str, list[Tensor]]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def simulated() -> list[list[tuple[str, list[Tensor]]]]:
+    """All runs on simulated ranks."""
+    return run_simulated(everything, 3)
+
+
 @pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_every_operation_and_mode(kind: Kind) -> None:
+def test_every_operation_and_mode(kind: Kind, simulated: list[list[tuple[str, list[Tensor]]]]) -> None:
     """Between processes all have the results of simulated ranks, bit for bit but where MPI scans itself."""
-    for simulated, processes in zip(run_simulated(everything, 3), run_ranks(kind, everything, 3), strict=True):
-        for (what, want), (_, got) in zip(simulated, processes, strict=True):
+    for threads, processes in zip(simulated, run_ranks(kind, everything, 3), strict=True):
+        for (what, want), (_, got) in zip(threads, processes, strict=True):
             for index, (one, other) in enumerate(zip(want, got, strict=True)):
                 assert_close(other, one, kind="gradient" if "exscan" in what else "exact", what=f"{what} {index}")
