@@ -30,6 +30,8 @@ __all__ = [
 ROOT = Path("/")  # of the files that the kernel shows
 NO_LIMIT = 1 << 62  # bytes; version 1 says "none" by the largest number of pages
 SLICE_NS = 100_000  # the shortest that Linux gives
+# struct sched_attr: size, policy, flags, nice, priority, runtime (of this policy the slice), deadline, period
+SCHED_ATTR = struct.Struct("IIQiIQQQ")
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the number of the system call
 _FOLDER = Path("sys/fs/cgroup")
 
@@ -57,13 +59,14 @@ def ask_for_short_slices() -> None:
 
     Threads that compute a step together wait for each other many times in it. Beside other load, one whose core is
     taken holds up all of them until its next slice, milliseconds later by default. How much of the processor each
-    process gets stays as it is. Before Linux 6.12 nothing happens, nor to a process with a policy of its own.
+    process gets stays as it is. Before Linux 6.12 and on other processors than x86-64 and arm64 nothing happens, nor to
+    a process with a policy of its own, nor where a sandbox refuses the call.
     """
     number = SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, SLICE_NS, 0, 0)
+    attributes = SCHED_ATTR.pack(SCHED_ATTR.size, os.SCHED_OTHER, 0, nice, 0, SLICE_NS, 0, 0)
     ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 

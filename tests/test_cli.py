@@ -186,12 +186,12 @@ def test_weights_are_held_as_asked(place, run):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP, which torch carries on Linux")
 def test_threads_of_a_command_sleep_while_they_wait(tmp_path: Path) -> None:
-    """OpenMP loads with passive waiting in a process that computes."""
+    """OpenMP loads with passive waiting and a user's threads where a command computes; one line tells what lacks."""
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.arange(3))
     words = ["logits", "--model", str(tmp_path / "none"), "--tokens", str(tokens), "--out", str(tmp_path / "out.npy")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environment |= {"OMP_DISPLAY_ENV": "verbose"}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", "OMP_NUM_THREADS": "3"}
     done = subprocess.run(
         [sys.executable, "-m", "dist_attn", *words],
         capture_output=True,
@@ -200,7 +200,8 @@ def test_threads_of_a_command_sleep_while_they_wait(tmp_path: Path) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 2, done.stderr
-    assert "GOMP_SPINCOUNT = '0'" in done.stderr
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr and "OMP_NUM_THREADS = '3'" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("dist-attn: ")]) == 1, done.stderr
 
 
 def test_an_average_reports_what_it_found(place, run):

@@ -1,8 +1,6 @@
-"""Cores and memory that a process may use, by the kernel's files of either version of control groups; its slices."""
+"""Cores and memory that a process may use, by the kernel's files of either version of control groups; time slices."""
 
 import os
-import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +18,9 @@ from dist_attn.host_limits import (
     oom_kills,
     usable_cores,
 )
+from tests.support.slices import needs_slices
 
+ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 V2 = {"memory.current": f"{40 * MIB}", "memory.stat": f"anon 1\ninactive_file {8 * MIB}"}
 V1 = {"memory.usage_in_bytes": f"{40 * MIB}", "memory.stat": f"inactive_file 1\ntotal_inactive_file {8 * MIB}"}
@@ -123,16 +123,12 @@ def test_threads_that_openmp_is_told(said: str, threads: int | None) -> None:
 
 
 SLICES = """
-import ctypes, os, struct, threading
-from dist_attn.host_limits import SCHED_SETATTR, ask_for_short_slices
-def tell():
-    found = ctypes.create_string_buffer(48)
-    assert ctypes.CDLL(None).syscall(SCHED_SETATTR["x86_64"] + 1, 0, found, 48, 0) == 0
-    size, policy, flags, nice, priority, slice_ns = struct.unpack_from("IIQiIQ", found)
-    print(policy, nice, slice_ns)
+import os, threading
+from dist_attn.host_limits import ask_for_short_slices
+from tests.support.slices import slice_of
 os.nice(3)
 ask_for_short_slices()
-thread = threading.Thread(target=tell)
+thread = threading.Thread(target=lambda: print(slice_of(0), os.getpriority(os.PRIO_PROCESS, 0)))
 thread.start()
 thread.join()
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -141,11 +137,8 @@ print(os.sched_getscheduler(0) == os.SCHED_BATCH)
 """
 
 
+@needs_slices
 def test_threads_have_short_slices() -> None:
     """A thread that is started later has slices of 0.1 ms and the niceness of before; another policy stays."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        pytest.skip("asks the kernel by the number of Linux on x86_64")
-    if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 12):
-        pytest.skip("Linux gives slices of one's own from 6.12 on")
-    done = subprocess.run([sys.executable, "-c", SLICES], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["0", str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)), "100000", "True"]
+    done = subprocess.run([sys.executable, "-c", SLICES], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["100000", str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)), "True"], done.stderr

@@ -7,7 +7,8 @@ from dist_attn.host_limits import load
 
 if __name__ == "__main__":
     load("dist_attn.adapters.check")
-    gc.freeze()  # also the end of the process looks for no garbage in them, which takes longer than the check
+    # At its exit Python looks for garbage once more: among these libraries that takes longer than the check.
+    gc.freeze()
     from dist_attn.adapters.check import main
 
     main(*sys.argv[1:])

@@ -11,7 +11,10 @@ from dist_attn.host_limits import load
 from dist_attn.launchers import SIGNALS
 from dist_attn.log_lines import configure_logs
 
-RUNNERS = ("controller", "agent")
+RUNNERS = {
+    "controller": ("dist_attn.control.server", "run_controller"),
+    "agent": ("dist_attn.control.agent", "run_agent"),
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -21,18 +24,15 @@ def main(arguments: list[str]) -> int:
         print(f"python -m dist_attn.control: given {given}, needed `controller` or `agent`", file=sys.stderr)
         return 2
     name = arguments[0]
-    load("dist_attn.control.server" if name == "controller" else "dist_attn.control.agent")
+    module, runner = RUNNERS[name]
+    load(module)
     gc.freeze()
-    if name == "controller":
-        from dist_attn.control.server import run_controller as run
-    else:
-        from dist_attn.control.agent import run_agent as run
     from dist_attn.control.settings import ControlSettings
 
     settings = ControlSettings.from_flags(arguments[1:], f"python -m dist_attn.control {name}", os.environ)
     configure_logs(name, settings.log_level, settings.log_format, model=Path(settings.model).name)
     try:
-        return run(settings)
+        return int(getattr(sys.modules[module], runner)(settings))
     except (ConfigError, MissingExtraError, StorageError) as error:
         print(f"python -m dist_attn.control {name}: {error}", file=sys.stderr)
         return 2

@@ -108,7 +108,7 @@ class _Listed:
     """The check whether a public key stands in the folder now, so that a removed file ends what it allowed."""
 
     def __init__(self, folder: Path) -> None:
-        import structlog  # ranks and clients, which admit nobody, do without the time that it takes to load
+        import structlog  # only who admits others needs it: ranks and clients start faster without
 
         self._folder = folder
         self._log = structlog.get_logger("dist_attn.wire")

@@ -31,7 +31,7 @@ def test_prefill_decode_and_backward_wait_for_nothing(case: str) -> None:
     on_meta.test_prefill_decode_and_backward(case)
 
 
-@pytest.mark.parametrize("case", {tuple(sorted(kinds_of(case))): case for case in PAPERS_CASES}.values())
+@pytest.mark.parametrize("case", {tuple(sorted(kinds_of(case))): case for case in reversed(PAPERS_CASES)}.values())
 def test_ranks_exchange_carries(case: str) -> None:
     """Three simulated ranks, one of them empty, read two blocks and go back through one; each has the whole state."""
     on_meta.test_ranks_exchange_carries(case)

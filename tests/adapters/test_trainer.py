@@ -38,7 +38,11 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[floa
     folder, every = tmp_path_factory.mktemp("runs"), [run for runs in sides.values() for run in runs]
     process = forkserver().Process(target=write_losses, args=(folder, every, folder / "log"))
     process.start()
-    process.join(300)
+    try:
+        process.join(300)
+    finally:
+        process.kill()
+        process.join()
     said = (folder / "log").read_text()
     assert process.exitcode == 0, said
     found = [json.loads(line) for line in re.findall(r"^\[[\d., ]+\]$", said, re.MULTILINE)]

@@ -35,9 +35,10 @@ def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
     model, cache = tmp_path / "model", tmp_path / "cache"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(model_config("elu") | {"num_layers": 1}))
+    (model / "config.json").write_text(json.dumps(model_config("gated") | {"num_layers": 1}))
     first = _compiled(model, cache)
     needed = {"sums_kernel", "outputs_kernel", "read_kernel", "step_kernel", "features_gradient_kernel"}
+    needed |= {"gates_kernel", "gate_gradients_kernel"}
     assert needed <= first["compiled"].keys()
     assert not first["cached"]
     assert (first["cache"], first["dtype"]) == (str(cache), "bfloat16")

@@ -162,8 +162,10 @@ def test_a_request_that_one_rank_fails_at_is_lost_with_the_group_once(patient_en
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_or_hangs_is_named_and_replaced(alert_engine):
-    """Its exception reaches the client; without progress the stall limit ends the epoch."""
+def test_a_rank_that_raises_hangs_or_is_stopped_is_named_and_replaced(alert_engine):
+    """Its exception reaches the client; without progress the stall limit ends the epoch, without a sign the deadline of
+    heartbeats.
+    """
     _, client, mark = alert_engine
     before = client.status()
     failed = fails_by(client, "raises", fake_rank.RAISE, 1)
@@ -171,6 +173,11 @@ def test_a_rank_that_raises_or_hangs_is_named_and_replaced(alert_engine):
     before = next_epoch(client, before)
     failed = fails_by(client, "hangs", fake_rank.HANG, 1)
     assert "rank 1 has made no progress" in failed.message
+    before = next_epoch(client, before)
+    victim = before.ranks[1].pid
+    os.kill(victim, signal.SIGSTOP)
+    status = client.wait_for_status(lambda status: not status.ready)
+    assert "rank 1 has been silent" in status.reason
     next_epoch(client, before)
     assert not {rank.pid for rank in before.ranks} & set(rank_processes(mark))
 
@@ -277,24 +284,31 @@ def test_no_process_survives_a_killed_parent():
 
 @pytest.mark.slow
 def test_ranks_that_crash_at_their_start_open_the_circuit_until_they_do_not(tmp_path, monkeypatch):
-    """After some crashes nothing is tried for a while, and a request that no group could serve in time fails, both with
-    the reason; all recovers when the cause is gone.
-    """
+    """After some crashes nothing is tried for a while, the reason says why, and it recovers when the cause is gone."""
     cause = tmp_path / "cause"
     cause.touch()
     monkeypatch.setenv("FAKE_RANK_CRASHES", str(cause))
-    fields = {"crashes_to_open": 3, "cool_down_s": 2.0, "ready_deadline_s": 0.5}
-    with running_engine(ranks=1, **fields, wait=False) as (_, client, _):
+    with running_engine(ranks=1, crashes_to_open=3, cool_down_s=2.0, wait=False) as (_, client, _):
         status = client.wait_for_status(lambda status: "again and again" in status.reason)
         assert not status.ready
         assert "the fake rank was asked to crash at its start" in status.reason
+        client.open_encoding("a")
+        cause.unlink()
+        client.feed("a", np.arange(20))
+        assert client.finish("a").done.rows == 1
+
+
+@pytest.mark.slow
+def test_requests_do_not_wait_for_ever_for_ranks(tmp_path, monkeypatch):
+    """A request that no group could serve in time fails with the reason."""
+    monkeypatch.setenv("FAKE_RANK_CRASHES", str(tmp_path))
+    with running_engine(ranks=1, ready_deadline_s=0.5, wait=False) as (_, client, _):
+        # However long a rank takes to start and crash: the reason is known before the request comes.
+        client.wait_for_status(lambda status: "asked to crash" in status.reason)
         request = client.open_encoding("a")
         client.wait_until(lambda: request.ended)
         assert request.failed.code == "engine_not_ready"
         assert "asked to crash" in request.failed.message
-        cause.unlink()
-        client.wait_ready()
-        assert client.encode("b", np.arange(20)).done.rows == 1
 
 
 @pytest.mark.slow

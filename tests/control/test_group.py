@@ -136,6 +136,17 @@ def test_a_rank_that_reports_an_error_is_named_with_it():
     assert "rank 0 failed: ValueError: broken" in scene.outlet.lost[0]
 
 
+def test_a_rank_that_reports_an_error_at_its_start_is_the_last_failure():
+    """What it could not start with is the reason while nothing runs."""
+    scene = Scene()
+    scene.agent()
+    scene.group.tick(scene.now, None, 0)
+    scene.hello(1)
+    scene.group.rank_failed(RankFailed(1, 0, 5, "no model at /there"), scene.now)
+    scene.wait(1)
+    assert not scene.group.running and "no model at /there" in scene.group.reason(scene.now)
+
+
 def test_a_silent_rank_is_named_within_its_deadline():
     """No heartbeat for longer than the deadline ends the epoch, and `reason` names the rank."""
     scene = Scene().run()

@@ -182,7 +182,7 @@ def test_commands_take_the_file_and_keep_its_folder(
     code = "import sys; from dist_attn.shipped import resolve_model_folder as find; print(find(sys.argv[1]).name)"
     code += "; assert not {'torch', 'transformers'} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=500)
-    assert done.stdout == "llama\n" and "this once" in done.stderr, done.stderr
+    assert (done.returncode, done.stdout) == (0, "llama\n") and "this once" in done.stderr, done.stderr
     model, tokeniser = theirs(file)
     ids = tokeniser("the was", return_tensors="pt")["input_ids"]
     np.save(tmp_path / "tokens.npy", ids[0].numpy())

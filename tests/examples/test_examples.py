@@ -143,7 +143,7 @@ def test_forks(service: Served, book: Path, run_here: Callable[..., str]) -> Non
 
 
 def test_a_growing_log(tmp_path: Path, run_here: Callable[..., str]) -> None:
-    """Lines are read as they are written; the one that is unlike all others is shown, and no usual one before it."""
+    """Lines are read until no more come; the one that is unlike all others is shown, and no usual one before it."""
     path = tmp_path / "app.log"
     path.touch()
 

@@ -99,8 +99,9 @@ def test_a_catalogue_that_is_not_sound_is_not_opened(data: tuple[Path, list[byte
     shutil.copytree(data[0] / "states", states)
     before = files_in(states / "snapshots")
     spoil(states / CATALOGUE, how)
-    with pytest.raises(CatalogueDamagedError, match=rf"dist-attn state repair {states}.*\Z"):
+    with pytest.raises(CatalogueDamagedError) as refused:
         asyncio.run(open_store(str(states)))
+    assert f"dist-attn state repair {states}" in str(refused.value) and "\n" not in str(refused.value)
     assert files_in(states / "snapshots") == before
 
 

@@ -26,6 +26,7 @@ from tests.support.files import begin, offset_of, patch
 from tests.support.programs import free_port, running_program
 from tests.support.served import READY_SECONDS, Served, served
 from tests.support.sessions import SessionClient
+from tests.support.slices import needs_slices, slice_of
 from tests.support.source_path import SOURCE_PATH
 from tests.support.waiting import eventually
 
@@ -54,6 +55,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     text = f'[http]\napi_keys_file = "{folder}/keys"\nadmin_keys = ["{digest}"]\n[limits]\nmax_tokens = 100000\n'
     (folder / "serve.toml").write_text(text)
     (folder / "t" / f"{PREFIX}left").mkdir(parents=True)
+    (folder / "t" / f"{PREFIX}left" / "state").touch()
     before = os.umask(0o022)
     try:
         with pytest.MonkeyPatch.context() as patched:
@@ -123,6 +125,12 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
         assert {"rank 1", "rank 2"} <= {role for role, _ in listening}  # or the interface was not looked at
         assert [entry for entry in listening if not entry[1].startswith("127.0.0.1:")] == []
         assert complete(whole).status_code == 200
+
+
+@needs_slices
+def test_ranks_have_short_slices(whole: Served) -> None:
+    """Beside other load no thread of a step waits for another for milliseconds."""
+    assert slice_of(whole.parts()["rank 1"].pid) == 100_000
 
 
 def test_a_first_start_has_nothing_to_warn_of(start: Start) -> None:
@@ -290,7 +298,7 @@ def test_an_api_that_was_killed_is_started_again(whole: Served) -> None:
     assert whole.program.output.count("the API ended with exit code 137 and is started again") == 2
 
 
-def test_a_second_serve_waits_for_the_end_of_the_first(whole: Served) -> None:
+def test_a_second_serve_is_refused_until_the_first_has_ended(whole: Served) -> None:
     """It is refused with the first one's process and address; after kill -9 of that, which leaves no folder behind,
     it takes the data over, and a session goes on bit by bit in the fresh engine.
     """

@@ -63,7 +63,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def test_http(model: Path, rows: torch.Tensor, running: Served) -> None:
-    """It gives the rows of one rank, completes a prompt as one rank does, and nothing listens beyond loopback."""
+    """Rows are those of one rank, a prompt is completed as one rank does, and nothing listens beyond loopback."""
     url = f"{running.url}/v1/encodings?granularity=window&window={WINDOW}"
     lines = httpx.post(url, content=TEXT, timeout=SECONDS).text.splitlines()
     *got, summary = map(json.loads, lines)
@@ -126,7 +126,7 @@ def answers(url: str, route: str, body: dict[str, Any], on_text: Callable[[], ob
             chunks += 1
             if chunks == 40:
                 on_text()
-    assert reasons == ["stop", "stop"]
+    assert reasons == ["stop", "stop"] and chunks > 40
     return texts
 
 

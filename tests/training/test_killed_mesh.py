@@ -127,7 +127,7 @@ def test_a_killed_mesh_ends_like_an_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_a_command_goes_on_after_kill_9(tmp_path: Path) -> None:
+def test_the_command_resumes_a_killed_mesh(tmp_path: Path) -> None:
     """`dist-attn train --ranks 2 --resume` ends a mesh of which a rank was killed as if none had been."""
     whole, killed = (_config(tmp_path / name, sharded=False, rows=1) for name in ("whole", "killed"))
     run_ranks("gloo", partial(_trained, whole, False, ""), 2)
