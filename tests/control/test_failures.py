@@ -247,15 +247,14 @@ def test_an_address_has_one_controller(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_no_process_survives_a_stopped_controller_for_long(alert_engine):
+def test_no_process_survives_a_stopped_controller_for_long():
     """Ranks that hear nothing end by themselves; when the controller goes on, so does its work."""
-    handle, client, mark = alert_engine
-    before = client.wait_ready()
-    os.kill(handle.process.pid, signal.SIGSTOP)
-    eventually(lambda: not rank_processes(mark), "the ranks to end")
-    os.kill(handle.process.pid, signal.SIGCONT)
-    status = client.wait_for_status(lambda status: status.ready and status.epoch > before.epoch, RECOVERY_S)
-    assert sorted(rank.pid for rank in status.ranks) == rank_processes(mark)
+    with running_engine(ranks=2, **ALERT) as (handle, client, mark):
+        os.kill(handle.process.pid, signal.SIGSTOP)
+        eventually(lambda: not rank_processes(mark), "the ranks to end")
+        os.kill(handle.process.pid, signal.SIGCONT)
+        status = client.wait_for_status(lambda status: status.ready and status.epoch >= 2, RECOVERY_S)
+        assert sorted(rank.pid for rank in status.ranks) == rank_processes(mark)
 
 
 @pytest.mark.slow
