@@ -8,7 +8,9 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # For example PIP_ARGS="--index-url …" to choose where packages, and which build of torch, come from.
 PIP_ARGS ?=
-PIP = $(BIN)/python -m pip install --disable-pip-version-check
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+# What pip itself would do on one core. Some packages carry files that are no Python, which is no error.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV) || true
 PYTHON ?= $(or $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done)),python3)
 # Images of containers set it: each of hundreds of processes would compile the modules of this tree anew.
@@ -39,6 +41,7 @@ $(SERVING): pyproject.toml constraints.txt
 	$(PIP) $(PIP_ARGS) "$(TORCH)"
 	@echo "$(VENV): dist-attn and what it needs to serve"
 	$(PIP) $(PIP_ARGS) -c constraints.txt -e .
+	@$(COMPILE)
 	@touch $@
 
 $(STAMP): $(SERVING) papers/pyproject.toml
@@ -46,6 +49,7 @@ $(STAMP): $(SERVING) papers/pyproject.toml
 	$(PIP) $(PIP_ARGS) -c constraints.txt -e ".[dev,docs]" -e papers
 	@# Apart, for its tests alone: transformers takes its kernels wherever it can be imported, also without a GPU.
 	$(PIP) $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target $(VENV)/.fla fla-core einops
+	@$(COMPILE)
 	@touch $@
 
 # A model by name, of those that `dist-attn models` lists, or a folder; what is not here is fetched once.
