@@ -120,6 +120,8 @@ def test_only_the_processes_of_a_mark_are_killed():
     sleepers = [subprocess.Popen(["sleep", "60"], env={GROUP_MARK: mark}) for mark in marks]
     try:
         first, later, *left = [{sleeper.pid} for sleeper in sleepers]
+        # Linux shows the variables of a program a moment after it has begun.
+        eventually(lambda: [group_processes(mark) for mark in marks] == [first, later, *left], "the variables of all")
         assert group_processes(group_mark(engine, "a")) == first | later
         assert kill_processes(marks[0], 5.0) == set()
         assert [group_processes(mark) for mark in marks] == [set(), later, *left]
