@@ -57,7 +57,7 @@ MODEL ?=
 
 serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the models that ship; MODEL=smollm2 for one that chats
 	$(if $(MODEL),@if $(BIN)/python -m dist_attn models show | grep -q "^$(MODEL)  not here"; then \
-	    $(PIP) $(PIP_ARGS) -c constraints.txt -e ".[hf,structured]" && $(BIN)/python -m dist_attn models add $(MODEL); fi)
+	    $(PIP) --compile $(PIP_ARGS) -c constraints.txt -e ".[hf,structured]" && $(BIN)/python -m dist_attn models add $(MODEL); fi)
 	@exec $(BIN)/python -m dist_attn serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: setup  ## run the tests but for the slow ones; what is skipped says why

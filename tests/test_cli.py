@@ -186,7 +186,7 @@ def test_weights_are_held_as_asked(place, run):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP, which torch carries on Linux")
 def test_threads_of_a_command_sleep_while_they_wait(tmp_path: Path) -> None:
-    """OpenMP loads with passive waiting and a user's threads where a command computes; one line tells what lacks."""
+    """OpenMP loads with passive waiting and the threads of the user, and a missing folder is said in one line."""
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.arange(3))
     words = ["logits", "--model", str(tmp_path / "none"), "--tokens", str(tokens), "--out", str(tmp_path / "out.npy")]

@@ -218,8 +218,8 @@ def test_a_document_that_ends_workers_is_found_and_left_out(corpus: Path, model:
 
 
 def test_a_dead_worker_costs_its_unit_alone(corpus: Path, model: Path, tmp_path: Path) -> None:
-    """One that is killed at its first document or while it waits is told as lost with its unit, and another one takes
-    the next; the job is not lost, as the worker has told that it could start, while one that could not ends it.
+    """A worker killed at its first document or while it waits costs its unit, and another takes the next one; a worker
+    that cannot start ends the job.
     """
     os.mkfifo(tmp_path / "never")
     settings = settings_of(model, tmp_path)

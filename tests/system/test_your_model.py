@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/your-model.md over a generated folder, as they are printed but for two of four ranks."""
+"""The commands of docs/how-to/your-model.md over a generated folder, as printed, with two ranks in place of four."""
 
 import json
 import os
